@@ -1,0 +1,108 @@
+"""The arithmetic that algorithms share. Shapes: [G] per rollout of a group, [N] per predicted token, [S] per rollout of a batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop.types import Batch
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# A group whose rewards differ by less than this share of their size does not vary: sums of float32 rewards leave such residue,
+# and dividing by its standard deviation would make full-size advantages out of nothing.
+RESIDUE = 1e-6
+
+
+def varies(rewards: Tensor) -> bool:
+    """Whether the rewards [G] of a group differ by more than rounding."""
+    spread = rewards.max() - rewards.min()
+    return bool(spread > RESIDUE * rewards.abs().max())
+
+
+def group_advantages(
+    rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary.
+
+    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, leave-one-out, the mean of the other rollouts (RLOO, 2402.14740).
+    The scale is always the deviation of the whole group: dividing by a leave-one-out deviation gives a lone success less than its
+    due and the group a net negative credit. ``normalize=False`` is Dr.GRPO's choice (2503.20783).
+    """
+    if baseline and not varies(rewards):
+        return torch.zeros_like(rewards)
+    centred = rewards
+    if baseline and leave_one_out:
+        count = len(rewards)
+        if count < 2:
+            raise ValueError("a leave-one-out baseline needs at least 2 rollouts a group")
+        centred = rewards - (rewards.sum() - rewards) / (count - 1)
+    elif baseline:
+        centred = rewards - rewards.mean()
+    return centred / (rewards.std(correction=0) + eps) if normalize else centred
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    reference: Tensor,
+    estimator: KlEstimator,
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """Per-token estimates of KL(policy || reference) from tokens the policy sampled (Schulman, 2020), [N].
+
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Clamps bound outliers and their gradient.
+    """
+    difference = reference - logprobs
+    if input_clamp is not None:
+        difference = difference.clamp(-input_clamp, input_clamp)
+    match estimator:
+        case "k1":
+            estimate = -difference
+        case "k2":
+            estimate = difference.square() / 2
+        case "k3":
+            estimate = torch.expm1(difference) - difference
+    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None) -> Tensor:
+    """PPO's objective min(ratio A, clip(ratio, 1 - low, 1 + high) A), [N], to be maximised (arXiv 1707.06347).
+
+    ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A where A < 0
+    (dual clip, 1912.09729).
+    """
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
+    return objective
+
+
+def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
+    """Each rollout's mean over its counted tokens, [N] -> [S]; 0 for a rollout without any."""
+    sums = values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask)
+    return sums / batch.sequence_lengths.clamp(min=1)
+
+
+def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:
+    """Sum [N] values into a scalar over the counts of the whole optimizer step (``batch.totals``), so that parts add up (law 1).
+
+    token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of their means. sequence_sum: mean over rollouts of
+    their sums. constant_length: sums over rollouts x ``constant_length`` (Dr.GRPO).
+    """
+    counted = values * batch.mask
+    match how:
+        case "token_mean":
+            return counted.sum() / max(batch.totals.tokens, 1)
+        case "sequence_mean":
+            return sequence_mean(values, batch).sum() / max(batch.totals.sequences, 1)
+        case "sequence_sum":
+            return counted.sum() / max(batch.totals.sequences, 1)
+        case "constant_length":
+            if not constant_length:
+                raise ValueError("aggregation constant_length needs a positive constant_length")
+            return counted.sum() / (max(batch.totals.sequences, 1) * constant_length)

@@ -1,0 +1,7 @@
+"""From a configuration to a running system: the only place that knows every part."""
+
+from strop.assembly.describe import describe
+from strop.assembly.evaluation import run_evaluation
+from strop.assembly.grpo import run_grpo
+
+__all__ = ["describe", "run_evaluation", "run_grpo"]

@@ -1,0 +1,76 @@
+"""``strop eval``: sample a model on a set of tasks and say how good it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from strop.assembly.describe import describe
+from strop.assembly.grpo import MISTAKES, _show_warnings_as_lines
+from strop.assembly.roles import load_policy, make_engine
+from strop.assembly.tasks import validation_tasks
+from strop.config import EvalRunConfig
+from strop.evaluation import Evaluator
+from strop.rollouts.episode import EpisodeRules
+from strop.sampling import Sampling
+from strop.tracking.console import open_console
+
+log = logging.getLogger(__name__)
+
+
+def run_evaluation(config: EvalRunConfig) -> int:
+    """Evaluate as configured; 0 on success, 1 after an error that was printed."""
+    _show_warnings_as_lines()
+    try:
+        asyncio.run(_run(config))
+    except MISTAKES as error:
+        log.debug("the evaluation failed", exc_info=error)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run(config: EvalRunConfig) -> None:
+    print(describe(config))
+    generation = config.generation
+    source = validation_tasks([config.data], [], config.env, seed=config.eval.seed)
+    assert source is not None
+    policy = load_policy(
+        generation.model_name,
+        tokenizer_name=config.tokenizer.name,
+        chat_template=config.tokenizer.chat_template,
+        chat_options=config.tokenizer.chat_template_kwargs,
+        device=generation.device,
+        precision=generation.precision,
+        threads=generation.num_threads,
+    )
+    engine = make_engine(policy, generation, generation.max_total_sequence_length)
+    engine.resume(0)
+    evaluator = Evaluator(
+        source=source,
+        size=len(source),
+        samples=config.eval.num_tests_per_prompt,
+        generator=engine,
+        template=policy.template,
+        sampling=Sampling(**generation.sampling_options()),
+        rules=EpisodeRules(max_length=generation.max_total_sequence_length, max_prompt_length=config.data.max_input_seq_length),
+        seed=config.eval.seed,
+        folder=Path(config.eval.save_path) if config.eval.save_path else None,
+        ks=_ks(config),
+    )
+    try:
+        metrics = await evaluator.evaluate(0, open_console("auto"))
+    finally:
+        await engine.close()
+    for name, value in metrics.items():
+        print(f"{name:32} {value:.4f}")
+    if config.eval.save_path:
+        print(f"every sample is in {config.eval.save_path}")
+
+
+def _ks(config: EvalRunConfig) -> tuple[int, ...]:
+    samples = config.eval.num_tests_per_prompt
+    powers = {1 << power for power in range(samples.bit_length())}
+    return tuple(sorted(powers | {min(config.eval.k_value, samples)}))

@@ -1,0 +1,309 @@
+"""``strop grpo``: build a run from its configuration, train, and leave the folders behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import torch
+
+from strop.assembly.describe import describe
+from strop.assembly.roles import load_training_policy, make_algorithm, make_engine, make_learner, make_reference, tokenizer_saver
+from strop.assembly.tasks import training_tasks, validation_tasks
+from strop.checkpointing.base import RunState
+from strop.checkpointing.folders import CheckpointError, CheckpointFolders
+from strop.config import GrpoRunConfig, dump_config
+from strop.data.errors import DataError
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.mixture import Mixture
+from strop.evaluation import Evaluator
+from strop.generation.base import Generator
+from strop.loop import LoopOptions, Run, TooManyDropped, train
+from strop.models.loading import ModelNotFound
+from strop.rollouts.episode import EpisodeRules, RewardScaling, run_group
+from strop.rollouts.stream import RolloutStream, StreamState
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.tracking.base import Tracker, Trackers
+from strop.tracking.console import open_console
+from strop.tracking.jsonl import FILE_NAME, JsonlTracker
+from strop.tracking.rollouts import RolloutStore
+from strop.types import Group
+from strop.weights.shared import SharedWeights
+
+log = logging.getLogger(__name__)
+
+# What a run may end with that is the user's to mend: the message is enough.
+MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, CheckpointError, ValueError, FileNotFoundError)
+
+
+def run_grpo(config: GrpoRunConfig, command: str) -> int:
+    """Train as configured; 0 on success, 1 after an error that was printed. ``command`` is what the user typed."""
+    _show_warnings_as_lines()
+    try:
+        asyncio.run(_run(config, command))
+    except MISTAKES as error:
+        log.debug("the run failed", exc_info=error)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _run(config: GrpoRunConfig, command: str) -> None:
+    tracker = make_tracker(config)
+    try:
+        run, generator = build_run(config, tracker)
+        try:
+            await train(run)
+        finally:
+            await run.stream.close()
+            await generator.close()
+        run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+    finally:
+        tracker.close()
+
+
+def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
+    """Everything of a run, restored from its newest checkpoint if there is one."""
+    _seed(config.grpo.seed)
+    for line in describe(config).splitlines():
+        tracker.note(line)
+    algorithm = make_algorithm(config)
+    train_source = training_tasks(
+        config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
+    )
+    validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
+    policy = load_training_policy(config.policy)
+    sampling = Sampling(**config.policy.generation.sampling_options())
+    engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
+    reference = make_reference(policy, config.policy, sampling) if "reference_logprobs" in algorithm.requires else None
+    learner = make_learner(policy, config.policy, sampling)
+    unknown = algorithm.requires - {"reference_logprobs"}
+    if unknown:
+        raise ValueError(
+            f"algorithm.name: {config.algorithm.name} requires the columns {sorted(unknown)}, which nothing here scores"
+        )
+
+    checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts)
+    state = _restore(config, checkpoints, learner, tracker, store)
+    rules = episode_rules(config)
+    options = loop_options(config, share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed)
+    stream = make_stream(config, train_source, engine, policy.template, sampling, rules, options, state.stream if state else None)
+    evaluator = make_evaluator(config, validation_source, engine, policy.template, rules, tracker)
+    run = Run(
+        options=options,
+        algorithm=algorithm,
+        stream=stream,
+        learners={"policy": learner},
+        scorers={"reference_logprobs": reference} if reference else {},
+        weights=SharedWeights([engine]),
+        tracker=tracker,
+        rollouts=store,
+        decode=policy.tokenizer.decode,
+        evaluator=evaluator,
+        checkpoints=checkpoints if config.checkpointing.enabled else None,
+        step=state.step if state else 0,
+    )
+    return run, engine
+
+
+def make_stream(
+    config: GrpoRunConfig,
+    source: Mixture,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+    options: LoopOptions,
+    state: StreamState | None,
+) -> RolloutStream:
+    async def run(index: int) -> Group:
+        name, environment, task = source.at(index)
+        return await run_group(
+            index,
+            name,
+            environment,
+            task,
+            samples=config.grpo.num_generations_per_prompt,
+            generator=generator,
+            template=template,
+            sampling=sampling,
+            rules=rules,
+            seed=config.grpo.seed,
+        )
+
+    slots = (options.max_staleness + 1) * options.groups_per_step
+    size = None if source.max_epochs is None else source.max_epochs * len(source)
+    return RolloutStream(run, slots=slots, size=size, state=state, ahead=options.max_staleness > 0)
+
+
+def make_evaluator(
+    config: GrpoRunConfig,
+    source: Mixture | None,
+    generator: Generator,
+    template: ChatTemplate,
+    rules: EpisodeRules,
+    tracker: Tracker,
+) -> Evaluator | None:
+    grpo = config.grpo
+    if source is None:
+        if grpo.val_period or grpo.val_at_start or grpo.val_at_end:
+            tracker.note("no validation: data.validation is not set and data.train holds nothing out (split_validation_size)")
+        return None
+    size = len(source) if grpo.max_val_samples is None else min(len(source), grpo.max_val_samples)
+    return Evaluator(
+        source=source,
+        size=size,
+        samples=grpo.val_num_generations_per_prompt,
+        generator=generator,
+        template=template,
+        sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
+        rules=replace(rules, scaling=None),
+        seed=grpo.seed,
+        folder=Path(config.logger.log_dir) / "validation",
+        show=config.logger.num_val_samples_to_print,
+    )
+
+
+def episode_rules(config: GrpoRunConfig) -> EpisodeRules:
+    scaling = config.grpo.reward_scaling
+    return EpisodeRules(
+        max_turns=config.grpo.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        max_prompt_length=config.data.max_input_seq_length,
+        scaling=RewardScaling(
+            source_min=scaling.source_min,
+            source_max=scaling.source_max,
+            target_min=scaling.target_min,
+            target_max=scaling.target_max,
+        )
+        if scaling.enabled
+        else None,
+    )
+
+
+def loop_options(config: GrpoRunConfig, *, share_prefixes: bool) -> LoopOptions:
+    grpo = config.grpo
+    global_batch = config.policy.train_global_batch_size or grpo.rollouts_per_step
+    metric = grpo.stop_at_validation_metric
+    return LoopOptions(
+        max_steps=grpo.max_num_steps,
+        groups_per_step=grpo.num_prompts_per_step,
+        steps_per_batch=grpo.rollouts_per_step // global_batch,
+        update_epochs=grpo.update_epochs,
+        max_staleness=grpo.max_staleness,
+        max_groups_per_step=grpo.num_prompts_per_step * grpo.dynamic_sampling_max_gen_batches
+        if grpo.use_dynamic_sampling
+        else 1 << 60,
+        max_errors_in_a_row=grpo.max_errors_in_a_row,
+        val_period=grpo.val_period,
+        val_start_at=grpo.val_start_at,
+        val_at_start=grpo.val_at_start,
+        val_at_end=grpo.val_at_end,
+        save_period=config.checkpointing.save_period,
+        stop_at_metric=None if metric is None else metric_tag(metric, "validation"),
+        stop_at_value=grpo.stop_at_validation_threshold,
+        share_prefixes=share_prefixes,
+    )
+
+
+def metric_tag(name: str, default: str = "train") -> str:
+    """``val:accuracy`` as it is logged: ``validation/accuracy``."""
+    kind, found, rest = name.partition(":")
+    if not found:
+        return name if "/" in name else f"{default}/{name}"
+    return f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
+
+
+def make_tracker(config: GrpoRunConfig) -> Trackers:
+    """The trackers that are on. Weights & Biases and TensorBoard are imported only then."""
+    logger, folder = config.logger, Path(config.logger.log_dir)
+    steps = config.grpo.max_num_steps if config.grpo.max_num_steps < 1_000_000 else None
+    trackers: list[Tracker] = [
+        open_console(logger.console, max_steps=steps, title=config.policy.model_name),
+        JsonlTracker(folder),
+    ]
+    if logger.tensorboard_enabled:
+        from strop.tracking.tensorboard import TensorBoardTracker
+
+        trackers.append(
+            TensorBoardTracker(Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard")
+        )
+    if logger.wandb_enabled:
+        from strop.tracking.wandb import WandbTracker
+
+        trackers.append(
+            WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=config.model_dump(mode="json"))
+        )
+    return Trackers(trackers)
+
+
+def make_checkpoints(config: GrpoRunConfig, save_tokenizer: Callable[[Path], object]) -> CheckpointFolders:
+    saving = config.checkpointing
+    return CheckpointFolders(
+        folder=Path(saving.checkpoint_dir),
+        config_text=dump_config(config),
+        save_tokenizer=save_tokenizer,
+        keep_top_k=saving.keep_top_k,
+        metric=metric_tag(saving.metric_name) if saving.metric_name else None,
+        higher_is_better=saving.higher_is_better,
+        save_optimizer=saving.save_optimizer,
+    )
+
+
+def _restore(
+    config: GrpoRunConfig, checkpoints: CheckpointFolders, learner: object, tracker: Tracker, store: RolloutStore
+) -> RunState | None:
+    """Continue from the newest checkpoint: learner in place, later records dropped. Else begin with an empty log folder."""
+    folder = Path(config.logger.log_dir)
+    newest = checkpoints.newest() if config.checkpointing.enabled and config.checkpointing.resume else None
+    if newest is None:
+        _set_aside(folder, tracker)
+        state, last = None, -1
+    else:
+        state = checkpoints.load(newest, {"policy": learner})  # type: ignore[dict-item]
+        last = state.step
+    tracker.resume(last if state is None else last - 1)
+    store.resume(last)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    if state is not None:
+        tracker.log(state.step, state.logged)
+        tracker.note(f"continuing after step {state.step}, from {newest}")
+    return state
+
+
+def _set_aside(folder: Path, tracker: Tracker) -> None:
+    """A run that begins anew does not write over the records of another one."""
+    if not (folder / FILE_NAME).exists() or not (folder / FILE_NAME).stat().st_size:
+        return
+    taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
+    target = folder / f"previous_{max(taken, default=0) + 1}"
+    target.mkdir()
+    for name in (FILE_NAME, "rollouts", "validation", "config.yaml", "curves.png"):
+        if (folder / name).exists():
+            (folder / name).rename(target / name)
+    tracker.note(f"there is no checkpoint to continue from; what an earlier run recorded is now in {target}")
+
+
+def _seed(seed: int) -> None:
+    """For whatever an environment or a model draws from the global generators; Strop's own draws follow identity."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _show_warnings_as_lines() -> None:
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -1,0 +1,66 @@
+"""The ``data`` and ``env`` sections -> streams of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from strop.config.data import DataEntryConfig
+from strop.config.environment import EnvironmentConfig
+from strop.data.source import DataSource
+from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.mixture import Component, Mixture
+from strop.environments.registry import make_environment
+
+Entries = Sequence[DataEntryConfig]
+
+
+def training_tasks(
+    data: Entries, env: Mapping[str, EnvironmentConfig], *, seed: int, shuffle: bool, max_epochs: int | None
+) -> Mixture:
+    components = [_component(entry, env, seed, "train", weight=entry.weight if len(data) > 1 else None) for entry in data]
+    return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
+
+
+def validation_tasks(data: Entries | None, train: Entries, env: Mapping[str, EnvironmentConfig], *, seed: int) -> Mixture | None:
+    """The validation entries, else what the training entries hold out for it, else none."""
+    entries = data if data is not None else [entry for entry in train if entry.split_validation_size]
+    if not entries:
+        return None
+    components = [_component(entry, env, seed, "validation", weight=None) for entry in entries]
+    return Mixture(tuple(components), seed=seed, shuffle=False)
+
+
+def _component(
+    entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig], seed: int, part: str, *, weight: float | None
+) -> Component:
+    alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
+    if alias is None:
+        raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
+    environment = _environment(alias, env.get(alias, EnvironmentConfig()))
+    split = entry.split_validation_size
+    source = DataSource(
+        dataset_name=entry.dataset_name,
+        split=entry.split,
+        input_key=entry.input_key,
+        output_key=entry.output_key,
+        prompt_file=entry.prompt_file,
+        system_prompt=entry.system_prompt,
+        system_prompt_file=entry.system_prompt_file,
+        size=entry.size,
+        repeat=entry.repeat,
+        seed=entry.seed if entry.seed is not None else seed,
+        split_validation_size=split,
+    )
+    generated = entry.dataset_name is None
+    if generated or split:
+        source = replace(source, part="train" if part == "train" else "validation")
+    return Component(alias, environment, environment.tasks(source), weight)
+
+
+def _environment(alias: str, config: EnvironmentConfig) -> Environment[Any]:
+    try:
+        return make_environment(config.type or alias, config.options)
+    except EnvironmentConfigError as error:
+        raise EnvironmentConfigError(f"env.{alias}: {error}") from error

@@ -1,0 +1,183 @@
+"""The command line: ``strop grpo``, ``strop eval``, ``strop plot``, ``strop config``.
+
+Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
+mistake in a configuration answer at once. Exit codes: 0 done, 2 a mistake in what was asked for, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop import __version__
+
+if TYPE_CHECKING:
+    from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, Loaded
+
+OVERRIDES_HELP = "key=value settings on top of the file, such as grpo.num_prompts_per_step=8; ~key takes one away"
+MISTAKE, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``strop`` command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _top_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    options = parser.parse_args(arguments)
+    return COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}")
+
+
+def run_script(command: str, default_config: Path) -> int:
+    """A script of examples/: ``strop COMMAND`` with a configuration of its own when none is named."""
+    arguments = sys.argv[1:]
+    typed = f"python {shlex.join([sys.argv[0], *arguments])}"
+    runner = grpo if command == "grpo" else evaluate
+    return runner(arguments, typed, default_config)
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="strop",
+        description="Strop post-trains language models.",
+        epilog="`strop COMMAND --help` says what a command takes.\n\n"
+        "  strop grpo --config examples/configs/quickstart.yaml\n"
+        "  strop grpo --config examples/configs/grpo_math_1B.yaml --dry-run policy.model_name=Qwen/Qwen2.5-0.5B",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"strop {__version__}")
+    parser.add_argument(
+        "command",
+        choices=COMMANDS,
+        metavar="COMMAND",
+        help="grpo (train), eval (evaluate), plot (draw a run's curves), config (list the keys)",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
+    return parser
+
+
+def _run_parser(command: str, description: str, default_config: Path | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"strop {command}", description=description, allow_abbrev=False)
+    default = "the schema's defaults" if default_config is None else str(default_config)
+    parser.add_argument(
+        "--config", type=Path, default=default_config, metavar="FILE", help=f"a YAML configuration (default: {default})"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="validate, print the resolved configuration and what would run where, and stop"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    return parser
+
+
+def grpo(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
+    """Train with GRPO."""
+    from strop.config import ConfigError, GrpoRunConfig, load_config
+
+    options = _run_parser("grpo", "Train a language model with GRPO.", default_config).parse_intermixed_args(arguments)
+    try:
+        loaded = load_config(options.config, options.overrides, root=GrpoRunConfig)
+        _warn(loaded)
+        if options.dry_run:
+            return _dry_run(loaded.config)
+        from strop import assembly
+
+        return assembly.run_grpo(loaded.config, typed)
+    except ConfigError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        saving = loaded.config.checkpointing
+        if saving.enabled and saving.save_period > 0 and saving.resume:
+            hint = f"Start the same command again to continue from the newest checkpoint in {saving.checkpoint_dir}:\n    {typed}"
+        else:
+            hint = "Checkpoints or checkpointing.resume are off, so the same command starts from the beginning."
+        return _interrupted(hint)
+
+
+def evaluate(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
+    """Evaluate a model."""
+    from strop.config import ConfigError, EvalRunConfig, load_config
+
+    options = _run_parser("eval", "Evaluate a language model.", default_config).parse_intermixed_args(arguments)
+    try:
+        loaded = load_config(options.config, options.overrides, root=EvalRunConfig)
+        _warn(loaded)
+        if options.dry_run:
+            return _dry_run(loaded.config)
+        from strop import assembly
+
+        return assembly.run_evaluation(loaded.config)
+    except ConfigError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        return _interrupted(f"An evaluation starts from the beginning:\n    {typed}")
+
+
+def plot(arguments: Sequence[str], typed: str) -> int:
+    """Draw a run's curves."""
+    parser = argparse.ArgumentParser(prog="strop plot", description="Draw the curves of a run to a PNG.", allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder, the one with metrics.jsonl")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture to write (default: in the log folder)")
+    options = parser.parse_args(arguments)
+    if not options.run.exists():
+        print(f"error: there is no folder {options.run}; name a run's log folder, the one with metrics.jsonl", file=sys.stderr)
+        return MISTAKE
+    from strop.tracking.plot import plot_run
+
+    try:
+        print(plot_run(options.run, options.output))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    return 0
+
+
+def config(arguments: Sequence[str], typed: str) -> int:
+    """List the keys."""
+    parser = argparse.ArgumentParser(
+        prog="strop config", description="List every key with type, default and meaning.", allow_abbrev=False
+    )
+    parser.add_argument("schema", choices=("grpo", "eval"), nargs="?", default="grpo", help="whose keys (default: grpo)")
+    options = parser.parse_args(arguments)
+    from strop.config.document import annotated_yaml
+    from strop.config.schema import EvalRunConfig, GrpoRunConfig
+
+    print(annotated_yaml(GrpoRunConfig if options.schema == "grpo" else EvalRunConfig), end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {"grpo": grpo, "eval": evaluate, "plot": plot, "config": config}
+
+
+def _dry_run(config: GrpoRunConfig | EvalRunConfig) -> int:
+    from strop.config import dump_config
+
+    print(dump_config(config))
+    from strop import assembly
+
+    print(assembly.describe(config))
+    return 0
+
+
+def _warn(loaded: Loaded[GrpoRunConfig] | Loaded[EvalRunConfig]) -> None:
+    for problem in loaded.warnings:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def _refuse(error: ConfigError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return MISTAKE
+
+
+def _interrupted(hint: str) -> int:
+    print(f"\nInterrupted. {hint}", file=sys.stderr)
+    return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

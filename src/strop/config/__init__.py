@@ -1,0 +1,12 @@
+"""Configuration: a typed schema, YAML loading with overrides, and errors that say what to do.
+
+    load_config(path, overrides, root=GrpoRunConfig) -> Loaded      dump_config(config) -> YAML      ConfigError
+
+Imports neither torch nor transformers, so that a mistake is reported at once.
+"""
+
+from strop.config.errors import ConfigError, Problem
+from strop.config.load import Loaded, dump_config, load_config
+from strop.config.schema import EvalRunConfig, GrpoRunConfig
+
+__all__ = ["ConfigError", "EvalRunConfig", "GrpoRunConfig", "Loaded", "Problem", "dump_config", "load_config"]

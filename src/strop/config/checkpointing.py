@@ -1,0 +1,24 @@
+"""Section ``checkpointing``: what is saved, when, and what is kept."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from strop.config.model import Model
+
+
+class CheckpointingConfig(Model):
+    """What is saved, when, and what is kept."""
+
+    enabled: bool = Field(True, description="Save checkpoints.")
+    checkpoint_dir: str = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
+    metric_name: str | None = Field(
+        "val:accuracy", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
+    )
+    higher_is_better: bool = Field(True, description="Whether a larger metric is better.")
+    keep_top_k: int | None = Field(3, ge=1, description="Checkpoints kept, besides the newest; null keeps all (checkpoints).")
+    save_period: int = Field(10, ge=0, description="Save every so many steps; 0 turns it off (steps).")
+    save_optimizer: bool = Field(
+        True, description="Save optimizer and schedule too; without them a run cannot be resumed exactly."
+    )
+    resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")

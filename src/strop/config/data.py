@@ -1,0 +1,110 @@
+"""Section ``data``: which tasks, from where, in what mix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, field_serializer, model_validator
+
+from strop.config.model import Model, follows, subsection
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+class DataEntryConfig(Model):
+    """One source of tasks."""
+
+    dataset_name: str | None = Field(
+        None,
+        description="A built-in data set, a hub name, or a .jsonl, .json, .parquet or .csv file; null for an environment that "
+        "generates its tasks.",
+    )
+    subset: str | None = Field(None, description="The configuration of a hub data set; null is its default one.")
+    split: str | None = Field(None, description="Split of the data set; null is its usual one for the purpose.")
+    input_key: str | None = Field(None, description="Column of the prompt; null is the data set's usual one.")
+    output_key: str | None = Field(None, description="Column of the expected answer; null is the data set's usual one.")
+    prompt_file: str | None = Field(
+        None, description="A text file with {question} or {} where the question goes; null is the question alone."
+    )
+    system_prompt_file: str | None = Field(None, description="A text file with the system prompt; null is none.")
+    system_prompt: str | None = Field(None, description="The system prompt itself; null is none.")
+    env_name: str | None = Field(
+        None, description="Alias of the environment in env that scores the tasks; null is the only one there."
+    )
+    weight: float = Field(1.0, gt=0, description="Share of this entry in the mix, relative to the others' weights.")
+    size: int | None = Field(
+        None, ge=1, description="Number of tasks: how many to generate, or to take from the data set; null is all (tasks)."
+    )
+    seed: int | None = Field(None, ge=0, description="Seed of generated tasks and of splits; null is the run's.")
+    repeat: int = Field(1, ge=1, description="How often each task appears (times).")
+    split_validation_size: float = Field(
+        0.0, ge=0, description="Held out of the entry for validation: below 1 a fraction of it, from 1 on a number (tasks)."
+    )
+
+    @property
+    def is_file(self) -> bool:
+        return self.dataset_name is not None and self.dataset_name.endswith(FILE_SUFFIXES)
+
+
+Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
+
+
+class DataConfig(Model):
+    """Training and validation tasks."""
+
+    max_input_seq_length: int = follows(
+        "..policy.max_total_sequence_length",
+        alone=512,
+        ge=1,
+        description="Tasks with a longer prompt are left out, and counted (tokens).",
+    )
+    shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
+    validation: Entries | None = Field(
+        None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
+    )
+    default: DataEntryConfig = subsection(DataEntryConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_defaults(cls, values: Any) -> Any:
+        """Entries as a list, each with ``default`` under it. Doing it twice changes nothing."""
+        if not isinstance(values, Mapping):
+            return values
+        default = values.get("default") or {}
+        if isinstance(default, DataEntryConfig):
+            default = default.model_dump(exclude_unset=True)
+        merged = {key: _entries(values[key], default) for key in ("train", "validation") if values.get(key) is not None}
+        return {**values, **merged}
+
+    @field_serializer("train", "validation")
+    def _write(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
+        """A single entry is written without the list, so that ``data.train.dataset_name=...`` works on a saved file too."""
+        dumped = None if entries is None else [entry.model_dump() for entry in entries]
+        return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
+
+    @field_serializer("default")
+    def _write_default(self, default: DataEntryConfig) -> dict[str, Any]:
+        return default.model_dump(exclude_defaults=True)
+
+
+def _entries(given: Any, default: Any) -> Any:
+    if isinstance(given, Mapping | DataEntryConfig):
+        given = [given]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return given
+    if not isinstance(default, Mapping):
+        return list(given)
+    return [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in given]
+
+
+class EvalDataConfig(DataEntryConfig):
+    """The tasks to evaluate on."""
+
+    max_input_seq_length: int = follows(
+        "..generation.vllm_cfg.max_model_len",
+        alone=2048,
+        ge=1,
+        description="Tasks with a longer prompt are left out, and counted (tokens).",
+    )

@@ -1,0 +1,53 @@
+"""What is wrong with a configuration, said so that it can be put right: where, what was found, why, and what to set.
+
+Problem      one thing that is wrong (or, as a warning, odd) about one key
+ConfigError  all the problems of a configuration at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a file and its line, or the command line."""
+
+    source: Path | str
+    line: int | None = None  # counted from 1
+
+    def __str__(self) -> str:
+        return f"{self.source}" if self.line is None else f"{self.source}, line {self.line}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``key`` is dotted; "" stands for the whole configuration."""
+
+    key: str
+    message: str  # what was found and why it cannot work
+    fix: str = ""  # what to set instead
+    origin: Origin | None = None
+
+    def __str__(self) -> str:
+        where = ": ".join(str(part) for part in (self.origin, self.key) if part)
+        text = f"{where}: {self.message}" if where else self.message
+        return f"{text}\n    {self.fix}" if self.fix else text
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used. The message lists every problem found."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        return f"{len(self.problems)} problems in the configuration:\n{listed}"

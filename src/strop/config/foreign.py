@@ -1,0 +1,120 @@
+"""Keys of NeMo-RL recipes that this version has no use for, and what to do about each.
+
+A recipe that carries them loads where they ask for nothing: a key that is switched off (null, false, 0, empty, or inside a
+section whose ``enabled`` is false) and a key that only tunes what works differently here (``tuning``) are left out with a
+warning. A key that asks for something Strop would not do is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from strop.config.keys import find
+from strop.config.model import Model
+
+LATER = "It is not in this version"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """``pattern`` is matched against the dotted key, shortest key first."""
+
+    pattern: str
+    note: str
+    tuning: bool = False
+
+
+FOREIGN = (
+    Foreign("grpo.val_batch_size", "validation goes through the same engine, which batches by itself", tuning=True),
+    Foreign("grpo.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full"),
+    Foreign(
+        "grpo.adv_estimator",
+        "use grpo.normalize_rewards, grpo.use_leave_one_out_baseline and grpo.minus_baseline; another estimator is an "
+        "algorithm.name",
+    ),
+    Foreign("grpo.reward_shaping", f"{LATER}; shape the reward in the environment"),
+    Foreign("grpo.seq_logprob_error_threshold", LATER),
+    Foreign("grpo.invalid_tool_call_advantage", f"{LATER}; give the reward in the environment"),
+    Foreign("grpo.malformed_thinking_advantage", f"{LATER}; give the reward in the environment"),
+    Foreign("grpo.async_grpo.max_generation_failures", "use grpo.max_errors_in_a_row"),
+    Foreign("grpo.async_grpo.in_flight_weight_updates", LATER),
+    Foreign("grpo.async_grpo.recompute_kv_cache_after_weight_updates", LATER),
+    Foreign("reward_penalties", f"{LATER}; give the penalty in the environment"),
+    Foreign("loss_fn.use_on_policy_kl_approximation", LATER),
+    Foreign("loss_fn.use_importance_sampling_correction", LATER),
+    Foreign("loss_fn.truncated_importance_sampling_*", LATER),
+    Foreign("loss_fn.use_cispo", f"{LATER}; an algorithm of your own is algorithm.name=module:Class"),
+    Foreign(
+        "loss_fn.disable_ppo_ratio", f"{LATER}; with one optimizer step per batch, loss_fn.force_on_policy_ratio=true is close"
+    ),
+    Foreign("loss_fn.positive_example_nll_weight", LATER),
+    Foreign("checkpointing.checkpoint_must_save_by", LATER),
+    Foreign("checkpointing.model_save_format", "weights are saved as safetensors", tuning=True),
+    Foreign("checkpointing.save_consolidated", "every checkpoint can be exported to a Hugging Face folder"),
+    Foreign("policy.offload_optimizer_for_logprob", LATER),
+    Foreign("policy.make_sequence_length_divisible_by", "rows are packed without padding", tuning=True),
+    Foreign("policy.tokenizer.use_fastokens", LATER),
+    Foreign("policy.dtensor_cfg._v2", "there is one torch learner", tuning=True),
+    Foreign("policy.dtensor_cfg.automodel_kwargs", LATER),
+    Foreign("policy.dtensor_cfg.dp_replicate_size", LATER),
+    Foreign("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
+    Foreign("policy.dtensor_cfg.lora_cfg", LATER),
+    Foreign("policy.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
+    Foreign("policy.draft", LATER),
+    Foreign("policy.sequence_packing.algorithm", "groups are packed whole", tuning=True),
+    Foreign("policy.sequence_packing.microbatch_order", "the gradient does not depend on it", tuning=True),
+    Foreign("policy.*.sequence_length_round", "rows are packed without padding", tuning=True),
+    Foreign("*generation.port_range_*", "no ports are opened", tuning=True),
+    Foreign("*generation.refit_*", "weights are shared or sent as fits the backend", tuning=True),
+    Foreign("*generation.real_quant_export_cpu_offload", LATER, tuning=True),
+    Foreign("*generation.mcore_generation_config", "the Megatron generation backend is not in this version", tuning=True),
+    Foreign("*generation.vllm_cfg.*", "the vLLM backend is not in this version", tuning=True),
+    Foreign("data.num_workers", "tasks are read in this process", tuning=True),
+    Foreign("data.use_multiple_dataloader", "list the entries under data.train, with weights"),
+    Foreign(
+        "data*.processor", "input_key, output_key, prompt_file and the environment say how a row becomes a task", tuning=True
+    ),
+    Foreign("logger.mlflow*", LATER),
+    Foreign("logger.swanlab*", LATER),
+    Foreign("logger.monitor_gpus", LATER, tuning=True),
+    Foreign("logger.gpu_monitoring", LATER, tuning=True),
+    Foreign("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts", tuning=True),
+    Foreign("cluster.master_port_range_*", "no ports are opened", tuning=True),
+    Foreign("cluster.segment_size", LATER),
+    Foreign("data_plane", LATER),
+    Foreign("on_policy_distillation", LATER),
+    Foreign("sft", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("dpo", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("rm", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("ppo", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("distillation", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("teacher", f"{LATER}, which trains with GRPO and evaluates"),
+)
+
+
+def foreign_keys(
+    values: Mapping[str, Any], root: type[Model], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Foreign, bool]]:
+    """(path, entry, whether it can be left out) for every key of another system, outermost first."""
+    for name, value in values.items():
+        path = (*prefix, str(name))
+        entry = match(path, root)
+        if entry is not None:
+            yield path, entry, entry.tuning or asks_nothing(value)
+        elif isinstance(value, Mapping):
+            yield from foreign_keys(value, root, path)
+
+
+def match(path: tuple[str, ...], root: type[Model]) -> Foreign | None:
+    if find(root, path) is not None or path[0] == "env":
+        return None
+    return next((entry for entry in FOREIGN if fnmatchcase(".".join(path), entry.pattern)), None)
+
+
+def asks_nothing(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(asks_nothing(inner) for inner in value.values())
+    return value is None or value is False or value in (0, "", "none", "None") or value == []

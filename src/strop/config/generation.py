@@ -1,0 +1,119 @@
+"""Section ``generation`` (under ``policy``, or at the top of an evaluation): the inference engine and how it samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from strop.config.model import Model, follows, subsection
+
+
+def _not_float16(value: object) -> object:
+    if value in ("float16", "fp16", "half"):
+        raise ValueError("its small range needs loss scaling, which is not in this version; set bfloat16 or float32")
+    return value
+
+
+Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_not_float16)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
+
+def _top_k(value: int | None) -> int | None:
+    if value is not None and value != -1 and value < 1:
+        raise ValueError("top_k must be at least 1; null or -1 keeps every token")
+    return value
+
+
+TopK = Annotated[int | None, AfterValidator(_top_k)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Temperature = Annotated[float, Field(ge=0)]
+TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class TorchGenerationConfig(Model):
+    """The embedded engine: continuous batching on the learner's own module."""
+
+    kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory for keys and values of running sequences (GiB).")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences that decode together (sequences).")
+    prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens read in one forward pass (tokens).")
+    prepack_weights: bool | None = Field(
+        None,
+        description="Keep a copy of the weights in the CPU's matrix-product layout: faster decoding, more memory; null decides "
+        "by device.",
+    )
+    cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs, on a GPU.")
+
+
+class VllmConfig(Model):
+    """Options of the vLLM backend."""
+
+    async_engine: bool = Field(False, description="Use vLLM's asynchronous engine.")
+    precision: Precision = follows("...precision", alone="bfloat16", description="Data type of the engine's weights.")
+    kv_cache_dtype: str = Field("auto", description="Data type of the key-value cache.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs).")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline-parallel ranks of one engine (GPUs).")
+    expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
+    gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="Share of a GPU's memory the engine may use (fraction).")
+    max_model_len: int = follows(
+        "...max_total_sequence_length", alone=2048, ge=1, description="Longest prompt and completion together (tokens)."
+    )
+    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs.")
+
+
+class ColocatedResourcesConfig(Model):
+    """What generation has for itself when it is not colocated."""
+
+    gpus_per_node: int | None = Field(None, ge=1, description="GPUs of each node that generate (GPUs).")
+    num_nodes: int | None = Field(None, ge=1, description="Nodes that only generate (nodes).")
+
+
+class ColocatedConfig(Model):
+    """Whether generation and training share devices."""
+
+    enabled: bool = Field(True, description="Generate on the devices that train.")
+    resources: ColocatedResourcesConfig = subsection(ColocatedResourcesConfig)
+
+
+class GenerationConfig(Model):
+    """The inference engine and how it samples."""
+
+    backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
+        "auto", description="The engine; auto is torch, the engine embedded in Strop, in this version."
+    )
+    max_new_tokens: int = follows(
+        "..max_total_sequence_length", alone=512, ge=1, description="Longest completion of one turn (tokens)."
+    )
+    temperature: Temperature = Field(1.0, description="Logits are divided by this; 0 is greedy.")
+    top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens whose mass reaches this; 1 keeps every token.")
+    top_k: TopK = Field(None, description="Sample from this many most likely tokens; null or -1 keeps every token (tokens).")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the likeliest; 0 keeps every token."
+    )
+    val_temperature: Temperature = follows(".temperature", alone=1.0, description="temperature in validation.")
+    val_top_p: TopP = follows(".top_p", alone=1.0, description="top_p in validation.")
+    val_top_k: TopK = follows(
+        ".top_k", alone=None, description="top_k in validation; -1 keeps every token whatever top_k says (tokens)."
+    )
+    stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
+    stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
+    torch_cfg: TorchGenerationConfig = subsection(TorchGenerationConfig)
+    vllm_cfg: VllmConfig = subsection(VllmConfig)
+    vllm_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of vLLM's engine, passed on as they are."
+    )
+    colocated: ColocatedConfig = subsection(ColocatedConfig)
+
+    def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
+        """Keyword arguments of ``strop.sampling.Sampling``."""
+        top_k = self.val_top_k if validation else self.top_k
+        return {
+            "temperature": self.val_temperature if validation else self.temperature,
+            "top_p": self.val_top_p if validation else self.top_p,
+            "top_k": None if top_k == -1 else top_k,
+            "min_p": self.min_p,
+            "max_new_tokens": self.max_new_tokens,
+            "stop_token_ids": self.stop_token_ids or (),
+            "stop_strings": self.stop_strings or (),
+        }

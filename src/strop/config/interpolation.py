@@ -1,0 +1,105 @@
+"""``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
+
+``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of whole numbers that divide is whole.
+``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a plain ``${``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from strop.config.source import KeyPath
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
+
+
+def _environment(name: str, *default: Any) -> Any:
+    if name in os.environ:
+        return os.environ[name]
+    if default:
+        return default[0]
+    raise ValueError(f"the environment variable {name} is not set")
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "mul": lambda *numbers: math.prod(numbers),
+    "add": lambda *numbers: sum(numbers),
+    "sub": lambda a, b: a - b,
+    "div": _divide,
+    "env": _environment,
+}
+
+
+def _register() -> None:
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the name since, and before, 2.4
+    for name, function in RESOLVERS.items():
+        register(name, function, replace=True)
+
+
+def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Values with every interpolation replaced, and why some could not be; those are None in the result."""
+    _register()
+    errors: dict[KeyPath, str] = {}
+    readable = _map(values, lambda path, text: text if _parses(path, text, errors) else None)
+    tree = OmegaConf.create(readable)
+    resolved: dict[str, Any] = _map(readable, lambda path, text: _value(tree, path, text, errors))
+    return resolved, errors
+
+
+def _map(value: Any, change: Any, path: KeyPath = ()) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _map(inner, change, (*path, str(key))) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
+    return change(path, value) if isinstance(value, str) and "${" in value else value
+
+
+def _parses(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
+    try:
+        OmegaConf.create({"value": text})
+    except OmegaConfBaseException:
+        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a plain ${{"
+        return False
+    return True
+
+
+def _value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyPath, str]) -> Any:
+    try:
+        node: Any = tree
+        for name in path:
+            node = node[int(name)] if isinstance(node, ListConfig) else node[_key(node, name)]
+        return OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig | ListConfig) else node
+    except (OmegaConfBaseException, RecursionError) as error:
+        errors[path] = f"{text!r} cannot be resolved: {_reason(error)}"
+        return None
+
+
+def _key(node: DictConfig, name: str) -> Any:
+    return next((key for key in node if str(key) == name), name)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
+        return "it leads back to itself"
+    first = str(error).splitlines()[0]
+    missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
+    return f"there is no key {missing['key']}" if missing else first
+
+
+def targets(text: str) -> Iterator[str]:
+    """The absolute keys a text refers to."""
+    return (match[1] for match in re.finditer(r"\$\{([A-Za-z_][\w.]*)\}", text))
+
+
+def escape(text: str) -> str:
+    """Text that reads back as itself: ``${`` becomes ``\\${``."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

@@ -1,0 +1,169 @@
+"""The keys of a schema: what there is, of which type, and which is nearest to one that there is not."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from strop.config.model import Model, Path, section, targets_of
+from strop.config.policy import SchedulerConfig
+
+NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
+LIMITS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a schema."""
+
+    path: Path
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def type(self) -> str:
+        return type_text(self.field)
+
+    @property
+    def default(self) -> Any:
+        """The default as one would write it: an interpolation for a key that follows others."""
+        return interpolation(self.field) or self.field.get_default(call_default_factory=True)
+
+    @property
+    def required(self) -> bool:
+        return self.field.is_required() and not targets_of(self.field)
+
+
+def walk(model: type[Model], prefix: Path = (), *, repeated: bool = False) -> Iterator[Key]:
+    """Every key below ``model`` that is no section itself.
+
+    ``repeated`` adds the keys of list entries, of ``<alias>``, and of mappings with a default, such as an optimizer's lr.
+    """
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        if (inner := section(field)) is not None:
+            yield from walk(inner, path, repeated=repeated)
+            continue
+        yield Key(path, field)
+        if repeated and (item := element(field)) is not None:
+            yield from walk(item, path if is_list(field) else (*path, "<alias>"), repeated=True)
+        if repeated and isinstance(default := Key(path, field).default, dict):
+            yield from (Key((*path, inner_name), field) for inner_name in default)
+
+
+def element(field: FieldInfo) -> type[Model] | None:
+    """The model of the entries of a list or of a mapping by alias, if there is one."""
+    for argument in _arguments(field.annotation):
+        if isinstance(argument, type) and issubclass(argument, Model) and argument is not SchedulerConfig:
+            return argument
+    return None
+
+
+def is_list(field: FieldInfo) -> bool:
+    return "tuple" in str(field.annotation)
+
+
+def _arguments(annotation: Any) -> Iterator[Any]:
+    for argument in typing.get_args(annotation):
+        yield argument
+        yield from _arguments(argument)
+
+
+def find(model: type[Model], path: Sequence[str]) -> FieldInfo | None:
+    """The field a user's path leads to, through list indices (which may be left out) and aliases."""
+    if not path or path[0] not in model.model_fields:
+        return None
+    field, rest = model.model_fields[path[0]], list(path[1:])
+    inner, item = section(field), element(field)
+    if inner is None and item is not None and rest:
+        rest = rest[1:] if rest[0].isdigit() or not is_list(field) else rest
+        inner = item
+    if not rest:
+        return field
+    return find(inner, rest) if inner is not None else None
+
+
+def default_tree(model: type[Model]) -> dict[str, Any]:
+    """All defaults, nested; a key that follows others has the interpolation, a required key is absent."""
+    tree: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if (inner := section(field)) is not None:
+            tree[name] = default_tree(inner)
+        elif not Key((name,), field).required:
+            tree[name] = Key((name,), field).default
+    return tree
+
+
+def interpolation(field: FieldInfo) -> str | None:
+    """``${..a}`` or ``${mul:${..a},${..b}}`` for a field that follows others."""
+    parts = [f"${{{target}}}" for target in targets_of(field)]
+    return f"${{mul:{','.join(parts)}}}" if len(parts) > 1 else (parts[0] if parts else None)
+
+
+def type_text(field: FieldInfo) -> str:
+    text = _annotation_text(field.annotation)
+    limits = [
+        f"{sign} {getattr(limit, name):g}" for limit in field.metadata for kind, name, sign in LIMITS if isinstance(limit, kind)
+    ]
+    if limits:
+        head, *tail = text.split(" or ", 1)
+        text = " or ".join([f"{head} {' and '.join(limits)}", *tail])
+    return text
+
+
+def _annotation_text(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _annotation_text(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_annotation_text(argument) for argument in arguments)
+    if origin is tuple:
+        inner = _annotation_text(arguments[0])
+        return "entry or list of entries" if inner == "entry" else f"list of {inner}"
+    if origin is dict:
+        return "mapping"
+    if annotation is SchedulerConfig:
+        return "mapping or list of mappings"
+    if isinstance(annotation, type) and issubclass(annotation, Model):
+        return "entry"
+    return NAMES.get(annotation, str(annotation))
+
+
+def nearest(path: Sequence[str], model: type[Model]) -> tuple[str, ...]:
+    """Dotted keys that may have been meant, best first: the same name in another section, or a similar spelling."""
+    wanted = ".".join(part for part in path if not part.isdigit())
+    last = path[-1]
+    keys = [key.dotted for key in walk(model, repeated=True)]
+    sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
+    candidates = [key for key in keys + sections if not f"{wanted}.".startswith(f"{key}.")]
+    by_name: dict[str, list[str]] = {}
+    for key in candidates:
+        by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+
+    def closeness(key: str) -> float:
+        return difflib.SequenceMatcher(None, wanted, key).ratio()
+
+    same_name = sorted(by_name.get(last, []), key=closeness, reverse=True)
+    if same_name:
+        return tuple(same_name[:2])
+    siblings = [
+        key for key in candidates if key.rsplit(".", 1)[0] == wanted.rsplit(".", 1)[0] and key.count(".") == wanted.count(".")
+    ]
+    similar = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.8) or difflib.get_close_matches(
+        wanted, candidates, n=1, cutoff=0.75
+    )
+    if similar:
+        return tuple(similar)
+    return tuple(key for name in difflib.get_close_matches(last, list(by_name), n=1, cutoff=0.7) for key in by_name[name][:2])

@@ -1,0 +1,211 @@
+"""From YAML files and overrides to a checked configuration, or to one error that lists everything wrong with it.
+
+files + overrides -> schema defaults under them -> ${...} replaced -> schema -> cross-field checks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from strop.config import checks, keys, yaml_text
+from strop.config.errors import ConfigError, Origin, Problem
+from strop.config.foreign import foreign_keys
+from strop.config.interpolation import escape, resolve, targets
+from strop.config.model import Model, section, targets_of
+from strop.config.source import KeyPath, Source, apply_overrides, kind, read_file
+
+ConfigT = TypeVar("ConfigT", bound=Model)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[ConfigT]):
+    """A configuration that passed, and what its user should know about it."""
+
+    config: ConfigT
+    warnings: tuple[Problem, ...]
+    files: tuple[Path, ...]  # the file and all it inherits from, base first
+    overrides: tuple[str, ...]
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, root: type[ConfigT], check: bool = True
+) -> Loaded[ConfigT]:
+    """Load and validate. ``check=False`` leaves out the checks across keys, files and packages, for reading a saved run.
+
+    Raises ConfigError, which lists every problem found.
+    """
+    source = Source() if path is None else read_file(Path(path))
+    source, problems = apply_overrides(source, overrides, root)
+    source, warnings, foreign = without_foreign_keys(source, root)
+    config, invalid = validate(source, root)
+    problems += foreign + invalid
+    if config is None or problems:
+        raise ConfigError(problems)
+    if check:
+        found = [_placed(problem, source) for problem in checks.refusals(config)]
+        if found:
+            raise ConfigError(found)
+        warnings += [_placed(problem, source) for problem in checks.warnings(config)]
+    return Loaded(config, tuple(warnings), source.files, tuple(overrides))
+
+
+def dump_config(config: Model) -> str:
+    """YAML that loads back to an equal configuration."""
+    return yaml_text.write(_escaped(config.model_dump()))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escaped(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(inner) for inner in value]
+    return escape(value) if isinstance(value, str) else value
+
+
+def without_foreign_keys(source: Source, root: type[Model]) -> tuple[Source, list[Problem], list[Problem]]:
+    """The source without another system's keys, one warning for those that ask for nothing, an error for each other one."""
+    ignored: list[str] = []
+    errors: list[Problem] = []
+    for path, entry, harmless in list(foreign_keys(source.values, root)):
+        dotted = ".".join(path)
+        if harmless:
+            ignored.append(dotted)
+        else:
+            errors.append(
+                Problem(dotted, "Strop does not have this key of NeMo-RL", f"{entry.note}. Remove the key.", source.origin(path))
+            )
+        source = Source(_without(source.values, path), source.origins, source.files)
+    message = f"keys of NeMo-RL that change nothing here were left out: {', '.join(ignored)}"
+    return source, [Problem("", message)] if ignored else [], errors
+
+
+def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    if len(path) == 1:
+        return {key: value for key, value in values.items() if str(key) != path[0]}
+    return {key: _without(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}
+
+
+def validate(source: Source, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
+    """The configuration, or what is wrong with single keys."""
+    resolved, unresolved = resolve(with_defaults(source.values, root))
+    problems = [
+        Problem(".".join(path), reason, _meant(source, path, root), source.origin(path))
+        for path, reason in unresolved.items()
+        if path in source.origins
+    ]
+    for path in unresolved:
+        _remove(resolved, path)
+    try:
+        return root.model_validate(resolved), problems
+    except ValidationError as error:
+        found = [(_user_path(item["loc"], source), item) for item in error.errors()]
+        mine = [pair for pair in found if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
+        mine = mine or ([] if problems else found)
+        return None, problems + list(dict.fromkeys(describe(path, item, source, root) for path, item in mine))
+
+
+def with_defaults(values: Mapping[str, Any], model: type[Model]) -> dict[str, Any]:
+    """Values with the schema's defaults for the keys they lack, so that ``${...}`` can refer to any key."""
+    tree = keys.default_tree(model)
+    for name, value in values.items():
+        inner = section(model.model_fields[name]) if name in model.model_fields else None
+        if inner is not None and (value is None or isinstance(value, Mapping)):
+            tree[name] = with_defaults(value or {}, inner)
+        else:
+            tree[name] = value
+    return tree
+
+
+def _remove(tree: Any, path: KeyPath) -> None:
+    for name in path[:-1]:
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    if isinstance(tree, dict):
+        tree.pop(path[-1], None)
+
+
+def _user_path(location: Sequence[str | int], source: Source) -> KeyPath:
+    """Where pydantic found the fault, as the user wrote it: a single entry has no number, a scheduler no stages."""
+    path = [str(part) for part in location]
+    if path[:2] == ["policy", "scheduler"]:
+        path = [part for part in path if part not in ("stages", "milestones")]
+    without_numbers = tuple(part for part in path if not part.isdigit())
+    return without_numbers if without_numbers in source.origins else tuple(path)
+
+
+def _is_written(path: KeyPath, error: str, source: Source, root: type[Model]) -> bool:
+    """Whether a fault is in something the user wrote, and not in a copy of it under a key that follows it."""
+    if error == "missing":
+        field = keys.find(root, path)
+        return field is None or not targets_of(field)
+    return path in source.origins or path[:2] == ("policy", "scheduler")
+
+
+def describe(path: KeyPath, item: Any, source: Source, root: type[Model]) -> Problem:
+    """One fault as pydantic reports it, in the words of this package."""
+    dotted, origin, field = ".".join(path), source.origin(path), keys.find(root, path)
+    if item["type"] == "extra_forbidden":
+        scheduler = (
+            "A scheduler has name and kwargs; a list of them ends in {milestones: [...]}."
+            if path[:2] == ("policy", "scheduler")
+            else ""
+        )
+        return Problem(dotted, "there is no such key", scheduler or did_you_mean(path, root), origin)
+    if item["type"] == "missing":
+        said = f": {_lower(field.description)}" if field is not None and field.description else ""
+        return Problem(
+            dotted,
+            "this key is required" + said,
+            f"Write {dotted}=... on the command line, or set it in the file.",
+            origin or _file(source),
+        )
+    found, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
+    if item["type"] == "value_error":
+        return Problem(dotted, f"found {found!r}: {item['ctx']['error']}", meaning, origin)
+    if item["type"] in ("model_type", "model_attributes_type") and field is not None and section(field):
+        return Problem(dotted, f"found {found!r}; this is a section, with keys under it", f"Its keys: {_names(field)}.", origin)
+    wanted = keys.type_text(field) if field is not None and not path[-1].isdigit() else _lower(item["msg"])
+    quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(found, bool | int | float) else ""
+    return Problem(dotted, f"found {found!r} ({kind(found)}); it must be {wanted}.{quotes}".rstrip("."), meaning, origin)
+
+
+def _names(field: Any) -> str:
+    inner = section(field)
+    return ", ".join(inner.model_fields) if inner else ""
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _file(source: Source) -> Origin | None:
+    return Origin(source.files[-1]) if source.files else None
+
+
+def did_you_mean(path: KeyPath, root: type[Model]) -> str:
+    near = keys.nearest(path, root)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"The sections are {', '.join(root.model_fields)}. `strop config` lists every key."
+
+
+def _meant(source: Source, path: KeyPath, root: type[Model]) -> str:
+    """For an interpolation that leads nowhere: the keys its targets are nearest to."""
+    value: Any = source.values
+    for name in path:
+        value = value[int(name)] if isinstance(value, list) else value.get(name)
+    missing = [target for target in _texts(value) if keys.find(root, tuple(target.split("."))) is None]
+    near = [key for target in missing for key in keys.nearest(target.split("."), root)[:1]]
+    return f"Did you mean ${{{near[0]}}}?" if near else ""
+
+
+def _texts(value: Any) -> Iterator[str]:
+    return targets(value) if isinstance(value, str) else iter(())
+
+
+def _placed(problem: Problem, source: Source) -> Problem:
+    return Problem(problem.key, problem.message, problem.fix, source.origin(tuple(problem.key.split("."))))

@@ -1,0 +1,202 @@
+"""Section ``policy``: the model, how it is trained, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_serializer, model_validator
+
+from strop.config.generation import Device, GenerationConfig, Precision
+from strop.config.model import Model, follows, subsection
+
+
+class TokenizerConfig(Model):
+    """The tokenizer and its chat template."""
+
+    name: str = follows("..model_name", alone=..., min_length=1, description="A hub name or a folder.")
+    chat_template: str | None = Field(None, description="A Jinja template; null or default is the tokenizer's own.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables handed to the chat template, such as enable_thinking."
+    )
+
+
+class OptimizerConfig(Model):
+    """A torch optimizer."""
+
+    name: str = Field("torch.optim.AdamW", min_length=1, description="Dotted name of the optimizer class.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+        description="Its arguments; lr must be among them. Setting kwargs in a file replaces this default as a whole.",
+    )
+
+
+class ScheduleStageConfig(Model):
+    """One torch learning-rate scheduler."""
+
+    name: str = Field(..., min_length=1, description="Dotted name of the scheduler class.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its arguments.")
+
+
+class SchedulerConfig(Model):
+    """Schedulers one after another: stage i + 1 takes over at step milestones[i].
+
+    Written as one ``{name, kwargs}``, or as a list of them that ends in ``{milestones: [...]}``.
+    """
+
+    stages: Annotated[tuple[ScheduleStageConfig, ...], Field(strict=False, min_length=1)]
+    milestones: Annotated[tuple[int, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "stages" not in values:
+            return {"stages": [values], "milestones": []}
+        if isinstance(values, Sequence) and not isinstance(values, str):
+            stages = [value for value in values if not (isinstance(value, Mapping) and set(value) == {"milestones"})]
+            milestones = [value["milestones"] for value in values if value not in stages]
+            return {"stages": stages, "milestones": milestones[-1] if milestones else []}
+        return values
+
+    @model_validator(mode="after")
+    def _counts(self) -> SchedulerConfig:
+        if len(self.milestones) != len(self.stages) - 1:
+            raise ValueError(
+                f"{len(self.stages)} schedulers need {len(self.stages) - 1} milestones (the steps at which the next one takes "
+                "over), "
+                f"found {len(self.milestones)}; end the list with {{milestones: [...]}}"
+            )
+        if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
+            raise ValueError(f"milestones {list(self.milestones)} must increase")
+        return self
+
+    @model_serializer
+    def _write(self) -> Any:
+        stages: list[Any] = [{"name": stage.name, "kwargs": stage.kwargs} for stage in self.stages]
+        return stages[0] if not self.milestones else [*stages, {"milestones": list(self.milestones)}]
+
+
+class DtensorConfig(Model):
+    """The torch learner."""
+
+    enabled: bool = Field(True, description="Train with the torch learner.")
+    cpu_offload: bool = Field(False, description="Keep parameters in CPU memory between uses.")
+    sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, more time."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks (GPUs).")
+    context_parallel_size: int = Field(1, ge=1, description="Context-parallel ranks (GPUs).")
+    custom_parallel_plan: str | None = Field(None, description="Dotted name of a tensor-parallel plan; null is the model's own.")
+
+
+class MegatronConfig(Model):
+    """The Megatron Core learner."""
+
+    enabled: bool = Field(False, description="Train with Megatron Core.")
+    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    tensor_model_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks (GPUs).")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="Pipeline stages (GPUs).")
+    context_parallel_size: int = Field(1, ge=1, description="Context-parallel ranks (GPUs).")
+    expert_model_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks (GPUs).")
+    expert_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks inside experts (GPUs).")
+    sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
+
+
+class SequencePackingConfig(Model):
+    """Micro-batches of flat rows without padding, cut by a budget of tokens."""
+
+    enabled: bool = Field(True, description="Pack; false pads micro-batches of train_micro_batch_size sequences.")
+    train_mb_tokens: int = follows(
+        "..max_total_sequence_length",
+        "..train_micro_batch_size",
+        alone=2048,
+        ge=1,
+        description="Budget of a training micro-batch (tokens).",
+    )
+    logprob_mb_tokens: int = follows(
+        "..max_total_sequence_length",
+        "..logprob_batch_size",
+        alone=2048,
+        ge=1,
+        description="Budget of a micro-batch that is scored without gradients (tokens).",
+    )
+    prefix_sharing: bool = Field(True, description="Store and compute the prompt of a group once, not once per rollout.")
+
+
+class DynamicBatchingConfig(Model):
+    """Padded micro-batches by a budget of tokens."""
+
+    enabled: bool = Field(False, description="Cut padded micro-batches by tokens, where sequence packing is off.")
+    train_mb_tokens: int = follows(
+        "..max_total_sequence_length",
+        "..train_micro_batch_size",
+        alone=2048,
+        ge=1,
+        description="Budget of a training micro-batch (tokens).",
+    )
+    logprob_mb_tokens: int = follows(
+        "..max_total_sequence_length",
+        "..logprob_batch_size",
+        alone=2048,
+        ge=1,
+        description="Budget of a micro-batch that is scored without gradients (tokens).",
+    )
+
+
+class ReferenceConfig(Model):
+    """The frozen copy of the policy that the KL term measures distance to."""
+
+    offload: bool = Field(False, description="Keep it in CPU memory between uses.")
+
+
+class PolicyConfig(Model):
+    """The model, how it is trained, and on what."""
+
+    model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
+    tokenizer: TokenizerConfig = subsection(TokenizerConfig)
+    hf_config_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Values set on the model's Hugging Face configuration."
+    )
+    device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
+    precision: Precision = Field("bfloat16", description="bfloat16 (autocast over float32 weights) or float32.")
+    max_total_sequence_length: int = Field(
+        512, ge=2, description="Longest prompt and completion together, over all turns (tokens)."
+    )
+    train_global_batch_size: int | None = Field(
+        None, ge=1, description="Rollouts per optimizer step; null is all of a batch, one optimizer step (rollouts)."
+    )
+    train_micro_batch_size: int = Field(
+        4,
+        ge=1,
+        description="Rollouts per forward and backward pass; with sequence packing it sets the default token budget (rollouts).",
+    )
+    logprob_batch_size: int = follows(
+        ".train_micro_batch_size",
+        alone=4,
+        ge=1,
+        description="Rollouts scored together; with sequence packing it sets the default token budget (rollouts).",
+    )
+    generation_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Taken for recipes that have it; the engine batches continuously, up to generation.torch_cfg.max_num_seqs "
+        "(rollouts).",
+    )
+    logprob_chunk_size: int | None = Field(
+        1024, ge=1, description="Tokens whose float32 logits are held at once; null is all of a micro-batch (tokens)."
+    )
+    max_grad_norm: float | None = Field(1.0, gt=0, description="The gradient is scaled down to this norm; null does not clip.")
+    optimizer: OptimizerConfig = subsection(OptimizerConfig)
+    scheduler: SchedulerConfig | None = Field(
+        None,
+        description="Learning rate over optimizer steps: one {name, kwargs}, or a list of them ending in {milestones: [...]}; "
+        "null is constant.",
+    )
+    dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
+    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
+    sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
+    dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
+    reference: ReferenceConfig = subsection(ReferenceConfig)
+    generation: GenerationConfig = subsection(GenerationConfig)

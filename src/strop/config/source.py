@@ -1,0 +1,249 @@
+"""What was written: nested values, and where each of them stands.
+
+read_file        one YAML file with what it inherits from (``defaults:``), base first
+apply_overrides  ``a.b=c`` and its kin from the command line, on top
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from strop.config import keys, yaml_text
+from strop.config.errors import COMMAND_LINE, ConfigError, Origin, Problem
+from strop.config.model import Model, read
+
+KeyPath: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    def under(self, other: Source) -> Source:
+        """This, with ``other`` laid over it: sections merge, anything else is replaced."""
+        return Source(merge(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files)
+
+    def origin(self, path: KeyPath) -> Origin | None:
+        """Where a key was written, or the section around it."""
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = path[:-1]
+        return None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def read_file(path: Path, inheriting: tuple[Path, ...] = ()) -> Source:
+    """A file laid over the files it names under ``defaults:``, whose paths are relative to it."""
+    if path.resolve() in [other.resolve() for other in inheriting]:
+        chain = " -> ".join(str(other) for other in (*inheriting, path))
+        raise ConfigError(
+            [
+                Problem(
+                    "defaults",
+                    f"the files inherit from each other in a circle: {chain}",
+                    "Remove one of the links.",
+                    Origin(path),
+                )
+            ]
+        )
+    own, bases = _read_one(path, inheriting)
+    source = Source()
+    for base in bases:
+        source = source.under(read_file(path.parent / base, (*inheriting, path)))
+    return source.under(own)
+
+
+def _read_one(path: Path, inheriting: tuple[Path, ...]) -> tuple[Source, list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values, lines = yaml_text.parse(text)
+    except OSError as error:
+        raise ConfigError([missing_file(path, inheriting, error)]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("", f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}")]) from error
+    except yaml_text.YamlError as error:
+        column = f", column {error.column}" if error.column is not None else ""
+        where = Origin(f"{path}, line {error.line}{column}") if error.line else Origin(path)
+        raise ConfigError([Problem("", f"this is not valid YAML: {error}", origin=where)]) from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError([Problem("", f"found {kind(values)}; a configuration is a mapping of sections", origin=Origin(path))])
+    defaults = values.pop("defaults", [])
+    bases = [defaults] if isinstance(defaults, str) else defaults
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        origin = Origin(path, lines.get(("defaults",)))
+        raise ConfigError(
+            [
+                Problem(
+                    "defaults",
+                    f"found {defaults!r}; it must be one path or a list of paths, relative to this file",
+                    origin=origin,
+                )
+            ]
+        )
+    origins = {key: Origin(path, line) for key, line in lines.items() if key[0] != "defaults"}
+    return Source(values, origins, (path,)), bases
+
+
+def missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
+    """Says which file, who asked for it, and which configurations there are in its folder."""
+    message = f"there is no file {path}" if not path.exists() else f"{path} cannot be read: {error.strerror}"
+    if not path.is_absolute() and not inheriting:
+        message += f" (the working directory is {Path.cwd()})"
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    found = sorted(str(other.relative_to(folder)) for other in folder.glob("*.y*ml"))
+    fix = f"In {folder} there are: {', '.join(found)}." if found else f"There are no YAML files in {folder}."
+    key, origin = ("defaults", Origin(inheriting[-1])) if inheriting else ("", None)
+    return Problem(key, message, fix, origin)
+
+
+OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s~+][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+def apply_overrides(source: Source, overrides: Sequence[str], root: type[Model]) -> tuple[Source, list[Problem]]:
+    """Overrides in order, each laid over what stands so far; what cannot be applied is reported and left out."""
+    problems: list[Problem] = []
+    for text in overrides:
+        problem, source = apply_override(source, text, root)
+        problems += [problem] if problem else []
+    return source, problems
+
+
+def apply_override(source: Source, text: str, root: type[Model]) -> tuple[Problem | None, Source]:
+    match = OVERRIDE.fullmatch(text.strip())
+    if match is None or (match["value"] is None and match["mark"] != "~"):
+        hint = (
+            f"For a configuration file write --config {text}."
+            if text.endswith((".yaml", ".yml"))
+            else "Write section.key=value, or ~section.key to delete."
+        )
+        return Problem("", f"{text!r} is not an override", hint, Origin(COMMAND_LINE)), source
+    path = entry_path(tuple(match["key"].split(".")), source, root)
+    origin = Origin(COMMAND_LINE)
+    if match["mark"] == "~":
+        return delete(source, path, origin)
+    try:
+        value = parse_for(path, match["value"], root)
+    except yaml_text.YamlError as error:
+        fix = "Put the value in quotes twice, once for the shell: key='\"value\"'."
+        return Problem(match["key"], f"the value {match['value']} cannot be read: {error}", fix, origin), source
+    return put(source, path, value, origin)
+
+
+def entry_path(path: KeyPath, source: Source, root: type[Model]) -> KeyPath:
+    """A single entry may be written with its number or without, whichever way the file has it."""
+    for depth in range(1, len(path)):
+        field = keys.find(root, path[:depth])
+        if field is not None and keys.element(field) is not None and keys.is_list(field):
+            found, rest = read(source.values, path[:depth]), path[depth:]
+            if not isinstance(found, list) and rest[0] == "0" and len(rest) > 1:
+                return (*path[:depth], *rest[1:])
+            if isinstance(found, list) and len(found) == 1 and not rest[0].isdigit():
+                return (*path[:depth], "0", *rest)
+    return path
+
+
+def parse_for(path: KeyPath, text: str, root: type[Model]) -> Any:
+    """A value as YAML reads it; but ``name=7`` is the text "7" where the key wants a text, and ``*x`` is a text anywhere."""
+    try:
+        value = yaml_text.parse_value(text)
+    except yaml_text.YamlError:
+        if text.lstrip()[:1] in ("[", "{", "'", '"'):
+            raise
+        return text
+    found = keys.find(root, path)
+    wants_text = found is not None and keys.type_text(found) in ("str", "str or null")
+    return text if wants_text and isinstance(value, bool | int | float) else value
+
+
+def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, Source]:
+    """Set one key, making sections on the way and merging a mapping into a section."""
+    values = _copy(source.values)
+    target: Any = values
+    for depth, name in enumerate(path[:-1], 1):
+        index = _index(target, name)
+        if index is None and isinstance(target, dict) and target.get(name) is None:
+            target[name] = {}
+        inner = target[index] if index is not None else (target.get(name) if isinstance(target, dict) else None)
+        if not isinstance(inner, dict | list):
+            return _not_a_section(path, depth, inner, target, origin), source
+        target = inner
+    index, last = _index(target, path[-1]), path[-1]
+    if isinstance(target, list):
+        if index is None:
+            return _not_a_section(path, len(path) - 1, target, target, origin), source
+        target[index] = value
+    else:
+        below = target.get(last)
+        target[last] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return None, Source(values, {**source.origins, path: origin, **dict.fromkeys(_inside(path, value), origin)}, source.files)
+
+
+def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: Origin) -> Problem:
+    where = ".".join(path[:depth])
+    if isinstance(found, list) or isinstance(around, list):
+        length = len(found if isinstance(found, list) else around)
+        return Problem(".".join(path), f"{where} is a list of {length}", f"Name one by its number, from 0: {where}.0", origin)
+    return Problem(
+        ".".join(path), f"{where} is {found!r}, not a section, so no key can be set under it", f"Set {where} itself.", origin
+    )
+
+
+def delete(source: Source, path: KeyPath, origin: Origin) -> tuple[Problem | None, Source]:
+    """Remove a key that a file set; the schema's default then holds."""
+    dotted = ".".join(path)
+    values = _copy(source.values)
+    parent = read(values, path[:-1])
+    if not isinstance(parent, dict) or path[-1] not in parent:
+        fix = "~key takes away what the file sets; here there is nothing to take away."
+        return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
+    del parent[path[-1]]
+    origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
+    return None, Source(values, origins, source.files)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _index(target: Any, name: str) -> int | None:
+    return int(name) if isinstance(target, list) and name.isdigit() and int(name) < len(target) else None
+
+
+def _inside(path: KeyPath, value: Any) -> list[KeyPath]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [below for key, inner in items for below in [(*path, str(key)), *_inside((*path, str(key)), inner)]]
+
+
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "null",
+}
+
+
+def kind(value: Any) -> str:
+    return KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,127 @@
+"""Parts that this version does not have: asked for, they are refused when the run starts, with what to set instead.
+
+One small function a part; the work that brings the part deletes its function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from strop.config.errors import Problem
+from strop.config.schema import EvalRunConfig, GrpoRunConfig, generation_of
+
+Problems = Iterator[Problem]
+
+
+def megatron_learner(config: GrpoRunConfig) -> Problems:
+    if config.policy.megatron_cfg.enabled:
+        yield Problem(
+            "policy.megatron_cfg.enabled",
+            "found true, but the Megatron Core learner backend is not in this version",
+            "Set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for the torch learner.",
+        )
+
+
+def no_learner(config: GrpoRunConfig) -> Problems:
+    if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
+        yield Problem(
+            "policy.dtensor_cfg.enabled",
+            "found false, and policy.megatron_cfg.enabled is false too, so nothing would train",
+            "Set policy.dtensor_cfg.enabled=true.",
+        )
+
+
+def parallel_learner(config: GrpoRunConfig) -> Problems:
+    for name, what in (("tensor_parallel_size", "Tensor parallelism"), ("context_parallel_size", "Context parallelism")):
+        if (size := getattr(config.policy.dtensor_cfg, name)) > 1:
+            yield Problem(
+                f"policy.dtensor_cfg.{name}",
+                f"found {size}, but this version trains on one device. {what} is not in it",
+                f"Set policy.dtensor_cfg.{name}=1.",
+            )
+
+
+def sequence_parallel(config: GrpoRunConfig) -> Problems:
+    if config.policy.dtensor_cfg.sequence_parallel:
+        yield Problem(
+            "policy.dtensor_cfg.sequence_parallel",
+            "found true, but sequence parallelism is not in this version",
+            "Set it to false.",
+        )
+
+
+def custom_parallel_plan(config: GrpoRunConfig) -> Problems:
+    if config.policy.dtensor_cfg.custom_parallel_plan is not None:
+        yield Problem(
+            "policy.dtensor_cfg.custom_parallel_plan",
+            "a plan is set, but tensor parallelism is not in this version",
+            "Set it to null.",
+        )
+
+
+def cpu_offload(config: GrpoRunConfig) -> Problems:
+    if config.policy.dtensor_cfg.cpu_offload:
+        yield Problem(
+            "policy.dtensor_cfg.cpu_offload",
+            "found true, but offloading parameters is not in this version",
+            "Set it to false; policy.reference.offload=true frees the reference policy's memory.",
+        )
+
+
+def dynamic_batching(config: GrpoRunConfig) -> Problems:
+    if config.policy.dynamic_batching.enabled:
+        yield Problem(
+            "policy.dynamic_batching.enabled",
+            "found true, but padded dynamic batching is not in this version",
+            "Set it to false and policy.sequence_packing.enabled=true, which cuts by tokens too, without padding.",
+        )
+
+
+def generation_backend(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    names = {"vllm": "vLLM", "sglang": "SGLang", "megatron": "Megatron"}
+    if generation.backend in names:
+        yield Problem(
+            f"{key}.backend",
+            f"found {generation.backend}, but the {names[generation.backend]} generation backend is not in this version",
+            f"Set {key}.backend to auto or torch, the engine embedded in Strop.",
+        )
+
+
+def generation_apart(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    if not generation.colocated.enabled:
+        yield Problem(
+            f"{key}.colocated.enabled",
+            "found false, but generation on devices of its own is not in this version",
+            f"Set {key}.colocated.enabled=true.",
+        )
+
+
+def one_node(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+    if config.cluster.num_nodes > 1:
+        yield Problem(
+            "cluster.num_nodes",
+            f"found {config.cluster.num_nodes}, but this version runs on one machine",
+            "Set cluster.num_nodes=1.",
+        )
+
+
+def ray_cluster(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+    if config.cluster.backend == "ray":
+        yield Problem(
+            "cluster.backend", "found ray, but Ray actors are not in this version", "Set cluster.backend to auto or local."
+        )
+
+
+BOTH_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (generation_backend, generation_apart, one_node, ray_cluster)
+GRPO_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
+    megatron_learner,
+    no_learner,
+    parallel_learner,
+    sequence_parallel,
+    custom_parallel_plan,
+    cpu_offload,
+    dynamic_batching,
+)

@@ -1,0 +1,94 @@
+"""YAML in and out, with the line of every key.
+
+Values read as in YAML 1.2: ``5e-6`` is a number, ``yes`` and ``2024-01-01`` are strings. The writer quotes by the same rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+Path = tuple[str, ...]
+
+RESOLVERS = (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)$", "-+0123456789"),
+    (
+        "float",
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        "-+0123456789.",
+    ),
+    ("merge", r"^(?:<<)$", "<"),
+)
+
+
+class Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (own tables, not the base class's)
+
+
+class Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (own tables, not the base class's)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in RESOLVERS:
+    for _side in (Loader, Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+class YamlError(Exception):
+    """Text that is no YAML, or says one thing twice. ``line`` and ``column`` count from 1."""
+
+    def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
+        super().__init__(message)
+        self.line, self.column = line, column
+
+
+def parse_value(text: str) -> Any:
+    """One value, as it stands behind ``key=`` on a command line."""
+    return parse(text)[0]
+
+
+def parse(text: str) -> tuple[Any, dict[Path, int]]:
+    """The document in ``text``, and the line of every key and list item in it."""
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        lines = {} if node is None else dict(_lines(node))
+        return (None if node is None else loader.construct_document(node)), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        detail = ", ".join(part for part in (error.context, error.problem) if part)
+        raise YamlError(detail, *((mark.line + 1, mark.column + 1) if mark else ())) from error
+    except yaml.YAMLError as error:
+        raise YamlError(str(error)) from error
+
+
+def _lines(node: yaml.Node, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in seen and name != "<<":
+                raise YamlError(
+                    f"the key {'.'.join((*prefix, name))} stands twice, first on line {seen[name]}",
+                    line,
+                    key.start_mark.column + 1,
+                )
+            seen[name] = line
+            yield (*prefix, name), line
+            yield from _lines(value, (*prefix, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*prefix, str(index)), value.start_mark.line + 1
+            yield from _lines(value, (*prefix, str(index)))
+
+
+def write(values: Any) -> str:
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

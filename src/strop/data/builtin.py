@@ -1,0 +1,27 @@
+"""Datasets known by a short name: where they are and what their keys are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Builtin:
+    hub: str
+    split: str = "train"
+    input_key: str = "problem"
+    output_key: str = "answer"
+    subset: str | None = None
+    answer_marker: str | None = None  # the reference answer stands after the last of these
+
+
+BUILTIN = {
+    "OpenMathInstruct-2": Builtin("nvidia/OpenMathInstruct-2", split="train_1M", output_key="expected_answer"),
+    "DeepScaler": Builtin("agentica-org/DeepScaleR-Preview-Dataset"),
+    "DAPOMath17K": Builtin("BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt.0.content", "reward_model.ground_truth"),
+    "DAPOMathAIME2024": Builtin("BytedTsinghua-SIA/AIME-2024", "train", "prompt.0.content", "reward_model.ground_truth"),
+    "AIME2024": Builtin("HuggingFaceH4/aime_2024"),
+    "AIME2025": Builtin("opencompass/AIME2025", "test", "question", subset="AIME2025-I"),
+    "math500": Builtin("HuggingFaceH4/MATH-500", "test"),
+    "gsm8k": Builtin("openai/gsm8k", input_key="question", subset="main", answer_marker="####"),
+}

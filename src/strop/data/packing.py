@@ -1,0 +1,231 @@
+"""Groups -> one flat batch, and a batch -> micro-batches, without changing what any token sees (law 1).
+
+Packing puts a group's prompt down once and hangs its completions off it. Inputs nobody predicts from (each rollout's last token)
+are not read at all. Cutting keeps every rollout whole and every total as it was fixed for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Algorithm
+from strop.types import Batch, Group, Rollout, Totals
+
+
+@dataclass
+class _Flat:
+    """Columns under construction."""
+
+    tokens: list[Tensor]
+    positions: list[Tensor]
+    starts: list[int]
+    parents: list[int]
+    length: int = 0
+
+    def segment(self, tokens: Tensor, parent: int, position: int) -> int:
+        self.starts.append(self.length)
+        self.parents.append(parent)
+        self.tokens.append(tokens)
+        self.positions.append(torch.arange(position, position + len(tokens)))
+        self.length += len(tokens)
+        return len(self.starts) - 1
+
+
+def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
+    """Lay groups out as one flat batch with their advantages. Raises ValueError if nothing was sampled."""
+    flat = _Flat([], [], [], [])
+    columns: dict[str, list[Tensor]] = {
+        name: [] for name in ("source", "target", "sequence", "logprobs", "versions", "advantages", "mask")
+    }
+    leaves: list[int] = []
+    owners: list[int] = []
+    rewards: list[float] = []
+    for place, group in enumerate(groups):
+        advantages = algorithm.advantages(group)
+        trained = algorithm.trains(group)
+        shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
+        root = flat.segment(group.rollouts[0].prompt, -1, 0) if shared else -1
+        for rollout, advantage, trains in zip(group.rollouts, advantages.tolist(), trained.tolist(), strict=True):
+            leaf, source, target, sampled = _lay_rollout(flat, rollout, root)
+            predicted = len(target)
+            columns["source"].append(source)
+            columns["target"].append(target)
+            columns["sequence"].append(torch.full((predicted,), len(leaves)))
+            columns["logprobs"].append(_column(rollout, "logprobs")[sampled])
+            columns["versions"].append(_column(rollout, "versions")[sampled])
+            columns["advantages"].append(torch.full((predicted,), advantage))
+            columns["mask"].append(torch.full((predicted,), float(trains)))
+            leaves.append(leaf)
+            owners.append(place)
+            rewards.append(rollout.reward)
+    joined = {name: torch.cat(parts) for name, parts in columns.items()}
+    if not len(joined["target"]):
+        raise ValueError("no token of this batch was sampled by the policy: every rollout is empty")
+    return with_totals(
+        Batch(
+            tokens=torch.cat(flat.tokens),
+            positions=torch.cat(flat.positions),
+            segment_start=torch.tensor(flat.starts),
+            segment_parent=torch.tensor(flat.parents),
+            source=joined["source"],
+            target=joined["target"],
+            sequence=joined["sequence"],
+            sampler_logprobs=joined["logprobs"],
+            versions=joined["versions"],
+            advantages=joined["advantages"],
+            mask=joined["mask"],
+            leaf=torch.tensor(leaves),
+            group=torch.tensor(owners),
+            rewards=torch.tensor(rewards),
+            totals=Totals(0, 0, 0),
+        )
+    )
+
+
+def with_totals(batch: Batch) -> Batch:
+    """Fix what the losses of this batch are divided by: call it on what one optimizer step sees, before any split."""
+    tokens = int(batch.mask.sum())
+    sequences = int((batch.sequence_lengths > 0).sum())
+    groups = len(batch.group[batch.sequence_lengths > 0].unique())
+    return replace(batch, totals=Totals(tokens, sequences, groups))
+
+
+def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Append one rollout; returns (leaf segment, source [n], target [n], which continuation tokens were sampled)."""
+    prompt = len(rollout.prompt)
+    continuation = torch.cat([turn.tokens for turn in rollout.turns]) if rollout.turns else torch.zeros(0, dtype=torch.int64)
+    sampled = _sampled(rollout)
+    last = int(sampled.nonzero().max()) if bool(sampled.any()) else 0
+    if root >= 0:
+        start = flat.length
+        leaf = flat.segment(continuation[:last], root, prompt)
+        before = flat.starts[root] + prompt - 1
+    else:
+        start = flat.length + prompt
+        leaf = flat.segment(torch.cat([rollout.prompt, continuation[:last]]), -1, 0)
+        before = start - 1
+    source = torch.arange(start - 1, start - 1 + len(continuation))
+    if len(source):
+        source[0] = before
+    return leaf, source[sampled], continuation[sampled], sampled
+
+
+def _sampled(rollout: Rollout) -> Tensor:  # [L] bool
+    if not rollout.turns:
+        return torch.zeros(0, dtype=torch.bool)
+    return torch.cat([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns])
+
+
+def _column(rollout: Rollout, name: str) -> Tensor:  # [L]
+    return torch.cat([getattr(turn, name) for turn in rollout.turns]) if rollout.turns else torch.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some rollouts of a batch as a batch of its own, and which of the batch's predicted tokens they hold."""
+
+    batch: Batch
+    index: Tensor  # [n] int64, into the whole batch's N
+
+
+def select(batch: Batch, sequences: Sequence[int]) -> Part:
+    """The given rollouts as a batch, with the whole batch's totals. Shared prefixes come along, once per part."""
+    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
+    needed: set[int] = set()
+    for segment in batch.leaf[list(sequences)].tolist():
+        while segment != -1 and segment not in needed:
+            needed.add(segment)
+            segment = parents[segment]
+    segments = sorted(needed)
+    renumbered = {old: new for new, old in enumerate(segments)}
+    token_index = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
+    moved = torch.full((len(batch.tokens),), -1)
+    moved[token_index] = torch.arange(len(token_index))
+
+    place = torch.full((batch.num_sequences,), -1)
+    place[list(sequences)] = torch.arange(len(sequences))
+    index = (place[batch.sequence] >= 0).nonzero().squeeze(1)
+    segment_length = torch.tensor([lengths[segment] for segment in segments])
+    _, group = batch.group[list(sequences)].unique(return_inverse=True)
+    part = replace(
+        batch,
+        tokens=batch.tokens[token_index],
+        positions=batch.positions[token_index],
+        segment_start=segment_length.cumsum(0) - segment_length,
+        segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
+        source=moved[batch.source[index]],
+        target=batch.target[index],
+        sequence=place[batch.sequence[index]],
+        sampler_logprobs=batch.sampler_logprobs[index],
+        versions=batch.versions[index],
+        advantages=batch.advantages[index],
+        mask=batch.mask[index],
+        leaf=torch.tensor([renumbered[segment] for segment in batch.leaf[list(sequences)].tolist()]),
+        group=group,
+        rewards=batch.rewards[list(sequences)],
+        extras={name: column[index] for name, column in batch.extras.items()},
+    )
+    return Part(part, index)
+
+
+def micro_batches(batch: Batch, token_budget: int) -> list[Part]:
+    """Cut a batch so that each part reads at most ``token_budget`` tokens, at group boundaries where a group fits.
+
+    A group over the budget is cut between its rollouts, its prompt standing once in each part; a single rollout over the
+    budget is a part of its own. First fit, longest first: few parts, and the same ones every time.
+    """
+    lengths = batch.segment_length.tolist()
+    units = [unit for members in _members(batch) for unit in _cut(members, batch, lengths, token_budget)]
+    units.sort(key=lambda unit: -unit[1])
+    bins: list[tuple[list[int], int]] = []
+    for sequences, size in units:
+        for place, (held, used) in enumerate(bins):
+            if used + size <= token_budget:
+                bins[place] = (held + sequences, used + size)
+                break
+        else:
+            bins.append((sequences, size))
+    return [select(batch, sorted(sequences)) for sequences, _ in bins]
+
+
+def mini_batches(batch: Batch, count: int) -> list[Part]:
+    """Cut a batch into ``count`` optimizer steps at group boundaries, in order, each with totals of its own."""
+    members = _members(batch)
+    if len(members) % count:
+        raise ValueError(f"{len(members)} groups cannot be cut into {count} equal mini-batches")
+    per_step = len(members) // count
+    steps = [members[start : start + per_step] for start in range(0, len(members), per_step)]
+    parts = [select(batch, [sequence for group in groups for sequence in group]) for groups in steps]
+    return [Part(with_totals(part.batch), part.index) for part in parts]
+
+
+def _members(batch: Batch) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(batch.num_groups)]
+    for sequence, group in enumerate(batch.group.tolist()):
+        members[group].append(sequence)
+    return members
+
+
+def _cut(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
+    """One group as units of (rollouts, tokens read), each within the budget if its rollouts allow it."""
+    parents = batch.segment_parent.tolist()
+    units: list[tuple[list[int], int]] = []
+    seen: set[int] = set()
+    for sequence in members:
+        path = []
+        segment = int(batch.leaf[sequence])
+        while segment != -1:
+            path.append(segment)
+            segment = parents[segment]
+        fresh = sum(lengths[segment] for segment in path if segment not in seen)
+        if units and units[-1][1] + fresh <= budget:
+            units[-1] = (units[-1][0] + [sequence], units[-1][1] + fresh)
+            seen.update(path)
+        else:
+            units.append(([sequence], sum(lengths[segment] for segment in path)))
+            seen = set(path)
+    return units

@@ -1,0 +1,56 @@
+"""What a data file or a hub dataset is once it is open: a sequence of mappings, read by index."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+from strop.data.errors import DataError
+
+Record = Mapping[str, Any]
+
+
+class Records(Sequence[Record]):
+    """Records by index. ``where(i)`` names a record in an error message as exactly as the format allows."""
+
+    name: str
+
+    @abstractmethod
+    def record(self, index: int) -> Record: ...
+
+    @abstractmethod
+    def where(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
+        if isinstance(index, slice):
+            return [self.record(i) for i in range(*index.indices(len(self)))]
+        return self.record(range(len(self))[index])
+
+    def text(self, index: int, key: str, option: str) -> str:
+        """The text under ``key`` in record ``index``; ``option`` is the setting that named the key."""
+        return text_of(self[index], key, option, self.where(index))
+
+    def column(self, key: str, option: str) -> Iterator[str]:
+        return (self.text(index, key, option) for index in range(len(self)))
+
+
+def text_of(record: Record, key: str, option: str, where: str) -> str:
+    """Follow a dotted ``key`` (``prompt.0.content``) and return text; numbers become text, anything else is an error."""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
+        )
+    return str(value)

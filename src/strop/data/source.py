@@ -1,0 +1,155 @@
+"""Where tasks come from: the options of one entry of a configuration's ``data`` section, and the rows they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from strop.data.builtin import BUILTIN, Builtin
+from strop.data.errors import DataError, nearest
+from strop.data.files import SUFFIXES, open_file
+from strop.data.records import Records
+from strop.data.split import partition
+from strop.data.templates import Template, parse_template, read_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One question with its reference answer; ``metadata`` is whatever else the record held."""
+
+    id: str
+    question: str
+    answer: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A dataset (file, hub name or built-in name), which part of it, and how its questions are worded.
+
+    Environments that generate their tasks read ``size``, ``seed``, the prompt options and which part is asked for.
+    """
+
+    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet file, a built-in name, or OWNER/NAME on the hub
+    subset: str | None = None  # the hub's configuration name
+    split: str | None = None  # default: the built-in's, else "train"
+    input_key: str | None = None  # default: the built-in's, else "problem"; dots reach inside: prompt.0.content
+    output_key: str | None = None  # default: the built-in's, else "answer"
+    prompt_file: str | None = None  # a text with {question} (or {}) where the question goes
+    system_prompt: str | None = None
+    system_prompt_file: str | None = None
+    size: int | None = None  # use at most this many rows; the number of tasks where they are generated
+    repeat: int = 1  # ask every row this often (validation on few questions)
+    seed: int = 42  # of generated tasks, and of which rows are held out
+    split_validation_size: float = 0.0  # hold this out of the rows: below 1 a fraction, from 1 on a number
+    part: Literal["all", "train", "validation"] = "all"  # which side of that split
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is not None and self.system_prompt_file is not None:
+            raise DataError("system_prompt and system_prompt_file are both set; keep one")
+        if self.size is not None and self.size < 1:
+            raise DataError(f"size is {self.size}; it must be at least 1, or null for all rows")
+        if self.repeat < 1:
+            raise DataError(f"repeat is {self.repeat}; it must be at least 1")
+        if self.split_validation_size < 0:
+            raise DataError(f"split_validation_size is {self.split_validation_size}; it must be 0 (off) or positive")
+
+    @property
+    def held_out(self) -> bool:
+        """Whether generated tasks must come from the part that training never sees."""
+        return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
+
+    def template(self) -> Template:
+        """The wording around questions. Raises DataError for a file that is missing or has no place for the question."""
+        file = self.system_prompt_file
+        system_prompt = read_text(file, "system_prompt_file").strip() if file else self.system_prompt
+        if self.prompt_file is None:
+            return Template(system=system_prompt)
+        text = read_text(self.prompt_file, "prompt_file").rstrip("\n")
+        return parse_template(text, repr(self.prompt_file), system_prompt)
+
+    def rows(self) -> Sequence[Row]:
+        """The rows, read when they are asked for. Raises DataError for data that cannot be used."""
+        builtin, records = self._open()
+        question_key = self.input_key or builtin.input_key
+        indices: Sequence[int] = range(len(records))
+        if self.part != "all" and self.split_validation_size:
+            train, validation = partition(records.column(question_key, "input_key"), self.split_validation_size, self.seed)
+            indices = train if self.part == "train" else validation
+        rows = Rows(
+            records=records,
+            indices=indices[: self.size],
+            repeat=self.repeat,
+            input_key=question_key,
+            output_key=self.output_key or builtin.output_key,
+            answer_marker=builtin.answer_marker,
+        )
+        # A file's records may differ from each other: each is looked at now, not in the middle of a run.
+        # Tables have one schema: their first row stands for all.
+        for index in range(len(rows.indices) if Path(records.name).suffix in (".jsonl", ".json") else 1):
+            rows[index]
+        return rows
+
+    def _open(self) -> tuple[Builtin, Records]:
+        name = self.dataset_name
+        if name is None:
+            raise DataError("this environment reads a dataset, and dataset_name is not set: name a file or a dataset of the hub")
+        if name in BUILTIN:
+            builtin = BUILTIN[name]
+        elif Path(name).suffix in SUFFIXES or Path(name).exists():
+            return Builtin(""), open_file(Path(name))
+        elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            builtin = Builtin(name)
+        else:
+            raise DataError(f"{name!r} is no file, no OWNER/NAME of the hub and no built-in dataset{nearest(name, BUILTIN)}")
+        from strop.data.hub import open_hub
+
+        return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
+
+
+def train_and_validation(data: DataSource) -> tuple[DataSource, DataSource]:
+    """The two sides of ``split_validation_size``: no question is in both."""
+    return replace(data, part="train"), replace(data, part="validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Sequence[Row]):
+    """Rows of ``records`` by position, in file order, ``repeat`` times over."""
+
+    records: Records
+    indices: Sequence[int]
+    repeat: int
+    input_key: str
+    output_key: str
+    answer_marker: str | None
+
+    def __len__(self) -> int:
+        return len(self.indices) * self.repeat
+
+    @overload
+    def __getitem__(self, position: int) -> Row: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[Row]: ...
+    def __getitem__(self, position: int | slice) -> Row | Sequence[Row]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        index = self.indices[range(len(self))[position] % len(self.indices)]
+        record = self.records[index]
+        answer = self.records.text(index, self.output_key, "output_key")
+        if self.answer_marker is not None:
+            answer = answer.rpartition(self.answer_marker)[2].strip()
+        used = {self.input_key.split(".")[0], self.output_key.split(".")[0]}
+        return Row(
+            id=f"{self.records.name}:{index}",  # the place in the unsplit data: the same in every run
+            question=self._question(index),
+            answer=answer,
+            metadata={key: value for key, value in record.items() if key not in used},
+        )
+
+    def _question(self, index: int) -> str:
+        question = self.records.text(index, self.input_key, "input_key")
+        if not question.strip():
+            raise DataError(f"{self.records.where(index)}: {self.input_key!r} is empty; there is nothing to ask")
+        return question

@@ -1,0 +1,44 @@
+"""How a question becomes a conversation: a prompt file around it, and a system prompt before it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.data.errors import DataError
+from strop.types import Message, system, user
+
+
+@dataclass(frozen=True)
+class Template:
+    before: str = ""
+    after: str = ""
+    system: str | None = None
+
+    def messages(self, question: str) -> tuple[Message, ...]:
+        prompt = user(self.before + question + self.after)
+        return (prompt,) if self.system is None else (system(self.system), prompt)
+
+
+def read_text(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option} {path!r} cannot be read ({error}); looked for {Path(path).absolute()}") from error
+
+
+def parse_template(text: str, name: str, system_prompt: str | None = None) -> Template:
+    """Cut a prompt at its placeholder.
+
+    ``{question}`` is replaced and everything else stands as written. Without it, ``{}`` is the placeholder and ``{{`` and
+    ``}}`` stand for single braces, as in Python's format strings, so that existing prompt files work.
+    """
+    if (named := text.count("{question}")) > 0:
+        pieces = text.split("{question}")
+    else:
+        pieces = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
+    if len(pieces) != 2:
+        found = f"{named} times" if named else f"as {{}} {len(pieces) - 1} times"
+        raise DataError(f"the prompt {name} has the question's place {found}; write {{question}} exactly once in it")
+    return Template(pieces[0], pieces[1], system_prompt)

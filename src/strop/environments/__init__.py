@@ -1,0 +1,1 @@
+"""What a policy is trained on: tasks, prompts, turns and rewards."""

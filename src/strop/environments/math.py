@@ -1,0 +1,55 @@
+"""Mathematics with a reference answer: rows of problems, checked with math-verify or by exact match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from strop.environments.answers import final_answer, is_integer, last_boxed, normal_form
+from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
+from strop.environments.workers import Outcome, worker_pool
+from strop.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathEnvironment(DatasetEnvironment):
+    """The answer is the last ``\\boxed{...}`` of the last turn, else the last expression in it."""
+
+    verifier: Literal["math_verify", "exact"] = "math_verify"  # exact: equal after normalising spelling and fractions
+    num_workers: int = 4  # processes for math-verify; started as they are needed
+    timeout_s: float = 5.0  # seconds of processor time to check one answer; one that needs more counts as wrong
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers < 1:
+            raise EnvironmentConfigError(f"num_workers is {self.num_workers}; it must be at least 1")
+        if self.timeout_s <= 0:
+            raise EnvironmentConfigError(f"timeout_s is {self.timeout_s}; it must be positive")
+
+    @reward(weight=1.0, accuracy=True)
+    async def correct(self, task: PromptedTask, rollout: Rollout) -> float:
+        return (await self._judge(task.answer, rollout.text)).value or 0.0
+
+    @reward(weight=0.0)
+    async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
+        """1 where the answer could not be checked within the limits, and was counted as wrong."""
+        return (await self._judge(task.answer, rollout.text)).failure is not None
+
+    def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
+        answer = final_answer(rollout.text)
+        return normal_form(answer) if answer else None
+
+    async def _judge(self, reference: str, text: str) -> Outcome:
+        boxed = last_boxed(text)
+        answer = final_answer(text) if self.verifier == "exact" else boxed
+        expected = normal_form(reference)
+        if answer is not None:
+            given = normal_form(answer)
+            plain = is_integer(given) and is_integer(expected)  # two integers need no algebra
+            if not given or given == expected or plain or self.verifier == "exact":
+                return Outcome(float(bool(given) and given == expected))
+        elif self.verifier == "exact":
+            return Outcome(0.0)
+        answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would make a set of several
+        pool = worker_pool(self.num_workers)
+        return await pool.call("math_verify", self.timeout_s, reference=reference, answer=answer)

@@ -1,0 +1,140 @@
+"""Any task of reasoning-gym by its name, scored by its own verifier. The only module that imports ``reasoning_gym``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from strop.data.errors import DataError, nearest
+from strop.data.source import DataSource
+from strop.data.split import held_out
+from strop.environments.answers import last_number
+from strop.environments.base import (
+    GENERATED_SIZE,
+    Environment,
+    EnvironmentConfigError,
+    GeneratedTasks,
+    PromptedTask,
+    reward,
+)
+from strop.environments.workers import Outcome, worker_pool
+from strop.sampling import mix_seed
+from strop.types import Messages, Rollout
+
+ATTEMPTS = 64  # draws until a question falls on the wanted side; each side holds half of them
+_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(Environment[PromptedTask]):
+    """Validation tasks (``data.part`` or ``data.split`` "validation") never ask what a training task asks."""
+
+    task: str  # such as chain_sum, leg_counting, sudoku
+    options: Mapping[str, Any] = field(default_factory=dict)  # of that task's own configuration, except seed and size
+    instruction: str = "Give your final answer between <answer> and </answer>."  # after the question; "" for none
+    # Where the answer stands. tags: in the last <answer>...</answer>, else there is none; tags_or_text: there, else
+    # the whole text; number: the last number in the text.
+    extract: Literal["tags", "tags_or_text", "number"] = "tags"
+    num_workers: int = 4  # processes that score; started as they are needed
+    timeout_s: float = 5.0  # seconds of processor time to score one answer; one that needs more scores 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers < 1 or self.timeout_s <= 0:
+            raise EnvironmentConfigError("num_workers must be at least 1 and timeout_s positive")
+        make_dataset(self.task, json.dumps(dict(self.options)), 0, 1)
+
+    def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
+        template = data.template()
+        size = data.size or GENERATED_SIZE
+
+        def make(index: int) -> PromptedTask:
+            entry = self._draw(data, index, size)
+            question = f"{entry['question']}\n\n{self.instruction}" if self.instruction else entry["question"]
+            return PromptedTask(
+                id=f"{self.task}:{data.seed}:{'validation' if data.held_out else 'train'}:{index}",
+                question=question,
+                answer=str(entry["answer"]),
+                metadata=entry,
+                messages=template.messages(question),
+            )
+
+        return GeneratedTasks(size, make)
+
+    def prompt(self, task: PromptedTask) -> Messages:
+        return task.messages
+
+    @reward(weight=1.0)
+    async def score(self, task: PromptedTask, rollout: Rollout) -> float:
+        """What the task's verifier says: 1 for right, often something in between for nearly right."""
+        return (await self._judge(task, rollout)).value or 0.0
+
+    @reward(weight=0.0, accuracy=True)
+    async def correct(self, task: PromptedTask, rollout: Rollout) -> bool:
+        return ((await self._judge(task, rollout)).value or 0.0) >= 1.0
+
+    @reward(weight=0.0)
+    async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
+        """1 where the answer could not be scored within the limits, and got 0."""
+        return (await self._judge(task, rollout)).failure is not None
+
+    def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
+        return self.answer(rollout.text)
+
+    def answer(self, text: str) -> str | None:
+        """The final answer in ``text``, as ``extract`` says where to find it."""
+        if self.extract == "number":
+            number = last_number(text)
+            return None if number is None else str(int(number) if number.denominator == 1 else float(number))
+        tagged = _TAGS.findall(text)
+        if tagged:
+            return str(tagged[-1]).strip()
+        return text.strip() if self.extract == "tags_or_text" else None
+
+    def _draw(self, data: DataSource, index: int, size: int) -> dict[str, Any]:
+        """The first of this index's draws, one from each of a series of datasets, that falls on the wanted side."""
+        for attempt in range(ATTEMPTS):
+            seed = mix_seed(data.seed, attempt) % 2**31
+            entry: dict[str, Any] = make_dataset(self.task, json.dumps(dict(self.options)), seed, size)[index]
+            if held_out(entry["question"], 0.5) == data.held_out:
+                return entry
+        raise DataError(f"{self.task} with these options asks too few different questions to hold some out for validation")
+
+    async def _judge(self, task: PromptedTask, rollout: Rollout) -> Outcome:
+        """Scorers may hand the answer to SymPy, so they run under limits, in a process of their own."""
+        answer = self.answer(rollout.text)
+        if answer is None:
+            return Outcome(0.0)
+        options = json.dumps(dict(self.options))
+        pool = worker_pool(self.num_workers)
+        return await pool.call(
+            "reasoning_gym", self.timeout_s, task=self.task, options=options, answer=answer, entry=dict(task.metadata)
+        )
+
+
+@lru_cache(maxsize=4 * ATTEMPTS)
+def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
+    """The dataset of reasoning-gym; ``options`` is JSON. Raises EnvironmentConfigError for what it would not accept."""
+    try:
+        import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+        from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise EnvironmentConfigError("the environment reasoning_gym needs the package: pip install reasoning-gym") from error
+    if task not in DATASETS:
+        raise EnvironmentConfigError(f"reasoning_gym has no task {task!r}{nearest(task, DATASETS)}")
+    given = json.loads(options)
+    known = {item.name for item in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for name in given:
+        if name in ("seed", "size"):
+            raise EnvironmentConfigError(f"set {name} in the data section, not in options: training and validation differ in it")
+        if name not in known:
+            raise EnvironmentConfigError(f"the task {task} has no option {name!r}{nearest(name, known)}")
+    try:
+        return reasoning_gym.create_dataset(task, **given, seed=seed, size=size)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise EnvironmentConfigError(f"the task {task} refuses the options {given}: {error}") from error

@@ -1,0 +1,131 @@
+"""Scoring under limits, from any thread and any event loop: a small pool of ``worker.py`` processes.
+
+    call() -> a thread of the pool -> an idle worker, or a new one -> a fork of it that scores -> its reply
+
+Workers start when first needed, and end with this process, however it ends, because their input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import math
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from queue import Empty, LifoQueue
+from typing import Any, Literal
+
+CACHED = 8192  # outcomes remembered: the samples of a group often agree, and several rewards ask the same
+
+Kind = Literal["math_verify", "reasoning_gym"]
+
+
+class WorkerError(RuntimeError):
+    """Scoring itself is broken (a missing library, a reference that cannot be read), whatever the answer."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The score, or why this answer could not be scored: it ran past the limit, or brought the scorer down."""
+
+    value: float | None
+    failure: str | None = None
+
+
+def worker_pool(size: int) -> Pool:
+    """This process's pool of at most ``size`` workers; a forked child gets its own."""
+    return _pool(os.getpid(), size)
+
+
+@lru_cache(maxsize=8)
+def _pool(process: int, size: int) -> Pool:
+    return Pool(size)
+
+
+class Pool:
+    def __init__(self, size: int) -> None:
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="scoring")
+        self._idle: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
+        self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()
+        atexit.register(self.close)
+
+    async def call(self, kind: Kind, cpu_s: float, **arguments: Any) -> Outcome:
+        """Score with at most ``cpu_s`` seconds of processor time. Raises WorkerError when no answer could be scored."""
+        job = pickle.dumps((kind, cpu_s, arguments))
+        outcome = self._outcomes.get(job)
+        if outcome is None:
+            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, kind, job)
+            self._outcomes[job] = outcome
+            if len(self._outcomes) > CACHED:
+                self._outcomes.popitem(last=False)
+        return outcome
+
+    def close(self) -> None:
+        """End the workers. Jobs that still run finish first; each is bounded by its limit."""
+        self._threads.shutdown(cancel_futures=True)
+        with suppress(Empty):
+            while True:
+                _end(self._idle.get_nowait())
+
+    def _run(self, kind: Kind, job: bytes) -> Outcome:
+        reply, status = self._ask(job)
+        if reply is None:  # something outside killed the worker, for no answer can; once more with a new one
+            reply, status = self._ask(job)
+        if reply is None:
+            raise WorkerError(f"{kind}: its worker ended twice, the last time with exit status {status}")
+        if "broken" in reply:
+            raise WorkerError(f"{kind} cannot be used here: {reply['broken']}")
+        if "refused" in reply:
+            raise WorkerError(f"{kind}: {reply['refused']}")
+        if reply.get("unconfined"):
+            warnings.warn(f"answers are scored with limits on time and memory only: {reply['unconfined']}", stacklevel=2)
+        value = reply.get("value")
+        if isinstance(value, float) and math.isfinite(value):
+            return Outcome(value)
+        return Outcome(None, str(reply.get("failure", f"the score was {value!r:.80}")))
+
+    def _ask(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
+        """The reply of a worker; or None, and with what exit status it ended instead."""
+        try:
+            worker = self._idle.get_nowait()
+        except Empty:
+            worker = _start()
+        assert worker.stdin is not None and worker.stdout is not None
+        line = b""
+        with suppress(BrokenPipeError):
+            worker.stdin.write(struct.pack("<Q", len(job)) + job)
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        if not line.endswith(b"\n"):
+            return None, _end(worker)
+        self._idle.put(worker)
+        return json.loads(line), None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # A fixed hash seed makes SymPy's orderings, and with them its verdicts, the same in every worker. -P keeps the
+    # current folder off the module path; the package is found where this process found it.
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "strop.environments.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
+
+
+def _end(worker: subprocess.Popen[bytes]) -> int:
+    """Close the worker's input, so that it ends, and wait for it; its exit status, negative for a signal."""
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    return worker.wait()

@@ -1,0 +1,174 @@
+"""How good the policy is on held-out tasks: avg@n, pass@k and cons@k on any environment, with every sample on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.environments.base import Environment
+from strop.environments.mixture import TaskSource
+from strop.generation.base import Generator
+from strop.rollouts.episode import EpisodeRules, run_group
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling, mix_seed
+from strop.tracking.atomic import replacing
+from strop.tracking.base import Tracker
+from strop.types import Group
+
+_VALIDATION = 0x76616C  # keeps the seeds of validation apart from those of training
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The probability that one of k samples is correct, estimated without bias from n samples of which c are (arXiv 2107.03374)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples a task; k must be between 1 and that")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task's samples: how accurate each was, and what it answered."""
+
+    environment: str
+    accuracies: tuple[float, ...]
+    answers: tuple[str | None, ...]  # None: no answer that could be voted on
+
+    @property
+    def correct(self) -> int:
+        return sum(accuracy >= 1 for accuracy in self.accuracies)
+
+    @property
+    def consensus(self) -> float:
+        """The accuracy of the answer most samples gave; of two equally frequent ones the earlier. 0 where nobody answered."""
+        votes = Counter(answer for answer in self.answers if answer is not None)
+        if not votes:
+            return 0.0
+        return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
+
+
+def summarise(results: Sequence[TaskResult], ks: Sequence[int]) -> dict[str, float]:
+    """Means over tasks: accuracy (avg@n), pass@k for each k, cons@n where answers can be voted on."""
+    count, samples = len(results), len(results[0].accuracies)
+    found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
+    if samples > 1:
+        found[f"avg@{samples}"] = found["accuracy"]
+        for k in ks:
+            found[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
+        if any(answer is not None for result in results for answer in result.answers):
+            found[f"cons@{samples}"] = sum(result.consensus for result in results) / count
+    return found
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Samples every task ``samples`` times and writes ``<folder>/step_N.json``."""
+
+    source: TaskSource
+    size: int  # tasks
+    samples: int
+    generator: Generator
+    template: ChatTemplate
+    sampling: Sampling
+    rules: EpisodeRules
+    seed: int
+    folder: Path | None = None
+    ks: tuple[int, ...] | None = None  # None: the powers of two up to ``samples``
+    show: int = 0  # samples to print each time
+    last: list[Group] = field(default_factory=list)  # what was sampled last, for whoever wants to show it
+
+    async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
+        """Metrics under ``validation/``. Groups with errors count as wrong and are counted in ``validation/errors``."""
+        started = time.perf_counter()
+        if tracker is not None:
+            tracker.progress(f"validating on {self.size} tasks")
+        groups = self.last = list(await asyncio.gather(*(self._group(index) for index in range(self.size))))
+        environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
+        results = [_result(group, environments[group.environment]) for group in groups]
+        ks = self.ks or tuple(1 << power for power in range(self.samples.bit_length()))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        found = {
+            **summarise(results, ks),
+            "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            "mean_gen_tokens": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
+            "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+            "errors": float(sum(rollout.error is not None for rollout in rollouts)),
+        }
+        for name in environments if len(environments) > 1 else ():
+            own = summarise([result for result in results if result.environment == name], ks)
+            found |= {f"{name}/{key}": value for key, value in own.items()}
+        if self.folder is not None:
+            self._write(self.folder / f"step_{step:06d}.json", step, found, groups, results)
+        if tracker is not None:
+            self._print(tracker, groups, results)
+        found["seconds"] = time.perf_counter() - started
+        return {f"validation/{name}": value for name, value in found.items()}
+
+    async def _group(self, index: int) -> Group:
+        name, environment, task = self.source.at(index)
+        return await run_group(
+            index,
+            name,
+            environment,
+            task,
+            samples=self.samples,
+            generator=self.generator,
+            template=self.template,
+            sampling=self.sampling,
+            rules=self.rules,
+            seed=mix_seed(self.seed, _VALIDATION),
+        )
+
+    def _write(
+        self, path: Path, step: int, found: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
+    ) -> None:
+        tasks = [_as_json(group, result) for group, result in zip(groups, results, strict=True)]
+        with replacing(path) as draft:
+            draft.write_text(json.dumps({"step": step, "metrics": found, "tasks": tasks}, ensure_ascii=False, indent=1))
+
+    def _print(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
+        for group, result in list(zip(groups, results, strict=True))[: self.show]:
+            rollout = group.rollouts[0]
+            tracker.note(f"{_last_question(group)!r} -> {rollout.text!r} (accuracy {result.accuracies[0]:g})")
+
+
+def _last_question(group: Group) -> str:
+    messages = group.rollouts[0].messages
+    asked = [message.content for message in messages if message.role != "assistant"]
+    return asked[-1] if asked else group.task.question
+
+
+def _result(group: Group, environment: Environment[Any]) -> TaskResult:
+    fine = [rollout.error is None for rollout in group.rollouts]
+    accuracies = tuple(
+        environment.accuracy(rollout) if worked else 0.0 for rollout, worked in zip(group.rollouts, fine, strict=True)
+    )
+    answers = tuple(
+        environment.answer_key(group.task, rollout) if worked else None
+        for rollout, worked in zip(group.rollouts, fine, strict=True)
+    )
+    return TaskResult(group.environment, accuracies, answers)
+
+
+def _as_json(group: Group, result: TaskResult) -> dict[str, Any]:
+    samples = [
+        {
+            "messages": [message.as_dict() for message in rollout.messages],
+            "completion": rollout.text,
+            "accuracy": accuracy,
+            "answer": answer,
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "tokens": rollout.sampled_tokens,
+            "ending": None if rollout.ending is None else rollout.ending.value,
+            "error": rollout.error,
+        }
+        for rollout, accuracy, answer in zip(group.rollouts, result.accuracies, result.answers, strict=True)
+    ]
+    return {"task": group.task.id, "environment": group.environment, "answer": group.task.answer, "samples": samples}

@@ -1,0 +1,179 @@
+"""Key-value memory of the embedded engine: a fixed number of slots, and prompts kept for those who share them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.models.attention import AttentionSpec, causal_mask, masked_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """The geometry of a model's cache."""
+
+    layers: int
+    heads: int  # key-value heads
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+
+
+class SlotCache:
+    """Keys and values of the running requests, [layers, slots, heads, length, D], allocated once."""
+
+    def __init__(self, shape: CacheShape, slots: int, length: int) -> None:
+        self.shape = shape
+        self.slots = slots
+        self.length = length
+        size = (shape.layers, slots, shape.heads, length, shape.head_size)
+        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def fill(self, slot: int, prefix: Prefix) -> None:
+        self.keys[:, slot, :, : prefix.length] = prefix.keys
+        self.values[:, slot, :, : prefix.length] = prefix.values
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def read(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
+        """A copy of a slot's first ``len(tokens)`` positions."""
+        length = len(tokens)
+        return Prefix(tokens, self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone())
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The keys and values of some tokens, [layers, heads, P, D], and the logits after the last of them, if known."""
+
+    tokens: tuple[int, ...]
+    keys: Tensor
+    values: Tensor
+    logits: Tensor | None = None  # [V]
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class PrefixStore:
+    """The prefixes used last, up to a number of tokens: prompts under their tokens, conversations under their session."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held = 0
+        self._entries: OrderedDict[str | tuple[int, ...], Prefix] = OrderedDict()
+
+    def put(self, key: str | tuple[int, ...], prefix: Prefix) -> None:
+        self.drop(key)
+        if prefix.length > self.capacity:
+            return
+        while self.held + prefix.length > self.capacity:
+            self.drop(next(iter(self._entries)))
+        self._entries[key] = prefix
+        self.held += prefix.length
+
+    def drop(self, key: str | tuple[int, ...]) -> None:
+        found = self._entries.pop(key, None)
+        self.held -= found.length if found is not None else 0
+
+    def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
+        """The whole prompt if it is here, else the part of it that this session has been through."""
+        for key in (tokens, session):
+            found = self._entries.get(key)
+            if found is not None and tokens[: found.length] == found.tokens:
+                self._entries.move_to_end(key)
+                return found
+        return None
+
+    def clear(self) -> None:
+        """Forget everything: the weights changed."""
+        self._entries.clear()
+        self.held = 0
+
+
+class PrefillPlan:
+    """Attention of several prompts packed in a row, each after its own cached prefix; collects their keys and values."""
+
+    def __init__(self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None]) -> None:
+        self.shape = shape
+        self.lengths = lengths
+        self.prefixes = prefixes
+        self.keys: list[Tensor] = []  # per layer [T, heads, D]
+        self.values: list[Tensor] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        key, value = key.to(self.shape.dtype), value.to(self.shape.dtype)
+        self.keys.append(key)
+        self.values.append(value)
+        outputs = []
+        for own_query, own_key, own_value, prefix in zip(
+            *(tensor.split(self.lengths) for tensor in (query.to(self.shape.dtype), key, value)), self.prefixes, strict=True
+        ):
+            outputs.append(self._attend_one(own_query, own_key, own_value, prefix, spec))
+        return torch.cat(outputs)
+
+    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, spec: AttentionSpec) -> Tensor:
+        queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, L, D]
+        if prefix is not None:
+            keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
+            values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
+        spec = spec.binding(keys.shape[2])
+        causal = prefix is None and spec.window is None
+        mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
+        return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
+
+    def prefix(self, place: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
+        """What the ``place``-th prompt is, with its cached prefix in front."""
+        start = sum(self.lengths[:place])
+        end = start + self.lengths[place]
+        keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
+        values = torch.stack([layer[start:end].transpose(0, 1) for layer in self.values])
+        before = self.prefixes[place]
+        if before is not None:
+            keys, values = torch.cat([before.keys, keys], dim=2), torch.cat([before.values, values], dim=2)
+        return Prefix(tokens, keys, values, logits)
+
+
+class DecodePlan:
+    """Attention of one new token for each of the first B slots; writes its key and value into the cache."""
+
+    def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
+        """``positions`` [B] of the new tokens; no position is ``span`` or more."""
+        self.cache = cache
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self.positions = positions
+        self.span = span
+        self._masks: dict[int | None, Tensor] = {}
+
+    def _mask(self, window: int | None) -> Tensor:  # [B, 1, 1, span]
+        if window not in self._masks:
+            distance = self.positions[:, None] - torch.arange(self.span, device=self.positions.device)[None]
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            self._masks[window] = seen[:, None, None]
+        return self._masks[window]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        keys, values = self.cache.keys[spec.layer], self.cache.values[spec.layer]
+        dtype = keys.dtype
+        keys[self.rows, :, self.positions] = key.to(dtype)
+        values[self.rows, :, self.positions] = value.to(dtype)
+        spec = spec.binding(self.span)
+        count = len(self.rows)
+        output = masked_attention(
+            query.to(dtype)[:, :, None],
+            keys[:count, :, : self.span],
+            values[:count, :, : self.span],
+            self._mask(spec.window),
+            spec,
+        )
+        return output[:, :, 0]

@@ -1,0 +1,87 @@
+"""Drawing tokens from logits: one uniform number per token, by the inverse of the cumulative distribution.
+
+The number depends on the request's seed and the token's position alone, so a request draws the same tokens whoever shares its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from strop.sampling import Sampling, filtered_logits
+
+BLOCK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    tokens: Tensor  # [B] int64
+    logprobs: Tensor  # [B] float32, under the distribution that was drawn from
+    entropies: Tensor  # [B] float32; zeros where it was not asked for
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
+    """One token for each row of logits [B, V], each under its own options."""
+    numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
+    if all(sampling == samplings[0] for sampling in samplings):
+        return _draw(logits, samplings[0], numbers)
+    drawn = Drawn(
+        *(torch.zeros(len(logits), dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32, torch.float32))
+    )
+    for sampling in dict.fromkeys(samplings):
+        rows = torch.tensor([row for row, own in enumerate(samplings) if own == sampling], device=logits.device)
+        part = _draw(logits[rows], sampling, numbers[rows])
+        for whole, some in zip(
+            (drawn.tokens, drawn.logprobs, drawn.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
+        ):
+            whole[rows] = some
+    return drawn
+
+
+def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
+    scaled = filtered_logits(logits, sampling)
+    if sampling.greedy:
+        zeros = torch.zeros(len(logits), device=logits.device)
+        return Drawn(scaled.argmax(-1), zeros, zeros)
+    peak = scaled.max(-1, keepdim=True).values
+    weights = torch.exp(scaled - peak)
+    tokens, mass = _inverse_cdf(weights, uniforms)
+    normaliser = mass.log() + peak.squeeze(1)
+    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - normaliser
+    entropies = torch.zeros_like(logprobs)
+    if sampling.entropy:
+        finite = scaled.masked_fill(scaled == float("-inf"), 0.0)
+        entropies = normaliser - torch.linalg.vecdot(weights, finite) / mass
+    return Drawn(tokens, logprobs, entropies)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index at which the running sum of weights [B, V] exceeds uniform x total, and the totals, [B] each.
+
+    In two levels, blocks and then places in a block: the sum of a block is a parallel reduction, a running sum over V is not, and its
+    rounding grows with V.
+    """
+    rows, vocabulary = weights.shape
+    padded = F.pad(weights, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else weights
+    blocks = padded.view(rows, -1, BLOCK)
+    block, wanted, total = _locate(blocks.sum(-1), uniforms)
+    inside = blocks[torch.arange(rows, device=weights.device), block]
+    place, _, _ = _locate(inside, None, wanted)
+    return block * BLOCK + place, total
+
+
+def _locate(weights: Tensor, uniforms: Tensor | None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(index whose interval of the running sum holds the wanted mass, what of it is left inside the interval, total mass), [B]."""
+    running = weights.cumsum(-1)
+    total = running[:, -1]
+    mass = uniforms * total if uniforms is not None else wanted
+    assert mass is not None
+    # Rounding must not carry the mass to the very end, where an index of weight zero could be found.
+    mass = torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
+    before = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))
+    return index, (mass - before).clamp(min=0), total

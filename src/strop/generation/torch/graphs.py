@@ -1,0 +1,57 @@
+"""CUDA graphs for decoding: the launches of a whole step recorded once per batch size.
+
+A decoding step of a small model is hundreds of short kernels; launching them costs more than running them. Batch sizes are rounded up
+to a power of two; the rows beyond the real batch compute on position 0 of unused slots, and their logits are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor  # [B], static
+    positions: Tensor  # [B], static
+    logits: Tensor  # [B, V], static
+
+
+class DecodeGraphs:
+    """Replays ``step(tokens [B], positions [B]) -> logits [B, V]``, which must work on static memory only."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Tensor], slots: int, device: torch.device) -> None:
+        self.step = step
+        self.slots = slots
+        self.device = device
+        self._graphs: dict[int, _Graph] = {}
+
+    def __call__(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        count = len(tokens)
+        size = min(1 << (count - 1).bit_length(), self.slots)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        recorded = self._graphs[size]
+        recorded.tokens[:count].copy_(torch.tensor(tokens))
+        recorded.positions[:count].copy_(torch.tensor(positions))
+        recorded.positions[count:].zero_()
+        recorded.graph.replay()
+        return recorded.logits[:count]
+
+    def _capture(self, size: int) -> _Graph:
+        tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
+        positions = torch.zeros(size, dtype=torch.int64, device=self.device)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # libraries allocate their workspaces outside the recording
+            for _ in range(2):
+                self.step(tokens, positions)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self.step(tokens, positions)
+        return _Graph(graph, tokens, positions, logits)

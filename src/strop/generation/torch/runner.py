@@ -1,0 +1,229 @@
+"""Forward passes of the embedded engine: prompts in, next-token logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strop.generation.torch.cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.graphs import DecodeGraphs
+from strop.generation.torch.linears import FastLinears
+from strop.models.attention import AttentionSpec
+from strop.models.network import Network
+
+SPAN_STEP = 32  # attention reads the cache in steps of this many positions
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as the runner sees it: where it goes and what it has read."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    session: str = ""
+
+
+class Runner(Protocol):
+    """Keeps the state of ``slots`` sequences; the running ones are always the first."""
+
+    slots: int
+    length: int  # positions a slot can hold
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Read whole prompts into their slots; logits after each, [B, V]."""
+        ...
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Append one token to each of the first B slots; logits after each, [B, V]."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Slot ``source`` becomes slot ``target``."""
+        ...
+
+    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        """Remember a conversation for its next turn."""
+        ...
+
+    def activate(self) -> None:
+        """New weights are in the module: forget what the old ones computed."""
+        ...
+
+    def deactivate(self) -> None:
+        """Give the module back to the learner."""
+        ...
+
+
+class CachedRunner:
+    """Runs the learner's own module with a key-value cache of fixed size."""
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        memory_bytes: float,
+        max_slots: int,
+        length: int,
+        prepack: bool | None = None,
+        cuda_graphs: bool = True,
+    ):
+        """Raises ValueError where the memory holds not even one sequence of ``length`` tokens."""
+        self.network = network
+        self.shape = cache_shape(network)
+        capacity = int(memory_bytes // self.shape.bytes_per_token)  # tokens
+        self.slots = min(max_slots, capacity // length)
+        if self.slots < 1:
+            needed = length * self.shape.bytes_per_token / 2**30
+            raise ValueError(
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, but one sequence of "
+                f"policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower the second"
+            )
+        self.length = length
+        self.cache = SlotCache(self.shape, self.slots, length)
+        self.prefixes = PrefixStore(capacity - self.slots * length)
+        self.linears = FastLinears(network.model, network.precision, prepack=prepack)
+        on_cuda = network.device.type == "cuda"
+        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if cuda_graphs and on_cuda else None
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        found = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
+        missing = [prompt.tokens for prompt in prompts if not _complete(found[prompt.tokens], prompt.tokens)]
+        if missing:
+            found |= self._read(list(dict.fromkeys(missing)), found)
+        logits = []
+        for prompt in prompts:
+            prefix = found[prompt.tokens]
+            assert prefix is not None and prefix.logits is not None
+            self.prefixes.put(prompt.tokens, prefix)
+            self.cache.fill(prompt.slot, prefix)
+            logits.append(prefix.logits)
+        return torch.stack(logits)
+
+    def _read(
+        self, prompts: list[tuple[int, ...]], found: dict[tuple[int, ...], Prefix | None]
+    ) -> dict[tuple[int, ...], Prefix | None]:
+        """One forward pass over what is new in each prompt."""
+        prefixes = [found[tokens] for tokens in prompts]
+        skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
+        lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
+        plan = PrefillPlan(self.shape, lengths, prefixes)
+        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
+        positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
+        last = torch.tensor(lengths).cumsum(0) - 1
+        logits = self._forward(tokens, positions, plan, last)
+        return {prompt: plan.prefix(place, prompt, logits[place]) for place, prompt in enumerate(prompts)}
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(tokens, positions)
+        span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
+        return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
+
+    def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
+        positions = positions.to(self.network.device)
+        return self._forward(tokens, positions, DecodePlan(self.cache, positions, span or self.length), None)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
+        device = self.network.device
+        with self.network.autocast():
+            output = self.network.decoder(
+                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False
+            )
+            hidden = output.last_hidden_state[0]
+            hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            layer = self.network.model.get_output_embeddings()
+            logits: Tensor = self.network.head.transform(layer(hidden))
+            return logits
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+
+    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        self.prefixes.put(session, self.cache.read(slot, tokens))
+
+    def activate(self) -> None:
+        self.prefixes.clear()
+        self.linears.switch_on()
+
+    def deactivate(self) -> None:
+        self.linears.switch_off()
+
+
+def _complete(prefix: Prefix | None, tokens: tuple[int, ...]) -> bool:
+    return prefix is not None and prefix.length == len(tokens) and prefix.logits is not None
+
+
+class RecomputeRunner:
+    """For models whose attention takes no plan: reads every sequence again at every token. Slow, and right for any causal LM."""
+
+    def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
+        self.network = network
+        self.slots = max_slots
+        self.length = length
+        self._tokens: dict[int, list[int]] = {}
+
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        for prompt in prompts:
+            self._tokens[prompt.slot] = list(prompt.tokens)
+        return self._logits([self._tokens[prompt.slot] for prompt in prompts])
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        for slot, token in enumerate(tokens):
+            self._tokens[slot].append(token)
+        return self._logits([self._tokens[slot] for slot in range(len(tokens))])
+
+    @torch.no_grad()
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        device = self.network.device
+        longest = max(len(row) for row in rows)
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        with self.network.autocast():
+            hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
+            return self.network.head.logits(last)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._tokens[target] = self._tokens.pop(source)
+
+    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        return None
+
+    def activate(self) -> None:
+        return None
+
+    def deactivate(self) -> None:
+        return None
+
+
+class _Recorder:
+    """A plan that only looks at what a model's layers hand to attention."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if key.shape != value.shape:
+            raise ValueError(
+                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: the embedded engine needs them alike"
+            )
+        self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        return query
+
+
+@torch.no_grad()
+def cache_shape(network: Network) -> CacheShape:
+    """The cache a model needs, read off one forward pass. Raises ValueError for layers that differ in shape."""
+    recorder = _Recorder()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
+    network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
+    shapes = {shape[1:] for shape in recorder.seen}
+    if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
+        raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
+    heads, size = shapes.pop()
+    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)

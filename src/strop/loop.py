@@ -1,0 +1,254 @@
+"""The one loop: collect groups, score, update, publish, release; evaluate, save and log when due.
+
+Synchronous and asynchronous training, every algorithm, backend and placement go through here. How far rollouts may run ahead is the
+stream's business (``strop.rollouts.stream``); where things run is the cluster's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import Algorithm
+from strop.checkpointing.base import Checkpoints, RunState
+from strop.data.packing import mini_batches, pack
+from strop.evaluation import Evaluator
+from strop.reports import batch_metrics, group_metrics
+from strop.rollouts.stream import EndOfTasks, GroupStream
+from strop.tracking.base import Tracker
+from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
+from strop.training.base import Learner, Scorer
+from strop.types import Batch, Group
+from strop.weights.base import WeightSync
+
+
+class TooManyDropped(RuntimeError):
+    """Groups were dropped one after another until going on made no sense; the message says why they were."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """When things happen and how a batch is used. Periods are in steps; 0 is never."""
+
+    max_steps: int
+    groups_per_step: int
+    steps_per_batch: int = 1  # optimizer steps in one pass over a batch
+    update_epochs: int = 1  # passes over a batch
+    max_staleness: int = 0  # how many steps newer the trained policy may be than the one that began a rollout
+    max_groups_per_step: int = 1_000_000  # groups generated in search of enough that pass the filter
+    max_errors_in_a_row: int = 16
+    val_period: int = 0
+    val_start_at: int = -1  # no periodic validation before this step
+    val_at_start: bool = False
+    val_at_end: bool = False
+    save_period: int = 0
+    stop_at_metric: str | None = None  # stop when this metric ...
+    stop_at_value: float | None = None  # ... reaches this value
+    share_prefixes: bool = True
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything the loop works with. ``step`` counts batches trained on; it is also the version of the weights."""
+
+    options: LoopOptions
+    algorithm: Algorithm
+    stream: GroupStream
+    learners: Mapping[str, Learner]
+    scorers: Mapping[str, Scorer]  # batch column -> who fills it
+    weights: WeightSync
+    tracker: Tracker
+    rollouts: RolloutStore
+    decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
+    evaluator: Evaluator | None = None
+    checkpoints: Checkpoints | None = None
+    step: int = 0
+    done: bool = False
+    errors_in_a_row: int = 0
+    dropped: list[tuple[Group, Dropped]] = field(default_factory=list)  # of the current step, with the reason
+
+    @property
+    def finished(self) -> bool:
+        return self.done or self.step >= self.options.max_steps
+
+
+async def train(run: Run) -> None:
+    """Train until the last step, the last task, or the metric that was to be reached."""
+    await run.weights.publish(run.step)
+    await validate_before(run)
+    while not run.finished:
+        clock = Stopwatch()
+        with clock("generation"):
+            groups, logged = await collect(run)
+        if len(groups) < run.options.groups_per_step:
+            run.tracker.note(f"the tasks are used up: {len(groups)} groups left over are not trained on")
+            break
+        with clock("drain"):
+            await run.weights.lend_to_learner()
+        batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
+        with clock("logprobs"):
+            for column in sorted(run.algorithm.requires):
+                batch = batch.with_extra(column, (await run.scorers[column].score(batch)).logprobs)
+        batch = run.algorithm.credit(batch)
+        with clock("policy_training"):
+            learner_logprobs, trained = await update(run, batch)
+        run.step += 1
+        with clock("weight_sync"):
+            await run.weights.publish(run.step)
+        run.stream.release(len(groups))
+        run.rollouts.write(run.step, records_of_step(run, groups, batch, learner_logprobs))
+        with clock("validation"):
+            validated = await validate_if_due(run)
+        logged = {**logged, **trained, **validated}
+        run.done |= reached(run, logged)
+        with clock("checkpointing"):
+            save_if_due(run, logged)
+        run.tracker.log(run.step, {**logged, **clock.metrics(run, batch)})
+
+
+async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
+    """Groups for one step. A group that failed or does not pass the algorithm's filter gives its slot back at once.
+
+    Returns fewer than asked only when the tasks are used up. Raises TooManyDropped.
+    """
+    wanted = run.options.groups_per_step
+    kept: list[Group] = []
+    run.dropped.clear()
+    while len(kept) < wanted:
+        run.tracker.progress(f"generating: {len(kept)} of {wanted} groups")
+        try:
+            group = await run.stream.next()
+        except EndOfTasks:
+            break
+        reason: Dropped | None = "error" if group.errors else None if run.algorithm.keep(group) else "filtered"
+        if reason is None:
+            kept.append(group)
+        else:
+            run.dropped.append((group, reason))
+            run.stream.release(1)
+        run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
+        _stop_if_hopeless(run, len(kept))
+    staleness = [run.step - group.version for group in kept]
+    if staleness and max(staleness) > run.options.max_staleness:
+        raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
+    return kept, group_metrics(kept, run.dropped, staleness)
+
+
+def _stop_if_hopeless(run: Run, kept: int) -> None:
+    options = run.options
+    if run.errors_in_a_row >= options.max_errors_in_a_row:
+        reasons = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
+        shown = "\n  ".join(list(reasons)[-3:])
+        raise TooManyDropped(
+            f"{run.errors_in_a_row} groups in a row failed (grpo.max_errors_in_a_row); the last reasons:\n  {shown}"
+        )
+    if kept < options.groups_per_step and kept + len(run.dropped) >= options.max_groups_per_step:
+        rewards = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
+        raise TooManyDropped(
+            f"{kept + len(run.dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the filter; "
+            f"the mean reward of the dropped ones is {rewards:.3g}: if it is at the bottom the task is too hard or the reward broken, at the top "
+            "too easy. Change the task, or raise grpo.dynamic_sampling_max_gen_batches"
+        )
+
+
+async def update(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    """Epochs of mini-batches, one optimizer step each; returns the log-probabilities [N] before the first step, and metrics."""
+    options = run.options
+    several = options.steps_per_batch * options.update_epochs > 1
+    before = await run.learners["policy"].score(batch) if several else None
+    if before is not None:
+        batch = batch.with_extra("policy_logprobs", before.logprobs)
+    logged: list[metrics.Metrics] = []
+    steps = 0
+    for _ in range(options.update_epochs):
+        for part in mini_batches(batch, options.steps_per_batch):
+            steps += 1
+            run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
+            for name, loss in run.algorithm.losses().items():
+                result = await run.learners[name].forward_backward(part.batch, loss)
+                prefix = "" if name == "policy" else f"{name}_"
+                measured = {**result.metrics, **await run.learners[name].step()}
+                logged.append({prefix + key: metrics.per_step(metric) for key, metric in measured.items()})
+                if name == "policy" and before is None:
+                    before = result.scores
+    assert before is not None
+    trained = {f"train/{name}": value for name, value in metrics.values(metrics.merge(*logged)).items()}
+    return before.logprobs, {**trained, **batch_metrics(batch, before)}
+
+
+def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, learner_logprobs: Tensor) -> list[RolloutRecord]:
+    """Every rollout of this step as it will be stored, the dropped ones too."""
+    credit = by_rollout(batch.advantages, batch, groups)
+    return records_of(
+        run.step,
+        [*groups, *(group for group, _ in run.dropped)],
+        advantages={key: float(column.mean()) for key, column in credit.items() if len(column)},
+        learner_logprobs=by_rollout(learner_logprobs, batch, groups),
+        dropped={group.index: reason for group, reason in run.dropped},
+        decode=run.decode,
+    )
+
+
+async def validate_before(run: Run) -> None:
+    """The policy as it is before training, logged as step 0."""
+    if run.evaluator is not None and run.options.val_at_start and run.step == 0:
+        run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
+
+
+async def validate_if_due(run: Run) -> dict[str, float]:
+    options = run.options
+    periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
+    last = options.val_at_end and run.finished
+    if run.evaluator is None or not (periodic or last):
+        return {}
+    return await run.evaluator.evaluate(run.step, run.tracker)
+
+
+def save_if_due(run: Run, logged: Mapping[str, float]) -> None:
+    period = run.options.save_period
+    if run.checkpoints is None or not period or not (run.step % period == 0 or run.finished):
+        return
+    run.tracker.progress("saving a checkpoint")
+    path = run.checkpoints.save(RunState(step=run.step, stream=run.stream.state(), logged=logged), run.learners)
+    run.tracker.note(f"checkpoint: {path}")
+
+
+def reached(run: Run, logged: Mapping[str, float]) -> bool:
+    """Whether the metric that was to be reached has been."""
+    name, value = run.options.stop_at_metric, run.options.stop_at_value
+    if name is None or value is None or name not in logged or logged[name] < value:
+        return False
+    run.tracker.note(f"{name} = {logged[name]:.4g} reached {value:g}: training ends")
+    return True
+
+
+class Stopwatch:
+    """Where a step's time goes, in seconds by phase."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def metrics(self, run: Run, batch: Batch) -> dict[str, float]:
+        total = time.perf_counter() - self.started
+        timing = {f"timing/train/{phase}": seconds for phase, seconds in self.seconds.items()}
+        sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
+        busy = total - self.seconds.get("validation", 0.0)
+        return {
+            **timing,
+            "timing/train/total_step_time": total,
+            "performance/tokens_per_sec": len(batch.tokens) / busy,
+            "performance/generation_tokens_per_sec": sampled / max(self.seconds["generation"], 1e-9),
+            "performance/training_tokens_per_sec": len(batch.tokens) / max(self.seconds["policy_training"], 1e-9),
+        }

@@ -1,0 +1,68 @@
+"""Metrics that can be added up over micro-batches, ranks and steps without changing their meaning.
+
+A metric says what it is divided by: a mean carries its weight, so that merging two parts gives the mean of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``value`` over ``weight`` units; ``reduction`` says how two parts of the same metric become one."""
+
+    value: float
+    weight: float = 1.0
+    reduction: Literal["mean", "sum", "max", "min"] = "mean"
+
+    def merge(self, other: Metric) -> Metric:
+        if self.reduction != other.reduction:
+            raise ValueError(f"cannot merge a {self.reduction} with a {other.reduction}")
+        weight = self.weight + other.weight
+        match self.reduction:
+            case "sum":
+                return Metric(self.value + other.value, weight, "sum")
+            case "max":
+                return Metric(max(self.value, other.value), weight, "max")
+            case "min":
+                return Metric(min(self.value, other.value), weight, "min")
+            case "mean":
+                if weight == 0:
+                    return self
+                return Metric((self.value * self.weight + other.value * other.weight) / weight, weight, "mean")
+
+
+Metrics = Mapping[str, Metric]
+
+
+def mean(value: float, weight: float) -> Metric:
+    return Metric(value, weight, "mean")
+
+
+def total(value: float) -> Metric:
+    """A sum over parts; also a quantity that was divided by a global count before the split."""
+    return Metric(value, 1.0, "sum")
+
+
+def maximum(value: float) -> Metric:
+    return Metric(value, 1.0, "max")
+
+
+def per_step(metric: Metric) -> Metric:
+    """A sum over the parts of one optimizer step, as a quantity to be averaged over steps."""
+    return Metric(metric.value, 1.0, "mean") if metric.reduction == "sum" else metric
+
+
+def merge(*parts: Metrics) -> dict[str, Metric]:
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}

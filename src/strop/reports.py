@@ -1,0 +1,70 @@
+"""What a step says about its rollouts and about how well sampler and learner agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import varies
+from strop.training.base import Scores
+from strop.types import Batch, Ending, Group
+
+
+def group_metrics(kept: Sequence[Group], dropped: Sequence[tuple[Group, object]], staleness: Sequence[int]) -> dict[str, float]:
+    """Means are over the rollouts that are trained on; ``groups_dropped`` counts the others by reason."""
+    logged = {
+        "train/groups_dropped": float(len(dropped)),
+        "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
+        "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
+    }
+    if not kept:
+        return logged
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    count = len(rollouts)
+    sampled = [rollout.sampled_tokens for rollout in rollouts]
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})
+    for name in names:
+        found = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+        logged[f"train/rewards/{name}"] = sum(found) / len(found)
+    for environment in sorted({group.environment for group in kept}):
+        rewards = torch.cat([group.rewards for group in kept if group.environment == environment])
+        logged[f"train/environments/{environment}/reward"] = float(rewards.mean())
+    return {
+        **logged,
+        "train/reward": sum(rollout.reward for rollout in rollouts) / count,
+        "train/reward_std_in_group": sum(float(group.rewards.std(correction=0)) for group in kept) / len(kept),
+        "train/groups_without_signal": sum(not varies(group.rewards) for group in kept) / len(kept),
+        "train/mean_gen_tokens_per_sample": sum(sampled) / count,
+        "train/max_gen_tokens_per_sample": float(max(sampled)),
+        "train/turns_per_sample": sum(len(rollout.policy_turns) for rollout in rollouts) / count,
+        "train/truncated": sum(rollout.truncated for rollout in rollouts) / count,
+        "train/ended_by_stop": sum(rollout.ending == Ending.STOP for rollout in rollouts) / count,
+        "train/staleness": sum(staleness) / len(staleness),
+        "train/staleness_max": float(max(staleness)),
+    }
+
+
+def batch_metrics(batch: Batch, before: Scores) -> dict[str, float]:
+    """How sampler and learner agree on the sampled tokens, by the learner's weights before this step's updates; means over tokens.
+
+    token_mult_prob_error: mean of exp(|difference of log-probabilities|); 1 is perfect. gen_kl_error: the k3 estimate of
+    KL(sampler || learner).
+    """
+    counted = batch.mask > 0
+    difference = (before.logprobs - batch.sampler_logprobs)[counted]
+    return {
+        "train/token_mult_prob_error": _mean(difference.abs().exp()),
+        "train/token_mult_prob_error_max": float(difference.abs().exp().max()) if len(difference) else 1.0,
+        "train/gen_kl_error": _mean(torch.expm1(difference) - difference),
+        "train/entropy": _mean(before.entropy[counted]),
+        "train/logprob": _mean(before.logprobs[counted]),
+        "train/advantages_abs": _mean(batch.advantages[counted].abs()),
+        "train/tokens_read": float(len(batch.tokens)),
+        "train/tokens_trained": float(counted.sum()),
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

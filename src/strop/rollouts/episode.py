@@ -1,0 +1,157 @@
+"""One rollout: a prompt, then turns by the policy and the environment until one of them ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from strop.environments.base import Environment, score
+from strop.generation.base import Generator
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling, mix_seed
+from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScaling:
+    """Maps rewards linearly from [source_min, source_max], clipped, to [target_min, target_max]."""
+
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+    def __call__(self, reward: float) -> float:
+        clipped = min(max(reward, self.source_min), self.source_max)
+        share = (clipped - self.source_min) / (self.source_max - self.source_min)
+        return self.target_min + share * (self.target_max - self.target_min)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRules:
+    """What bounds an episode."""
+
+    max_turns: int = 1  # turns of the policy
+    max_length: int = 4096  # tokens of the whole conversation
+    max_prompt_length: int | None = None  # tokens of the first prompt; None: whatever leaves room for one token
+    scaling: RewardScaling | None = None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PromptTooLong(ValueError):
+    """A task whose prompt does not fit; its group is dropped and counted."""
+
+
+async def run_group(
+    index: int,
+    name: str,
+    environment: Environment[Any],
+    task: Task,
+    *,
+    samples: int,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+    seed: int,
+) -> Group:
+    """All rollouts of one task, concurrently. An error of the environment or the engine is recorded on its rollout (law 7)."""
+    version = generator.version
+    episodes = (
+        run_episode(
+            environment,
+            task,
+            sample,
+            mix_seed(seed, index, sample),
+            generator=generator,
+            template=template,
+            sampling=sampling,
+            rules=rules,
+        )
+        for sample in range(samples)
+    )
+    rollouts = await asyncio.gather(*episodes)
+    return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts))
+
+
+async def run_episode(
+    environment: Environment[Any],
+    task: Task,
+    sample: int,
+    seed: int,
+    *,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+) -> Rollout:
+    """One rollout with its rewards; never raises for what the environment does."""
+    rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
+    try:
+        async with environment.session(task):
+            rollout = _start(rollout, environment.prompt(task), template, rules)
+            while rollout.ending is None:
+                rollout = await _policy_turn(rollout, generator, sampling, rules)
+                rollout = await _environment_turn(rollout, environment, template, rules)
+            scored = await score(environment, task, rollout)
+    except Exception as error:
+        log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
+        return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
+    reward = scored.reward if rules.scaling is None else rules.scaling(scored.reward)
+    return replace(rollout, reward=reward, rewards=dict(scored.rewards))
+
+
+def _start(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules) -> Rollout:
+    prompt = template.prompt(messages)
+    limit = rules.max_length - 1 if rules.max_prompt_length is None else min(rules.max_prompt_length, rules.max_length - 1)
+    if len(prompt) > limit:
+        raise PromptTooLong(
+            f"the prompt of task {rollout.task.id!r} has {len(prompt)} tokens, and at most {limit} fit "
+            "(data.max_input_seq_length, policy.max_total_sequence_length)"
+        )
+    return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64))
+
+
+async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
+    room = rules.max_length - rollout.length
+    completion = await generator.generate(
+        rollout.tokens().tolist(),
+        sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+        seed=mix_seed(rollout.seed, len(rollout.policy_turns)),
+        session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
+    )
+    turn = Turn(
+        author="policy",
+        tokens=completion.tokens,
+        text=completion.text,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        entropies=completion.entropies,
+    )
+    rollout = rollout.with_turn(turn, assistant(completion.text))
+    if completion.stopped:
+        return rollout
+    return replace(rollout, ending=Ending.CONTEXT if rollout.length >= rules.max_length else Ending.LENGTH)
+
+
+async def _environment_turn(
+    rollout: Rollout, environment: Environment[Any], template: ChatTemplate, rules: EpisodeRules
+) -> Rollout:
+    if rollout.ending is not None:
+        return rollout
+    messages = await environment.respond(rollout.task, rollout)
+    if messages is None:
+        return replace(rollout, ending=Ending.STOP)
+    if len(rollout.policy_turns) >= rules.max_turns:
+        return replace(rollout, ending=Ending.TURNS)
+    tokens = template.observation(messages, rollout.turns[-1].tokens.tolist())
+    if rollout.length + len(tokens) >= rules.max_length:
+        return replace(rollout, ending=Ending.CONTEXT)
+    return rollout.with_turn(observation(tokens, "\n".join(message.content for message in messages)), *messages)

@@ -1,0 +1,110 @@
+"""How tokens are drawn, in one place, so that sampler and learner cannot disagree (law 3).
+
+The engine draws from ``log_distribution(logits, sampling)``; the learner's log-probabilities are of the same function
+of its own logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of one request. Raises ValueError for values that describe no distribution."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int | None = None  # keep the k most likely tokens
+    top_p: float = 1.0  # keep the smallest set whose mass reaches top_p
+    min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    entropy: bool = False  # also report the entropy of each token's distribution, in nats
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be in (0, 1], and 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], and 0 keeps every token")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are cut from the distribution."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Which tokens survive top-k, then top-p, then min-p; logits [.., V] already divided by temperature -> bool [.., V].
+
+    Each filter looks at the distribution renormalised over what the filter before it kept, as in the usual engines.
+    """
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        keep &= logits >= threshold
+    if sampling.top_p < 1:
+        probabilities, order = logits.masked_fill(~keep, float("-inf")).softmax(-1).sort(dim=-1, descending=True)
+        mass_before = probabilities.cumsum(-1) - probabilities
+        keep &= torch.zeros_like(keep).scatter(-1, order, mass_before < sampling.top_p)
+    if sampling.min_p > 0:
+        likeliest = logits.max(-1, keepdim=True).values
+        keep &= logits >= likeliest + torch.log(torch.tensor(sampling.min_p, device=logits.device))
+    return keep
+
+
+def filtered_logits(logits: Tensor, sampling: Sampling, sampled: Tensor | None = None) -> Tensor:
+    """Logits [.., V] after temperature and filters, in float32: softmax of them is the sampling distribution.
+
+    ``sampled`` [..] names tokens that are known to have been drawn: they are always kept, so that a learner whose logits
+    differ in the last bit from the sampler's does not give a drawn token probability zero.
+    """
+    scaled = at_least_float32(logits)
+    if sampling.temperature not in (0.0, 1.0):
+        scaled = scaled / sampling.temperature
+    if not sampling.filtered or sampling.greedy:
+        return scaled
+    keep = kept_tokens(scaled.detach(), sampling)
+    if sampled is not None:
+        keep.scatter_(-1, sampled.unsqueeze(-1), True)
+    return scaled.masked_fill(~keep, float("-inf"))
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(*identity: int) -> int:
+    """A 64-bit seed from an identity such as (run seed, task, sample, turn), by SplitMix64's finaliser (Steele 2014).
+
+    Randomness follows identity, never arrival order (law 5).
+    """
+    state = 0x9E3779B97F4A7C15
+    for part in identity:
+        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15 & _MASK
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+    return state ^ (state >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A uniform number in [0, 1) that depends on (seed, position) alone: no generator state to save or share."""
+    return (mix_seed(seed, position) >> 11) * 2.0**-53

@@ -1,0 +1,238 @@
+"""The live console: one panel that is redrawn in place, under a scrolling history of notes.
+
+    ╭─ strop · addition ─────────────────────────────────────────────────────────╮
+    │ step 12/60  ━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  20%  4:10 left  │
+    │                                                                            │
+    │ reward     0.531  ▁▂▃▅▆▇▇▇           loss      0.0123  ▇▅▃▂▂▁▁▁            │
+    │ ...                                                                        │
+    │                                                                            │
+    │ step time  4.2 s  ████████████████████▒▒▒▒▒▒▒▒▒▒▒░░                        │
+    │                   █ generation 61%  █ training 33%  █ log-probs 6%         │
+    │                                                                            │
+    │ generating 12/32 groups  0:03                                              │
+    ╰────────────────────────────────────────────────────────────────────────────╯
+
+The thread that redraws reads what the loop writes: everything shared is replaced whole and never changed in place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from strop.tracking.base import Silent
+from strop.tracking.columns import COLUMNS, Column, Phase, brief, duration, phases
+from strop.tracking.pace import Pace
+
+MAX_WIDTH = 110  # wider than this, the eye loses the line
+MARGIN = 3  # for the ^C that a terminal echoes: in a full line it would wrap, and the drawing would be off by one
+TILE_WIDTH = 32  # label 10, value 8, gap 2, curve 12
+GAP = 4  # between tiles
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_LENGTH = 12
+REDRAWS_PER_SECOND = 4
+# One colour a phase, in the order of ``phases``; they stay apart for colour-blind eyes by their lightness, and by the legend.
+COLOURS = ("cyan", "bright_yellow", "blue", "magenta", "green", "bright_red", "white")
+
+
+class Board:
+    """What the panel shows. Knows how to draw itself at any width."""
+
+    def __init__(self, pace: Pace, title: str, clock: Callable[[], float]) -> None:
+        self.pace = pace
+        self.phase = ("starting", clock())
+        self.over = False
+        self._title = title
+        self._clock = clock
+        self._history: Mapping[str, tuple[float, ...]] = {}
+        self._times: tuple[Phase, ...] = ()
+        self._when: Mapping[str, int] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        seen = {column.tag: float(metrics[column.tag]) for column in COLUMNS if column.tag in metrics}
+        longer = {tag: (*self._history.get(tag, ()), value)[-SPARK_LENGTH:] for tag, value in seen.items()}
+        self._when = {**self._when, **dict.fromkeys(seen, step)}
+        self._history = {**self._history, **longer}
+        self._times = phases(metrics) or self._times
+        self.pace.log(step, metrics)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width - MARGIN, MAX_WIDTH)
+        if width < 48 or console.height < 10:
+            yield Group(self._bar(width), self._doing())
+            return
+        inner = width - 4
+        letters = console.no_color or console.color_system is None  # what tells the phases apart
+        blocks: list[RenderableType] = [self._bar(inner)]
+        if self._history:
+            blocks += ["", self._tiles(inner)]
+        if self._times:
+            blocks += ["", self._step_time(inner, letters)]
+        blocks += ["", self._doing()]
+        name = f"strop · {self._title}" if self._title else "strop"
+        yield Panel(Group(*blocks), title=Text(name, "bold"), title_align="left", border_style="dim", width=width)
+
+    def _bar(self, width: int) -> RenderableType:
+        pace, row = self.pace, Table.grid(padding=(0, 2), expand=True)
+        steps = f"{pace.step}" if pace.max_steps is None else f"{pace.step}/{pace.max_steps}"
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        left = "" if not math.isfinite(pace.left) or self.over else f"{duration(pace.left)} left"
+        if pace.max_steps is None:
+            row.add_row(Text(f"step {steps}", "bold"), "", Text(duration(pace.elapsed), "dim"))
+            return row
+        share = pace.step / pace.max_steps if pace.max_steps else 1.0
+        bar = ProgressBar(total=max(pace.max_steps, 1), completed=pace.step, complete_style="cyan", finished_style="green")
+        ending = Text.assemble(f"{share:.0%}", (f"  {left}" if left else "", "dim")) if width >= 36 else Text(left, "dim")
+        row.add_row(Text(f"step {steps}", "bold"), bar, ending)
+        return row
+
+    def _tiles(self, width: int) -> Text:
+        tiles = [self._tile(column) for column in COLUMNS if column.tag in self._history]
+        across = max(1, min(3, (width + GAP) // (TILE_WIDTH + GAP)))
+        down = -(-len(tiles) // across)
+        lines = [Text(" " * GAP).join(tiles[line::down]) for line in range(down)]  # down the columns, as one reads a table
+        return Text("\n").join(lines)
+
+    def _tile(self, column: Column) -> Text:
+        """Label, value and curve; ``@5`` says that the value is from step 5."""
+        values, when = self._history[column.tag], self._when[column.tag]
+        curve = Text(sparkline(values), "cyan")
+        if when < self.pace.step:
+            curve.append(f" @{when}", "dim")
+        tile = Text(no_wrap=True)
+        tile.append(f"{column.label:<10}", "dim")
+        tile.append(f"{column.write(values[-1]):>8}", "bold" if math.isfinite(values[-1]) else "bold red")
+        tile.append("  ").append(curve)
+        tile.truncate(TILE_WIDTH, pad=True)
+        return tile
+
+    def _step_time(self, width: int, letters: bool) -> RenderableType:
+        total = sum(part.seconds for part in self._times)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        lead = Text.assemble(("step time ", "dim"), (f"{brief(total):>8}", "bold"))
+        right = width - 20
+        grid.add_row(lead, _stack(self._times, min(right, 60), letters))
+        grid.add_row("", _legend(self._times, total, letters, right))
+        return grid
+
+    def _doing(self) -> Text:
+        what, since = self.phase
+        if self.over:
+            return Text(what, "bold")
+        text = Text.assemble((what, "italic"), (f"  {duration(self._clock() - since)}", "dim"))
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
+class LiveConsole(Silent):
+    """The panel, and notes that scroll by above it. Whatever else is printed goes above it too."""
+
+    def __init__(
+        self,
+        max_steps: int | None,
+        *,
+        title: str = "",
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._board = Board(Pace(max_steps, clock), title, clock)
+        self._live: Live | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._board.log(step, metrics)
+        self._draw()
+
+    def note(self, text: str) -> None:
+        stamp = Text(time.strftime("%H:%M:%S  "), "dim")
+        for line in text.splitlines():
+            self._console.print(Text.assemble(stamp, line), soft_wrap=True)
+
+    def progress(self, text: str) -> None:
+        what, _ = self._board.phase
+        if _kind(what) != _kind(text):
+            self._board.phase = (text, self._clock())
+        else:
+            self._board.phase = (text, self._board.phase[1])
+        self._draw()
+
+    def resume(self, step: int) -> None:
+        self._board.pace.resume(step)
+
+    def close(self) -> None:
+        """Leaves the last drawing on the screen and gives the cursor back."""
+        if self._live is None:
+            return
+        pace = self._board.pace
+        done = pace.max_steps is not None and pace.step >= pace.max_steps
+        said = "finished" if done else f"stopped at step {pace.step}"
+        self._board.over = True
+        self._board.phase = (f"{said} after {duration(pace.elapsed)}", self._clock())
+        live, self._live = self._live, None
+        live.stop()
+        atexit.unregister(self.close)
+
+    def _draw(self) -> None:
+        """Starts drawing at the first news: what is printed before it stays ordinary output."""
+        if self._live is not None or self._board.over:
+            return
+        self._live = Live(self._board, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
+        atexit.register(self.close)  # an exit that forgets to close still gives the cursor back
+        self._live.start(refresh=True)
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """A curve in one line of text; a gap where a value is not finite."""
+    values = tuple(values)
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(SPARKS) - 1
+    return "".join(
+        SPARKS[round((value - low) / span * top) if span > 0 else 0] if math.isfinite(value) else " " for value in values
+    )
+
+
+def _kind(progress: str) -> str:
+    """`generating 3/32 groups` and `generating 4/32 groups` are one phase: its time goes on."""
+    return progress.split(" ", 1)[0]
+
+
+def _stack(parts: tuple[Phase, ...], width: int, letters: bool) -> Text:
+    """A bar of ``width`` cells. Edges are rounded, not lengths, so that they add up."""
+    total, bar, edge, start = sum(part.seconds for part in parts), Text(no_wrap=True), 0.0, 0
+    for index, part in enumerate(parts):
+        edge += part.seconds / total * width
+        bar.append((part.name[0] if letters else "█") * (round(edge) - start), COLOURS[index % len(COLOURS)])
+        start = round(edge)
+    return bar
+
+
+def _legend(parts: tuple[Phase, ...], total: float, letters: bool, width: int) -> Text:
+    """As many lines as it takes; broken by hand, because Rich would break an entry too."""
+    lines = [Text()]
+    for index, part in enumerate(parts):
+        if part.seconds < 0.005 * total:
+            continue
+        entry = Text.assemble(
+            (part.name[0] if letters else "■", COLOURS[index % len(COLOURS)]), f" {part.name} {part.seconds / total:.0%}  "
+        )
+        if lines[-1] and len(lines[-1]) + len(entry) - 2 > width:
+            lines.append(Text())
+        lines[-1].append_text(entry)
+    return Text("\n").join(lines)

@@ -1,0 +1,54 @@
+"""How fast the run goes, and when it will be over."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from strop.tracking.columns import TOTAL_TIME
+
+WINDOW = 20  # steps; enough to average over a validation or a checkpoint now and then
+
+
+class Pace:
+    """Knows the time between steps. What happens between them, validation and saving, counts: the wall clock decides."""
+
+    def __init__(self, max_steps: int | None, clock: Callable[[], float]) -> None:
+        self.max_steps = max_steps
+        self.step = 0
+        self._clock = clock
+        self._began = clock()
+        self._marks: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
+        self._reported = math.nan
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self._reported = metrics.get(TOTAL_TIME, self._reported)
+        if not self._marks or step > self._marks[-1][0]:
+            self._marks.append((step, self._clock()))
+
+    def resume(self, step: int) -> None:
+        self.step = step
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._began
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Nan while nothing is known; the step's own timing until there are two steps to compare."""
+        if len(self._marks) < 2:
+            return self._reported
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return (ended - began) / (last - first)
+
+    @property
+    def left(self) -> float:
+        """Seconds to the end, counting down between steps; nan while it is not known."""
+        if self.max_steps is None:
+            return math.nan
+        if self.step >= self.max_steps:
+            return 0.0
+        since = self._clock() - self._marks[-1][1] if self._marks else 0.0
+        return max((self.max_steps - self.step) * self.seconds_per_step - since, 0.0)

@@ -1,0 +1,211 @@
+"""``strop plot RUN``: the curves of a run as one PNG of small multiples, drawn from metrics.jsonl.
+
+A panel that has no data is left out. Raw values are light points, the line over them a moving average; measurements
+that are few, such as validations, are joined as they are. The last panel stacks where each step's time went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.tracking.columns import PHASE_PREFIX, TOTAL_TIME, number, phases
+from strop.tracking.jsonl import FILE_NAME, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Steps = Sequence[tuple[int, Mapping[str, float]]]
+
+# Okabe and Ito: told apart by colour-blind eyes, and in grey.
+BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442"
+PHASE_COLOURS = {
+    "generation": BLUE, "log-probs": SKY, "training": ORANGE, "weights": GREEN, "validation": PINK, "checkpoint": RED,
+    "other": "#BBBBBB",
+}  # fmt: skip
+SPARE_COLOURS = (YELLOW, "#777777", "#000000")
+INK, PALE = "#333333", "#DDDDDD"
+FEW = 12  # values up to which a curve is joined as it is
+BARS = 200
+
+
+@dataclass(frozen=True)
+class Curve:
+    title: str
+    tag: str
+    colour: str = BLUE
+    reference: float | None = None  # a value worth a line of its own
+
+
+CURVES = (
+    Curve("Reward", "train/reward"),
+    Curve("Validation accuracy", "validation/accuracy", GREEN),
+    Curve("Loss", "train/loss"),
+    Curve("Validation loss", "validation/loss", GREEN),
+    Curve("Entropy (nats per token)", "train/entropy"),
+    Curve("KL to the reference", "train/kl_penalty"),
+    Curve("Sampler / learner mismatch, 1 is none", "train/token_mult_prob_error", RED, reference=1.0),
+    Curve("Gradient norm", "train/grad_norm"),
+    Curve("Sampled tokens per rollout", "train/mean_gen_tokens_per_sample"),
+)
+
+
+class NothingToPlot(ValueError):
+    """There are no curves where they were looked for; the message says what was found and where to look."""
+
+
+def plot_run(run: Path, output: Path | None = None) -> Path:
+    """Draws the run whose metrics.jsonl is ``run``, lies in it, or one folder below it. Returns the path of the PNG."""
+    source = find_metrics(Path(run))
+    steps = read_metrics(source)
+    if not steps:
+        raise NothingToPlot(f"{source} is empty: the run has not finished its first step yet, or stopped before it")
+    curves = [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
+    timed = [(step, values) for step, values in steps if phases(values)]
+    if not curves and not timed:
+        raise NothingToPlot(f"{source} holds {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}")
+    target = Path(output) if output is not None else source.parent / "curves.png"
+    figure = _draw(curves, timed, steps, title=_title(source, steps))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    return target
+
+
+def find_metrics(run: Path) -> Path:
+    """The metrics.jsonl that ``run`` means."""
+    if not run.exists():
+        raise NothingToPlot(f"there is no {run}; give the log folder of a run (logger.log_dir) or its {FILE_NAME}")
+    if run.is_file():
+        return run
+    if (run / FILE_NAME).exists():
+        return run / FILE_NAME
+    below = sorted(run.glob(f"*/{FILE_NAME}"))
+    if len(below) == 1:
+        return below[0]
+    if below:
+        folders = ", ".join(path.parent.name for path in below)
+        raise NothingToPlot(f"{run} holds {len(below)} runs ({folders}); name one of them, such as {below[-1].parent}")
+    raise NothingToPlot(
+        f"there is no {FILE_NAME} in {run}, nor one folder below it; give the log folder of a run (logger.log_dir), "
+        "not its checkpoint folder"
+    )
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A centred mean over about a tenth of the curve; at the ends, over the half of it that there is."""
+    reach = max(1, len(values) // 20)
+    windows = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _title(source: Path, steps: Steps) -> str:
+    return f"{source.resolve().parent.name}, {steps[-1][0]} steps"
+
+
+def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = len(curves) + bool(timed)
+    across = min(panels, 3)
+    down = -(-panels // across)
+    figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.5))
+    FigureCanvasAgg(figure)  # no display, and none of pyplot's global state
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    limits = _limits(steps)
+    for axis, curve in zip(axes, curves, strict=False):
+        _dress(axis, curve.title, limits)
+        _curve(axis, curve, steps)
+    if timed:
+        _dress(axes[panels - 1], "Seconds per step", limits)
+        _stack(axes[panels - 1], timed)
+    for axis in axes[panels:]:
+        axis.remove()
+    for axis in axes[max(panels - across, 0) : panels]:
+        axis.set_xlabel("step", fontsize=9, color=INK)
+    return figure
+
+
+def _limits(steps: Steps) -> tuple[float, float]:
+    first, last = steps[0][0], steps[-1][0]
+    margin = max((last - first) * 0.02, 0.5)
+    return first - margin, last + margin
+
+
+def _dress(axis: Axes, title: str, limits: tuple[float, float]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, loc="left", fontsize=10, color=INK)
+    axis.set_xlim(*limits)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axis.ticklabel_format(axis="y", useOffset=False)  # 1.0003, not 0.0003 and a "+1" somewhere else
+    axis.grid(axis="y", color=PALE, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["bottom"].set_color(PALE)
+    axis.tick_params(labelsize=8, colors=INK, length=0)
+
+
+def _curve(axis: Axes, curve: Curve, steps: Steps) -> None:
+    points = [(step, values[curve.tag]) for step, values in steps if math.isfinite(values.get(curve.tag, math.nan))]
+    xs, ys = [float(step) for step, _ in points], [value for _, value in points]
+    if curve.reference is not None:
+        axis.axhline(curve.reference, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    if len(points) <= FEW:
+        axis.plot(xs, ys, color=curve.colour, linewidth=1.6, marker="o", markersize=4)
+        end = ys[-1]
+    else:
+        line = smooth(ys)
+        axis.scatter(xs, ys, s=6, color=curve.colour, alpha=0.25, linewidths=0)
+        axis.plot(xs, line, color=curve.colour, linewidth=1.8)
+        end = line[-1]
+    axis.annotate(
+        number(end), (1.0, 1.0), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        ha="right", va="bottom", fontsize=10, fontweight="bold", color=curve.colour,
+    )  # fmt: skip
+
+
+def _stack(axis: Axes, timed: Steps) -> None:
+    """Bars, one a step: steps that save or validate stand out, and a gap is a gap. A long run has a bar for several steps."""
+    each = -(-len(timed) // BARS)
+    rows = [_mean_row(timed[start : start + each]) for start in range(0, len(timed), each)]
+    xs, floor = [step for step, _ in rows], [0.0] * len(rows)
+    spare = iter(SPARE_COLOURS * 100)
+    for name in [part.name for part in phases(_longest(timed))]:
+        heights = [row.get(name, 0.0) for _, row in rows]
+        colour = PHASE_COLOURS.get(name) or next(spare)
+        axis.bar(xs, heights, bottom=floor, width=float(each), color=colour, linewidth=0, label=name)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    axis.set_ylim(0, max(floor) * 1.35)  # room for the legend
+    axis.legend(
+        loc="upper left", ncols=3, fontsize=7.5, frameon=False, handlelength=0.8, handletextpad=0.4,
+        columnspacing=1.0, borderaxespad=0.1, labelcolor=INK,
+    )  # fmt: skip
+
+
+def _mean_row(timed: Steps) -> tuple[float, dict[str, float]]:
+    """The middle of these steps, and the mean seconds of each phase."""
+    sums: dict[str, float] = {}
+    for _, values in timed:
+        for part in phases(values):
+            sums[part.name] = sums.get(part.name, 0.0) + part.seconds
+    return (timed[0][0] + timed[-1][0]) / 2, {name: seconds / len(timed) for name, seconds in sums.items()}
+
+
+def _longest(timed: Steps) -> dict[str, float]:
+    """Every phase that any step had, so that all of them are named in the usual order."""
+    seen: dict[str, float] = {}
+    for _, values in timed:
+        for tag, value in values.items():
+            if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME:
+                seen[tag] = max(value, seen.get(tag, 0.0))
+    if any(part.name == "other" for _, values in timed for part in phases(values)):
+        seen[TOTAL_TIME] = 2 * sum(seen.values()) + 1.0
+    return seen

@@ -1,0 +1,297 @@
+"""Every rollout of every step, on disk: what the model read and wrote, what it earned, and what both networks thought of it.
+
+    <log folder>/rollouts/step_000012.parquet        one row a rollout, dropped groups included
+
+A file is written whole or not at all, and a step that runs again replaces its file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from strop.tracking.atomic import replacing
+from strop.types import Batch, Group, Rollout
+
+if TYPE_CHECKING:
+    import pyarrow  # type: ignore[import-untyped,unused-ignore]
+
+Format = Literal["parquet", "jsonl", "none"]
+Dropped = Literal["filtered", "error"]
+Key = tuple[int, int]  # (group index, sample): the identity of a rollout in a run
+
+FOLDER = "rollouts"
+_FILE = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout. The columns over tokens cover the conversation after the prompt, the environment's turns included."""
+
+    step: int
+    group: int
+    environment: str
+    task_id: str
+    sample: int
+    prompt: str
+    completion: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sampled: tuple[bool, ...]  # True: by the policy; False: by the environment
+    sampler_logprobs: tuple[float, ...]  # 0 where the environment wrote
+    learner_logprobs: tuple[float, ...] | None  # likewise; None where the learner never saw the rollout
+    versions: tuple[int, ...]  # of the weights that sampled the token; -1 where the environment wrote
+    advantage: float | None  # None for a dropped group
+    reward: float
+    rewards: Mapping[str, float]
+    ending: str
+    error: str | None
+    kept: bool
+    dropped_because: Dropped | None
+
+
+class RolloutStore:
+    """The rollouts of a run, one file a step in ``<log_dir>/rollouts``. Format ``none`` writes nothing."""
+
+    def __init__(self, log_dir: Path, format: Format = "parquet") -> None:
+        if format not in ("parquet", "jsonl", "none"):
+            raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
+        if format == "parquet":
+            _pyarrow()  # a missing package is an error when the run starts, not after its first step
+        self.folder = Path(log_dir) / FOLDER
+        self.format = format
+
+    def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
+        """Stores the rollouts of ``step`` and says where; what was stored of that step before is replaced."""
+        if self.format == "none":
+            return None
+        path = self.folder / f"step_{step:06d}.{self.format}"
+        with replacing(path) as draft:
+            (_write_parquet if self.format == "parquet" else _write_jsonl)(draft, records)
+        for other in self._files().get(step, ()):
+            if other != path:  # the format was changed between two starts of the run
+                other.unlink()
+        return path
+
+    def read(self, step: int) -> list[RolloutRecord]:
+        files = self._files()
+        if step not in files:
+            raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; there are {_summary(sorted(files))}")
+        path = files[step][0]
+        return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+
+    def read_all(self) -> Iterator[RolloutRecord]:
+        """Step by step, in order; holds one step's rollouts at a time."""
+        for step in self.steps():
+            yield from self.read(step)
+
+    def steps(self) -> list[int]:
+        return sorted(self._files())
+
+    def resume(self, step: int) -> None:
+        """Removes what is stored of later steps: they will run again. Half-written files of a killed run go too."""
+        for later, paths in self._files().items():
+            if later > step:
+                for path in paths:
+                    path.unlink()
+        for draft in self.folder.glob(".step_*.tmp"):
+            draft.unlink()
+
+    def _files(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for path in sorted(self.folder.glob("step_*")):
+            if match := _FILE.fullmatch(path.name):
+                found.setdefault(int(match[1]), []).append(path)
+        return found
+
+
+def records_of(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    advantages: Mapping[Key, float] | None = None,
+    learner_logprobs: Mapping[Key, Tensor] | None = None,
+    dropped: Mapping[int, Dropped] | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[RolloutRecord]:
+    """The records of a step's groups, kept and dropped ones alike.
+
+    ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and miss what was dropped; the
+    log-probabilities are over the rollout's sampled tokens, or over all its tokens after the prompt. ``dropped`` says why,
+    by group.index. ``decode`` is the tokenizer's, for the prompt as the model read it; without it the messages are shown.
+    """
+    credit, scored, why = advantages or {}, learner_logprobs or {}, dropped or {}
+    return [
+        _record(
+            step,
+            group,
+            rollout,
+            advantage=credit.get((group.index, rollout.sample)),
+            learner=scored.get((group.index, rollout.sample)),
+            dropped=why.get(group.index),
+            prompt=decode(rollout.prompt.tolist()) if decode else _first_messages(rollout),
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[Key, Tensor]:
+    """A column of ``batch`` ([N], over predicted tokens) cut into rollouts. ``groups`` are those it was packed from, in order."""
+    keys = [(group.index, rollout.sample) for group in groups for rollout in group.rollouts]
+    if len(keys) != batch.num_sequences:
+        raise ValueError(f"the batch holds {batch.num_sequences} rollouts and the groups {len(keys)}: it was packed from others")
+    sequence, column = batch.sequence.cpu(), column.detach().cpu()
+    return {key: column[sequence == index] for index, key in enumerate(keys)}
+
+
+def _record(
+    step: int,
+    group: Group,
+    rollout: Rollout,
+    *,
+    advantage: float | None,
+    learner: Tensor | None,
+    dropped: Dropped | None,
+    prompt: str,
+) -> RolloutRecord:
+    turns = rollout.turns
+    sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
+    return RolloutRecord(
+        step=step,
+        group=group.index,
+        environment=group.environment,
+        task_id=rollout.task.id,
+        sample=rollout.sample,
+        prompt=prompt,
+        completion="".join(turn.text for turn in turns),
+        prompt_tokens=tuple(rollout.prompt.tolist()),
+        tokens=tuple(token for turn in turns for token in turn.tokens.tolist()),
+        sampled=sampled,
+        sampler_logprobs=tuple(value for turn in turns for value in turn.logprobs.tolist()),
+        learner_logprobs=None if learner is None else _over_all_tokens(learner, sampled),
+        versions=tuple(version for turn in turns for version in turn.versions.tolist()),
+        advantage=None if advantage is None else float(advantage),
+        reward=float(rollout.reward),
+        rewards={name: float(value) for name, value in rollout.rewards.items()},
+        ending="" if rollout.ending is None else rollout.ending.value,
+        error=rollout.error,
+        kept=dropped is None,
+        dropped_because=dropped,
+    )
+
+
+def _over_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
+    values = logprobs.tolist()
+    if len(values) == len(sampled):
+        return tuple(values)
+    if len(values) != sum(sampled):
+        raise ValueError(
+            f"{len(values)} learner log-probs for a rollout of {len(sampled)} tokens, {sum(sampled)} of them sampled: "
+            "give one for each sampled token, or one for each token"
+        )
+    rest = iter(values)
+    return tuple(next(rest) if mine else 0.0 for mine in sampled)
+
+
+def _first_messages(rollout: Rollout) -> str:
+    """The messages before the policy's first turn; a prompt may hold assistant messages too, so count from the end."""
+    said = [place for place, message in enumerate(rollout.messages) if message.role == "assistant"]
+    mine = len(rollout.policy_turns)
+    end = said[-mine] if 0 < mine <= len(said) else len(rollout.messages)
+    return "\n".join(f"{message.role}: {message.content}" for message in rollout.messages[:end])
+
+
+def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
+    pa, pq = _pyarrow()
+    rows = [{**_shallow(record), "rewards": list(record.rewards.items())} for record in records]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_schema(pa)), path, compression="zstd")
+
+
+def _read_parquet(path: Path) -> list[RolloutRecord]:
+    _, pq = _pyarrow()
+    return [_restore({**row, "rewards": dict(row["rewards"])}) for row in pq.read_table(path).to_pylist()]
+
+
+def _schema(pa: Any) -> pyarrow.Schema:
+    """Log-probabilities are float32, as they were computed; rewards and advantages keep every digit."""
+    types = {
+        "step": pa.int64(),
+        "group": pa.int64(),
+        "sample": pa.int64(),
+        "prompt_tokens": pa.list_(pa.int32()),
+        "tokens": pa.list_(pa.int32()),
+        "sampled": pa.list_(pa.bool_()),
+        "sampler_logprobs": pa.list_(pa.float32()),
+        "learner_logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "advantage": pa.float64(),
+        "reward": pa.float64(),
+        "rewards": pa.map_(pa.string(), pa.float64()),
+        "kept": pa.bool_(),
+    }
+    return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            f"rollouts are to be stored as parquet, but pyarrow cannot be imported ({error}); "
+            "install it (pip install pyarrow), or store them as jsonl"
+        ) from error
+    return pyarrow, pyarrow.parquet
+
+
+def _write_jsonl(path: Path, records: Sequence[RolloutRecord]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(_speakable(_shallow(record)), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _read_jsonl(path: Path) -> list[RolloutRecord]:
+    with path.open(encoding="utf-8") as file:
+        return [_restore(json.loads(line)) for line in file]
+
+
+def _speakable(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which float() reads back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {name: _speakable(part) for name, part in value.items()}
+    return [_speakable(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _shallow(record: RolloutRecord) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _restore(row: Mapping[str, Any]) -> RolloutRecord:
+    def floats(values: Sequence[Any]) -> tuple[float, ...]:
+        return tuple(float(value) for value in values)
+
+    return RolloutRecord(
+        **{
+            **row,
+            **{name: tuple(row[name]) for name in ("prompt_tokens", "tokens", "sampled", "versions")},
+            "sampler_logprobs": floats(row["sampler_logprobs"]),
+            "learner_logprobs": None if row["learner_logprobs"] is None else floats(row["learner_logprobs"]),
+            "advantage": None if row["advantage"] is None else float(row["advantage"]),
+            "reward": float(row["reward"]),
+            "rewards": {name: float(value) for name, value in row["rewards"].items()},
+        }
+    )
+
+
+def _summary(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "none"

@@ -1,0 +1,113 @@
+"""Weights & Biases. The run's id lies in the log folder, so that a run that continues stays one run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.tracking.atomic import replacing
+from strop.tracking.base import Silent
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+ID_FILE = "wandb_run_id"
+
+
+class WandbTracker(Silent):
+    """Logs to Weights & Biases; ``WANDB_MODE=offline`` keeps everything in ``<log_dir>/wandb`` for a later ``wandb sync``.
+
+    Steps that run again after a resume: the service is asked to rewind the run to the step the run continues from. Where it
+    cannot (offline, or a server without rewind) the first record of those steps stays, with a warning.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        project: str,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, ...
+    ) -> None:
+        self._log_dir = Path(log_dir)
+        self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(log_dir), **options}
+        self._run: wandb.Run | None = None
+        self._check()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._start().log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def resume(self, step: int) -> None:
+        self._start(after=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _start(self, after: int | None = None) -> wandb.Run:
+        if self._run is None:
+            import wandb
+
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            starts_anew = after is not None and after < 0
+            run_id = None if starts_anew else _known_id(self._log_dir)
+            # Its console capture would record every redraw of the live console.
+            common = {**self._init, "settings": wandb.Settings(console="off")}
+            if run_id is None or after is None or self._offline():
+                self._run = wandb.init(id=run_id or _new_id(self._log_dir), resume="allow", **common)
+            else:
+                self._run = _rewind(run_id, after, common)
+        return self._run
+
+    def _offline(self) -> bool:
+        mode = self._init.get("mode") or os.environ.get("WANDB_MODE", "")
+        return str(mode).lower() in ("offline", "dryrun", "disabled")
+
+    def _check(self) -> None:
+        """What can be known to be missing is said when the run starts, and not by a prompt that nobody answers."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                f"logger.wandb_enabled is true, but wandb cannot be imported ({error}); "
+                "install it (pip install wandb) or set logger.wandb_enabled=false"
+            ) from error
+        if not self._offline() and not wandb.api.api_key:
+            raise ValueError(
+                "logger.wandb_enabled is true, but there is no Weights & Biases key here: run `wandb login` or set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
+            )
+
+
+def _rewind(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
+    import wandb
+
+    try:
+        return wandb.init(resume_from=f"{run_id}?_step={step}", **common)
+    except Exception as error:
+        logger.warning(
+            "Weights & Biases could not rewind run %s to step %d (%s): steps that run again keep their first record there",
+            run_id, step, error,
+        )  # fmt: skip
+        return wandb.init(id=run_id, resume="allow", **common)
+
+
+def _known_id(log_dir: Path) -> str | None:
+    path = log_dir / ID_FILE
+    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+
+
+def _new_id(log_dir: Path) -> str:
+    """Stored before the service hears of it: a kill in between costs an unused id, never a second run."""
+    run_id = secrets.token_hex(4)
+    with replacing(log_dir / ID_FILE) as draft:
+        draft.write_text(run_id + "\n", encoding="utf-8")
+    return run_id

@@ -1,0 +1,1 @@
+"""The PyTorch learner over Hugging Face models."""

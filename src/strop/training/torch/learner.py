@@ -1,0 +1,158 @@
+"""The learner in this process: a network, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop import metrics
+from strop.algorithms.base import LossFn
+from strop.data.packing import Part, micro_batches
+from strop.metrics import Metrics
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.base import BackwardResult, Scores
+from strop.training.torch.optimizers import make_optimizer, make_scheduler
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLearnerOptions:
+    """How to train; models and precision belong to the network."""
+
+    optimizer: str = "torch.optim.AdamW"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
+    schedule: Sequence[Mapping[str, Any]] = ()
+    max_grad_norm: float | None = 1.0  # None: no clipping
+    train_tokens: int = 8192  # tokens read by one micro-batch, forward and backward
+    score_tokens: int = 8192  # tokens read by one forward pass without gradient
+    activation_checkpointing: bool = False
+
+
+class FrozenScorer:
+    """A network that only scores: a reference policy. Its weights may wait on the CPU between uses."""
+
+    def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int, offload: bool = False) -> None:
+        self.network = network
+        self.sampling = sampling
+        self.score_tokens = score_tokens
+        self.offload = offload and network.device.type != "cpu"
+        network.model.requires_grad_(False)
+        if self.offload:
+            network.model.to("cpu")
+
+    async def score(self, batch: Batch) -> Scores:
+        if self.offload:
+            self.network.model.to(self.network.device)
+        scores = score(self.network, batch, self.sampling, self.score_tokens)
+        if self.offload:
+            self.network.model.to("cpu")
+        return scores
+
+
+@torch.no_grad()
+def score(network: Network, batch: Batch, sampling: Sampling, token_budget: int) -> Scores:
+    """Log-probabilities and entropies [N] of a whole batch, micro-batch by micro-batch."""
+    logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
+    for part in micro_batches(batch, token_budget):
+        outputs = network.outputs(part.batch, sampling)
+        logprobs[part.index] = outputs.logprobs.float().cpu()
+        entropy[part.index] = outputs.entropy.float().cpu()
+    return Scores(logprobs=logprobs, entropy=entropy)
+
+
+class TorchLearner:
+    """One network on one device. Gradients accumulate until ``step``; the loss decides what they are divided by."""
+
+    def __init__(self, network: Network, sampling: Sampling, options: TorchLearnerOptions) -> None:
+        """``sampling`` is the one rollouts are drawn with: log-probabilities are of that distribution (law 3)."""
+        self.network = network
+        self.sampling = sampling
+        self.options = options
+        self.model: nn.Module = network.model
+        self.model.train(options.activation_checkpointing)
+        if options.activation_checkpointing:
+            network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(options.optimizer, self.parameters, options.optimizer_kwargs)
+        self.scheduler = make_scheduler(options.schedule, self.optimizer)
+
+    async def score(self, batch: Batch) -> Scores:
+        return score(self.network, batch, self.sampling, self.options.score_tokens)
+
+    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
+        logged: list[Metrics] = []
+        for part in micro_batches(batch, self.options.train_tokens):
+            outputs_metrics, part_logprobs, part_entropy = self._backward(part, loss)
+            logged.append(outputs_metrics)
+            logprobs[part.index] = part_logprobs
+            entropy[part.index] = part_entropy
+        return BackwardResult(metrics=metrics.merge(*logged), scores=Scores(logprobs=logprobs, entropy=entropy))
+
+    def _backward(self, part: Part, loss: LossFn) -> tuple[Metrics, Tensor, Tensor]:
+        outputs = self.network.outputs(part.batch, self.sampling)
+        value, logged = loss(outputs, _on(part.batch, self.network.device))
+        value.backward()
+        return logged, outputs.logprobs.detach().float().cpu(), outputs.entropy.detach().float().cpu()
+
+    async def step(self) -> Metrics:
+        limit = self.options.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit is not None else float("inf"))
+        rate = self.optimizer.param_groups[0]["lr"]
+        if torch.isfinite(norm):
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "grad_norm": metrics.mean(norm.item(), 1),
+            "lr": metrics.mean(rate, 1),
+            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not torch.isfinite(norm))),
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        """``weights/`` as a Hugging Face folder, and ``optimizer.pt`` with the optimizer and the schedule."""
+        self.network.model.save_pretrained(folder / "weights")
+        if optimizer:
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            }
+            torch.save(state, folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote, in place: whoever shares the module sees the restored weights."""
+        from safetensors.torch import load_model
+
+        files = sorted((folder / "weights").glob("*.safetensors"))
+        for file in files:
+            load_model(self.model, file, strict=len(files) == 1)
+        path = folder / "optimizer.pt"
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
+            )
+        state = torch.load(path, map_location=self.network.device, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _on(batch: Batch, device: torch.device) -> Batch:
+    """The columns a loss reads on the learner's device."""
+    if device.type == "cpu":
+        return batch
+    from dataclasses import replace
+
+    names = ("target", "sequence", "sampler_logprobs", "versions", "advantages", "mask", "group", "rewards")
+    moved = {name: getattr(batch, name).to(device) for name in names}
+    return replace(batch, **moved, extras={name: column.to(device) for name, column in batch.extras.items()})

@@ -1,0 +1,250 @@
+"""The data that flows through Strop: Task -> Rollout -> Group -> Batch.
+
+Everything here is a frozen dataclass over torch tensors. Nothing in this module knows about
+models, engines, environments or algorithms; everything else may import it.
+
+Shapes use three index spaces, and the letters below everywhere in the code base:
+
+    T  tokens the network reads (a flat row, no padding)
+    N  predicted tokens: the ones the policy sampled (or, in supervised training, is taught)
+    S  rollouts (sequences)
+    G  rollouts of one group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation, as chat templates understand it."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.content}
+
+
+Messages = Sequence[Message]
+
+
+def user(content: str) -> Message:
+    return Message("user", content)
+
+
+def system(content: str) -> Message:
+    return Message("system", content)
+
+
+def assistant(content: str) -> Message:
+    return Message("assistant", content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One prompt with what its environment needs to score it.
+
+    Environments subclass this with their own fields. ``id`` names the task in logs and stored rollouts;
+    it must be the same in every run over the same data.
+    """
+
+    id: str
+    question: str = ""
+    answer: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Ending(StrEnum):
+    """How a rollout ended."""
+
+    STOP = "stop"  # the model stopped (end-of-sequence token or stop string) and the environment had no more to say
+    LENGTH = "length"  # a turn hit its maximum of new tokens
+    CONTEXT = "context"  # the conversation no longer fits the maximum sequence length
+    TURNS = "turns"  # the maximum number of turns was reached
+    ERROR = "error"  # the environment or the engine raised
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """A run of tokens by one author. The policy's turns are trained on, the environment's are only read."""
+
+    author: Literal["policy", "environment"]
+    tokens: Tensor  # [L] int64
+    text: str
+    logprobs: Tensor  # [L] float32, under the distribution that sampled; zeros for the environment
+    versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
+    entropies: Tensor | None = None  # [L] float32, of the distribution that sampled, if it was asked for
+
+    @property
+    def sampled(self) -> bool:
+        return self.author == "policy"
+
+
+def observation(tokens: Sequence[int], text: str) -> Turn:
+    """The environment's turn: tokens appended to the conversation, never trained on."""
+    length = len(tokens)
+    return Turn(
+        author="environment",
+        tokens=torch.tensor(list(tokens), dtype=torch.int64),
+        text=text,
+        logprobs=torch.zeros(length),
+        versions=torch.full((length,), -1, dtype=torch.int32),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One trajectory sampled for a task: a prompt and a list of turns, in tokens.
+
+    While an episode runs, environments see the rollout so far with ``ending`` None and no rewards.
+    """
+
+    task: Task
+    sample: int  # which of the group's samples this is
+    seed: int
+    messages: tuple[Message, ...]  # the whole conversation as text
+    prompt: Tensor  # [P] int64
+    turns: tuple[Turn, ...] = ()
+    ending: Ending | None = None
+    reward: float = 0.0  # the weighted sum of ``rewards``
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the environment wants logged
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote in its last turn."""
+        for turn in reversed(self.turns):
+            if turn.sampled:
+                return turn.text
+        return ""
+
+    @property
+    def policy_turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for turn in self.turns if turn.sampled)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.policy_turns)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole conversation, the prompt included."""
+        return len(self.prompt) + sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        return self.ending in (Ending.LENGTH, Ending.CONTEXT)
+
+    def tokens(self) -> Tensor:  # [P + L]
+        return torch.cat([self.prompt, *(turn.tokens for turn in self.turns)])
+
+    def with_turn(self, turn: Turn, *messages: Message) -> Rollout:
+        return replace(self, turns=(*self.turns, turn), messages=(*self.messages, *messages))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The rollouts of one task: the unit of credit, of filtering and of staleness."""
+
+    index: int  # the position of this task in the run's stream; identity for seeds and order
+    environment: str
+    version: int  # the weight version the generators held when the group was started
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def task(self) -> Task:
+        return self.rollouts[0].task
+
+    @property
+    def rewards(self) -> Tensor:  # [G] float64: float32 residue must not look like signal
+        return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return tuple(rollout.error for rollout in self.rollouts if rollout.error is not None)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What losses are divided by: counts over the whole optimizer step, fixed before any split (law 1)."""
+
+    tokens: int  # predicted tokens with weight
+    sequences: int
+    groups: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Packed, flat tensors of many groups.
+
+    The network reads ``tokens`` as a forest of *segments*: contiguous runs, each of which continues its parent
+    (``segment_parent``, -1 for a root). With prefix sharing a group is one prompt segment with G children; without,
+    every rollout is one root segment. A token attends to its own segment causally and to its ancestors whole.
+
+    The network predicts N tokens: predicted token n is ``target[n]``, read off the output at flat index ``source[n]``,
+    and belongs to rollout ``sequence[n]``. All per-token columns are over N; all per-rollout columns over S.
+    """
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    segment_start: Tensor  # [segments] int64, ascending, contiguous
+    segment_parent: Tensor  # [segments] int64
+
+    source: Tensor  # [N] int64, index into T
+    target: Tensor  # [N] int64, token id
+    sequence: Tensor  # [N] int64, index into S
+    sampler_logprobs: Tensor  # [N] float32
+    versions: Tensor  # [N] int32
+    advantages: Tensor  # [N] float32: per-token credit
+    mask: Tensor  # [N] float32: 1 where the token counts in the loss, 0 where it was filtered
+
+    leaf: Tensor  # [S] int64: the segment in which the rollout ends
+    group: Tensor  # [S] int64: the group's place in this batch
+    rewards: Tensor  # [S] float32
+
+    totals: Totals
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] float32
+
+    def __post_init__(self) -> None:
+        predicted = len(self.target)
+        for name in ("source", "sequence", "sampler_logprobs", "versions", "advantages", "mask"):
+            if len(getattr(self, name)) != predicted:
+                raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
+        for name, column in self.extras.items():
+            if len(column) != predicted:
+                raise ValueError(f"Batch extra {name!r} has {len(column)} entries, but {predicted} tokens are predicted")
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.leaf)
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group.max()) + 1 if len(self.group) else 0
+
+    @property
+    def segment_length(self) -> Tensor:  # [segments] int64
+        ends = torch.cat([self.segment_start[1:], torch.tensor([len(self.tokens)])])
+        return ends - self.segment_start
+
+    @property
+    def sequence_lengths(self) -> Tensor:  # [S] float32: predicted tokens that count, per rollout
+        return torch.zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
+
+    def extra(self, name: str) -> Tensor:  # [N]
+        """The column ``name``; raises KeyError naming the columns there are."""
+        if name not in self.extras:
+            raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.extras)}")
+        return self.extras[name]
+
+    def with_extra(self, name: str, column: Tensor) -> Batch:
+        return replace(self, extras={**self.extras, name: column})

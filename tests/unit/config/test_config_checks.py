@@ -1,0 +1,145 @@
+"""Combinations that cannot work are refused when the run starts, with the reason and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, load_config
+
+RUN = ["policy.model_name=m", "env.arithmetic={}", "data.train.env_name=arithmetic", "grpo.val_period=0"]
+EVALUATION = ["generation.model_name=m", "env.math={}"]
+
+
+def refusal(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*RUN, *overrides], root=GrpoRunConfig)
+    return caught.value
+
+
+def accepted(*overrides: str) -> list[str]:
+    """The warnings of a configuration that is accepted."""
+    return [str(problem) for problem in load_config(None, [*RUN, *overrides], root=GrpoRunConfig).warnings]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], "always 0"),
+        (["grpo.use_leave_one_out_baseline=true"], "leave-one-out"),
+        (["grpo.minus_baseline=false"], "standard deviation"),
+        (["grpo.minus_baseline=false", "grpo.normalize_rewards=false", "grpo.use_dynamic_sampling=true"], "dynamic sampling"),
+    ],
+)
+def test_a_group_of_one_cannot_be_compared_with_itself(overrides: list[str], reason: str) -> None:
+    assert reason in str(refusal("grpo.num_generations_per_prompt=1", *overrides))
+
+
+def test_a_group_of_one_is_fine_without_baseline_and_normalisation() -> None:
+    assert accepted("grpo.num_generations_per_prompt=1", "grpo.minus_baseline=false", "grpo.normalize_rewards=false") == []
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_batch_may_be_cut_into_equal_steps_of_whole_groups(size: int) -> None:
+    assert (
+        accepted("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", f"policy.train_global_batch_size={size}")
+        == []
+    )
+
+
+@pytest.mark.parametrize("size", [2, 6, 12, 32])
+def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_that_fit(size: int) -> None:
+    error = refusal("grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", f"policy.train_global_batch_size={size}")
+    assert "one of 16, 8, 4" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length = 512"),
+        ("data.max_input_seq_length=513", "more than policy.max_total_sequence_length = 512"),
+        ("policy.sequence_packing.train_mb_tokens=100", "one rollout may have"),
+        ("checkpointing.metric_name=val:acuracy", "which no metric is called"),
+        ("checkpointing.metric_name=accuracy", "which no metric is called"),
+        ("loss_fn.aggregation=constant_length", "divides by it"),
+        ("loss_fn.sequence_level_importance_ratios=true", "token_level_loss=false"),
+        ("grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold"),
+        ("policy.optimizer.kwargs={weight_decay: 0}", "there is no lr"),
+        ("data.train.env_name=chess", "env has arithmetic"),
+        ("data.train.prompt_file=no/such/prompt.txt", "there is no file no/such/prompt.txt"),
+        ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
+        ("~data.train", "nothing to train on"),
+        ("policy.megatron_cfg.enabled=true", "Megatron Core learner backend is not in this version"),
+        ("policy.dtensor_cfg.enabled=false", "nothing would train"),
+        ("policy.dtensor_cfg.tensor_parallel_size=8", "Tensor parallelism is not in it"),
+        ("policy.dtensor_cfg.context_parallel_size=2", "Context parallelism is not in it"),
+        ("policy.dtensor_cfg.sequence_parallel=True", "sequence parallelism is not in this version"),
+        ("policy.dtensor_cfg.cpu_offload=true", "offloading"),
+        ("policy.dynamic_batching.enabled=true", "sequence_packing.enabled=true"),
+        ("policy.generation.backend=vllm", "vLLM generation backend is not in this version"),
+        ("policy.generation.backend=sglang", "SGLang generation backend is not in this version"),
+        ("policy.generation.backend=megatron", "Megatron generation backend is not in this version"),
+        ("policy.generation.colocated.enabled=false", "not in this version"),
+        ("cluster.num_nodes=2", "one machine"),
+        ("cluster.backend=ray", "Ray actors are not in this version"),
+    ],
+)
+def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
+    error = refusal(override)
+    assert reason in str(error) and all(problem.fix for problem in error.problems)
+    assert len(error.problems) == 1
+
+
+def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None:
+    assert accepted("loss_fn.force_on_policy_ratio=true") == []
+    assert "several optimizer steps" in str(refusal("loss_fn.force_on_policy_ratio=true", "grpo.update_epochs=2"))
+    assert "older weights" in str(refusal("loss_fn.force_on_policy_ratio=true", "grpo.async_grpo.enabled=true"))
+
+
+def test_all_refusals_are_reported_together() -> None:
+    assert (
+        len(refusal("cluster.num_nodes=2", "policy.generation.backend=vllm", "grpo.num_generations_per_prompt=1").problems) == 3
+    )
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda package: False)
+    assert "wandb is not installed" in str(refusal("logger.wandb_enabled=true"))
+    assert "tensorboard is not installed" in str(refusal("logger.tensorboard_enabled=true"))
+
+
+def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "strop_no_such_package").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not checks.installed("strop_no_such_package") and checks.installed("pydantic")
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    [
+        ("grpo.val_period=10", "there is no validation data"),
+        ("policy.generation_batch_size=32", "it changes nothing"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size=4", "the torch engine does not read"),
+        ("cluster.gpus_per_node=8", "the others stay idle"),
+    ],
+)
+def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: str) -> None:
+    assert any(warning in text for text in accepted(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("eval.num_tests_per_prompt=4", "would be the same"),
+        ("eval.k_value=2", "samples of a task"),
+        ("generation.max_new_tokens=4096", "generation.vllm_cfg.max_model_len = 2048"),
+        ("cluster.num_nodes=2", "one machine"),
+        ("generation.backend=vllm", "not in this version"),
+    ],
+)
+def test_an_evaluation_that_cannot_work_is_refused(override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, [*EVALUATION, override], root=EvalRunConfig)
+
+
+def test_a_saved_configuration_can_be_read_without_the_checks() -> None:
+    assert load_config(None, [*RUN, "cluster.num_nodes=2"], root=GrpoRunConfig, check=False).config.cluster.num_nodes == 2

@@ -1,0 +1,37 @@
+"""The documentation of the keys is generated, complete, and what is committed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.config import EvalRunConfig, GrpoRunConfig, yaml_text
+from strop.config.document import annotated_yaml, page
+from strop.config.keys import Key, walk
+from strop.config.model import Model
+
+ROOT = Path(__file__).parents[3]
+ROOTS = (GrpoRunConfig, EvalRunConfig)
+
+
+def test_the_committed_page_is_what_the_schema_generates() -> None:
+    committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert committed == page(), "run: python -m strop.config.document > docs/configuration.md"
+
+
+@pytest.mark.parametrize("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)
+def test_every_key_has_a_line_of_doc(key: Key) -> None:
+    assert key.field.description and key.field.description.endswith(".")
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_annotated_keys_are_yaml_that_has_every_key(root: type[Model]) -> None:
+    values = yaml_text.parse_value(annotated_yaml(root))
+    assert set(values) == set(root.model_fields)
+
+
+def test_reading_a_configuration_imports_neither_torch_nor_transformers() -> None:
+    program = "import sys, strop.config, strop.config.document; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.strip() == "[]"

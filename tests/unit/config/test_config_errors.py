@@ -1,0 +1,114 @@
+"""A mistake is named with its place, its key, what was found, and what to write instead."""
+
+from pathlib import Path
+
+import pytest
+
+from strop.config import ConfigError, GrpoRunConfig, load_config
+
+SMALL = """
+policy: {model_name: tiny}
+data: {train: {env_name: arithmetic}}
+env: {arithmetic: {}}
+"""
+
+
+def failure(folder: Path, text: str, *overrides: str) -> ConfigError:
+    path = folder / "run.yaml"
+    path.write_text(SMALL + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, root=GrpoRunConfig)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("grpo.num_promts_per_step", "grpo.num_prompts_per_step"),
+        ("policy.generation.topk", "policy.generation.top_k"),
+        ("polcy.model_name", "policy"),
+        ("policy.temperature", "policy.generation.temperature"),
+        ("grpo.max_new_tokens", "policy.generation.max_new_tokens"),
+        ("loss_fn.lr", "policy.optimizer.kwargs.lr"),
+        ("val_period", "grpo.val_period"),
+        ("data.train.datset_name", "data.train.dataset_name"),
+    ],
+)
+def test_an_unknown_key_is_reported_with_the_key_that_was_meant(tmp_path: Path, key: str, meant: str) -> None:
+    message = str(failure(tmp_path, "", f"{key}=1"))
+    assert "there is no such key" in message and f"Did you mean {meant}" in message
+
+
+def test_an_unknown_key_in_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
+    assert "run.yaml, line 6: grpo.num_promts_per_step: there is no such key" in str(
+        failure(tmp_path, "grpo:\n  num_promts_per_step: 3\n")
+    )
+
+
+def test_a_key_that_resembles_none_is_reported_with_the_sections(tmp_path: Path) -> None:
+    assert "The sections are grpo, loss_fn" in str(failure(tmp_path, "", "xyzzy=1"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.num_prompts_per_step=many", "found 'many' (a text); it must be int >= 1"),
+        ("grpo.num_prompts_per_step=0", "found 0 (a whole number); it must be int >= 1"),
+        ("grpo.num_prompts_per_step=2.5", "found 2.5 (a number); it must be int >= 1"),
+        ("grpo.num_prompts_per_step=null", "found None (null); it must be int >= 1"),
+        ("grpo.normalize_rewards=yes", "found 'yes' (a text); it must be true or false"),
+        ("grpo.normalize_rewards=1", "found 1 (a whole number); it must be true or false"),
+        ("loss_fn.reference_policy_kl_type=k4", "it must be one of k1, k2, k3"),
+        ("loss_fn.ratio_clip_c=1.0", "it must be float > 1 or null"),
+        ("policy.generation.top_p=0", "it must be float > 0 and <= 1"),
+        ("policy.generation.top_k=0", "null or -1 keeps every token"),
+        ("policy.precision=float16", "loss scaling"),
+        ("grpo=5", "this is a section"),
+        ("policy.generation.stop_token_ids=[1, a]", "list of int"),
+    ],
+)
+def test_a_wrong_value_is_reported_with_what_was_found_and_what_it_must_be(tmp_path: Path, override: str, message: str) -> None:
+    error = failure(tmp_path, "", override)
+    assert message in str(error) and override.partition("=")[0] in str(error)
+    assert len(error.problems) == 1
+
+
+def test_a_number_where_a_text_is_wanted_should_be_quoted(tmp_path: Path) -> None:
+    assert "Put it in quotes" in str(failure(tmp_path, "logger: {log_dir: 7}"))
+
+
+def test_a_wrong_value_is_not_reported_again_for_the_keys_that_follow_it(tmp_path: Path) -> None:
+    assert len(failure(tmp_path, "", "policy.max_total_sequence_length=long").problems) == 1
+
+
+def test_a_fault_in_the_defaults_of_entries_is_reported_there_alone(tmp_path: Path) -> None:
+    error = failure(tmp_path, "", "data.default.weight=heavy")
+    assert [problem.key for problem in error.problems] == ["data.default.weight"]
+
+
+def test_a_required_key_that_is_missing_is_reported_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [], root=GrpoRunConfig)
+    assert [problem.key for problem in caught.value.problems] == ["policy.model_name"]
+
+
+def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
+    error = failure(tmp_path, "grpo:\n  sed: 1\n  val_period: often\n", "oops", "logger.log_dir=${nowhere}")
+    assert {problem.key for problem in error.problems} == {"grpo.sed", "grpo.val_period", "", "logger.log_dir"}
+    assert str(error).startswith("4 problems in the configuration:")
+
+
+def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        SMALL
+        + "grpo: {val_period: 0, val_batch_size: 256, reward_shaping: {enabled: false, overlong_buffer_length: 128}}\n"
+        + "loss_fn: {use_cispo: false}\n"
+    )
+    (warning,) = load_config(path, root=GrpoRunConfig).warnings
+    assert "grpo.val_batch_size, grpo.reward_shaping, loss_fn.use_cispo" in str(warning)
+
+
+def test_a_key_of_another_system_that_asks_for_something_is_an_error(tmp_path: Path) -> None:
+    message = str(failure(tmp_path, "grpo: {reward_shaping: {enabled: true}}"))
+    assert "grpo.reward_shaping" in message and "not in this version" in message

@@ -1,0 +1,149 @@
+"""Rows from files: what is read, and what is said about data that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from strop.data.errors import DataError
+from strop.data.source import DataSource, train_and_validation
+
+ROWS = [{"problem": f"What is {n}+{n}?", "answer": 2 * n, "level": n % 3} for n in range(20)]
+
+
+def jsonl(folder: Path, rows: object = ROWS) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def csv_file(folder: Path) -> str:
+    (folder / "rows.csv").write_text(
+        "problem,answer,level\n" + "".join(f"{r['problem']},{r['answer']},{r['level']}\n" for r in ROWS)
+    )
+    return str(folder / "rows.csv")
+
+
+def json_file(folder: Path) -> str:
+    (folder / "rows.json").write_text(json.dumps(ROWS))
+    return str(folder / "rows.json")
+
+
+def parquet(folder: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+@pytest.mark.parametrize("write", [jsonl, json_file, csv_file, parquet])
+def test_every_format_gives_the_same_rows(write, tmp_path):
+    rows = DataSource(dataset_name=write(tmp_path)).rows()
+    assert [(row.question, row.answer) for row in rows] == [(row["problem"], str(row["answer"])) for row in ROWS]
+    assert int(rows[4].metadata["level"]) == 1 and len({row.id for row in rows}) == 20
+
+
+def test_keys_reach_inside_and_size_and_repeat_count(tmp_path):
+    path = jsonl(tmp_path, [{"prompt": [{"content": f"q{n}"}], "reward": {"truth": "t"}, "prompt.x": "dotted"} for n in range(3)])
+    data = DataSource(dataset_name=path, input_key="prompt.0.content", output_key="reward.truth", size=2, repeat=2)
+    assert [row.question for row in data.rows()] == ["q0", "q1", "q0", "q1"]
+    assert DataSource(dataset_name=path, input_key="prompt.x", output_key="reward.truth").rows()[0].question == "dotted"
+
+
+def test_blank_lines_and_a_byte_order_mark_carry_nothing(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"problem": "a", "answer": "1"}\n\n{"problem": "b\xc3\xa9", "answer": "2"}')
+    assert [row.question for row in DataSource(dataset_name=str(path)).rows()] == ["a", "bé"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", None, "there is no data file"),
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "\n\n", "has no rows"),
+        (
+            "a.jsonl",
+            '{"problem": "x", "answer": "1"}\n{"problem": "y", "ans',
+            r'a\.jsonl:2 is not JSON .*: \{"problem": "y", "ans\.',
+        ),
+        ("a.jsonl", "[1]\n", r"a\.jsonl:1 is a JSON list"),
+        ("a.jsonl", b'{"problem": "\xff"}\n', r"a\.jsonl:1 is not JSON"),
+        (
+            "a.jsonl",
+            '{"problem": "x", "answer": "1"}\n\n{"problem": "x", "solution": "1"}',
+            r"a\.jsonl:3 has no key 'answer'; its keys are \['problem', 'solution'\]. Set output_key",
+        ),
+        ("a.jsonl", '{"question": "x", "answer": "1"}', "Set input_key"),
+        ("a.jsonl", '{"problem": "x", "answer": null}', "'answer' is None, which is not text"),
+        ("a.jsonl", '{"problem": " ", "answer": "1"}', "'problem' is empty"),
+        ("a.json", '{"problem": 1}', "must hold a JSON list"),
+        ("a.json", "[", "is not JSON"),
+        ("a.csv", "problem,answer\nx,1,2\n", r"a\.csv:2 does not have the 2 fields"),
+        ("a.csv", "problem,answer\n", "has no rows"),
+        ("a.parquet", "nonsense", "cannot be read as Parquet"),
+        ("a.xml", "<a/>", r"ends with '\.xml'"),
+    ],
+)
+def test_data_that_cannot_be_used_is_an_error_that_says_where(name, content, message, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        DataSource(dataset_name=str(path)).rows()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 0}, "size is 0"),
+        ({"repeat": 0}, "repeat is 0"),
+        ({"split_validation_size": -1}, "split_validation_size"),
+        ({"system_prompt": "a", "system_prompt_file": "b"}, "keep one"),
+    ],
+)
+def test_options_that_make_no_sense_are_errors(options, message):
+    with pytest.raises(DataError, match=message):
+        DataSource(**options)
+
+
+def test_no_name_a_folder_and_an_unknown_name_are_errors(tmp_path):
+    with pytest.raises(DataError, match="dataset_name is not set"):
+        DataSource().rows()
+    with pytest.raises(DataError, match="is a folder"):
+        DataSource(dataset_name=str(tmp_path)).rows()
+    with pytest.raises(DataError, match="did you mean 'OpenMathInstruct-2'"):
+        DataSource(dataset_name="OpenMathInstruct2").rows()
+
+
+@pytest.mark.parametrize("size", [0.2, 4])
+def test_held_out_rows_share_no_question_with_training_and_none_is_lost(size, tmp_path):
+    path = jsonl(tmp_path, [*ROWS, *ROWS])
+    train, validation = (side.rows() for side in train_and_validation(DataSource(dataset_name=path, split_validation_size=size)))
+    assert len(train) + len(validation) == 40
+    assert not {row.question for row in train} & {row.question for row in validation}
+    assert len(validation) == (8 if size < 1 else 4)
+    assert train_and_validation(DataSource(dataset_name=path, split_validation_size=size))[1].rows()[0] == validation[0]
+
+
+def test_the_seed_decides_what_is_held_out(tmp_path):
+    path = jsonl(tmp_path)
+    sides = [
+        {row.id for row in DataSource(dataset_name=path, split_validation_size=5, part="validation", seed=seed).rows()}
+        for seed in range(5)
+    ]
+    assert len(set(map(frozenset, sides))) > 1
+
+
+@pytest.mark.parametrize("size", [0.001, 20, 100])
+def test_a_split_that_leaves_nothing_on_one_side_is_an_error(size, tmp_path):
+    with pytest.raises(DataError, match="both parts need at least one row"):
+        DataSource(dataset_name=jsonl(tmp_path), split_validation_size=size, part="train").rows()
+
+
+def test_a_split_of_one_question_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="too few"):
+        DataSource(dataset_name=jsonl(tmp_path, [ROWS[0]] * 9), split_validation_size=0.5, part="train").rows()

@@ -1,0 +1,118 @@
+"""Rewards: what is counted, what is logged, what is an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from strop.data.source import DataSource
+from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, RewardError, reward, score
+from strop.types import Rollout, Task, user
+
+TASK = Task(id="t1", question="Say yes.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yes(Environment[Task]):
+    broken: float = 0.0
+
+    def tasks(self, data: DataSource) -> Sequence[Task]:
+        return GeneratedTasks(3, lambda index: Task(id=str(index)))
+
+    @reward(weight=2.0, accuracy=True)
+    def correct(self, task: Task, rollout: Rollout) -> bool:
+        return rollout.text == "yes"
+
+    @reward(weight=0.5)
+    async def polite(self, task: Task, rollout: Rollout) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    @reward(weight=0.0)
+    def logged(self, task: Task, rollout: Rollout) -> float:
+        return self.broken
+
+
+def test_the_reward_is_the_weighted_sum_and_each_reward_is_named(wrote):
+    scored = asyncio.run(score(Yes(broken=7.0), TASK, wrote(TASK, "yes")))
+    assert scored.rewards == {"correct": 1.0, "polite": 1.0, "logged": 7.0}
+    assert scored.reward == 2.5
+
+
+def test_a_configuration_can_change_the_weights(wrote):
+    scored = asyncio.run(score(Yes(reward_weights={"polite": -1.0}), TASK, wrote(TASK, "yes")))
+    assert scored.reward == 1.0
+
+
+def test_a_weight_for_an_unknown_reward_names_the_nearest():
+    with pytest.raises(EnvironmentConfigError, match="did you mean 'polite'"):
+        Yes(reward_weights={"polit": 1.0})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1.0", None, [1.0]])
+def test_a_reward_that_is_no_finite_number_is_an_error_that_names_the_method(wrote, value):
+    with pytest.raises(RewardError, match=r"Yes\.logged returned .* on task 't1'"):
+        asyncio.run(score(Yes(broken=value), TASK, wrote(TASK, "yes")))
+
+
+def test_a_reward_that_raises_names_environment_method_and_task(wrote):
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Yes):
+        @reward()
+        def correct(self, task: Task, rollout: Rollout) -> bool:
+            raise KeyError("gold")
+
+    with pytest.raises(RewardError, match=r"Failing\.correct raised KeyError on task 't1': 'gold'"):
+        asyncio.run(score(Failing(), TASK, wrote(TASK, "yes")))
+
+
+def test_overriding_a_reward_without_marking_it_is_an_error():
+    with pytest.raises(TypeError, match="overrides a reward but is not marked"):
+
+        class Forgotten(Yes):
+            def correct(self, task: Task, rollout: Rollout) -> bool:
+                return True
+
+
+def test_two_accuracies_are_an_error():
+    with pytest.raises(TypeError, match="at most one"):
+
+        class Two(Yes):
+            @reward(accuracy=True)
+            def also(self, task: Task, rollout: Rollout) -> bool:
+                return True
+
+
+def test_the_decorator_without_parentheses_is_an_error():
+    with pytest.raises(TypeError, match="with parentheses"):
+        reward(lambda self, task, rollout: 1.0)  # type: ignore[arg-type]
+
+
+def test_accuracy_is_the_marked_reward_and_zero_for_a_failed_rollout(wrote):
+    from dataclasses import replace
+
+    environment, rollout = Yes(), wrote(TASK, "no")
+    assert environment.accuracy(rollout) == 0.0
+    assert environment.accuracy(replace(rollout, rewards={"correct": 1.0}, reward=2.5)) == 1.0
+
+
+def test_an_environment_is_single_turn_and_sessionless_by_default(wrote):
+    async def episode() -> None:
+        environment = Yes()
+        async with environment.session(TASK):
+            assert await environment.respond(TASK, wrote(TASK, "yes")) is None
+        assert list(environment.prompt(TASK)) == [user("Say yes.")]
+
+    asyncio.run(episode())
+
+
+def test_generated_tasks_are_made_when_asked_for_and_bounded():
+    made: list[int] = []
+    tasks = GeneratedTasks(3, lambda index: made.append(index) or index)
+    assert made == []
+    assert tasks[-1] == 2 and tasks[0:2] == [0, 1] and list(tasks) == [0, 1, 2]
+    with pytest.raises(IndexError):
+        tasks[3]

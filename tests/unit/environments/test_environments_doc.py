@@ -1,0 +1,91 @@
+"""The examples of docs/environments.md, run as they stand there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from strop.data.source import DataSource
+from strop.environments.base import score
+from strop.environments.mixture import Mixture
+from strop.environments.registry import import_attribute, make_environment
+
+DOC = Path(__file__).parents[3] / "docs" / "environments.md"
+EXAMPLES = {
+    block.splitlines()[0].removeprefix("# "): block for block in re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+}
+
+
+@pytest.fixture
+def example(tmp_path):
+    def write(name: str) -> Path:
+        path = tmp_path / name
+        path.write_text(EXAMPLES[name])
+        return path
+
+    return write
+
+
+def test_the_example_environment_prompts_and_scores(example, wrote):
+    environment = make_environment(f"{example('reversal.py')}:Reversal", {"letters": 5})
+    train = environment.tasks(DataSource(size=20))
+    task = train[3]
+    assert len(task.answer) == 5 and task.question in environment.prompt(task)[0].content
+    assert environment.tasks(DataSource(size=20))[3] == task
+    assert {t.id for t in train}.isdisjoint(t.id for t in environment.tasks(DataSource(size=20, split="validation")))
+    scored = asyncio.run(score(environment, task, wrote(task, task.answer)))
+    assert scored.rewards == {"correct": 1.0, "brief": 1.0, "characters": 5.0}
+    assert scored.reward == pytest.approx(1.1)
+
+
+def test_the_dataset_example_reads_rows(example, wrote, tmp_path):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"problem": "Capital of France?", "answer": "Paris"}))
+    environment = make_environment(f"{example('contains.py')}:Contains")
+    task = environment.tasks(DataSource(dataset_name=str(tmp_path / "qa.jsonl"), system_prompt="Be brief."))[0]
+    assert [message.role for message in environment.prompt(task)] == ["system", "user"]
+    assert asyncio.run(score(environment, task, wrote(task, "It is PARIS."))).reward == 1.0
+
+
+def test_the_multi_turn_example_answers_each_turn(example, wrote):
+    environment = make_environment(f"{example('guess.py')}:GuessTheNumber", {"highest": 50})
+    task = environment.tasks(DataSource())[0]
+    secret = int(task.answer)
+
+    async def play() -> None:
+        assert (await environment.respond(task, wrote(task, "0")))[0].content == "Higher."
+        assert (await environment.respond(task, wrote(task, "0", "51")))[0].content == "Lower."
+        assert "not a number" in (await environment.respond(task, wrote(task, "hm")))[0].content
+        rollout = wrote(task, "0", "51", str(secret))
+        assert await environment.respond(task, rollout) is None
+        assert (await score(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
+
+    asyncio.run(play())
+
+
+def test_the_session_example_keeps_episodes_apart(example, wrote):
+    environment = make_environment(f"{example('notes.py')}:Notes")
+    task = environment.tasks(DataSource())[0]
+
+    async def episode(*texts: str) -> float:
+        async with environment.session(task):
+            for turn in range(len(texts)):
+                await asyncio.sleep(0)
+                answer = await environment.respond(task, wrote(task, *texts[: turn + 1]))
+                assert (answer is None) == (turn == 2)
+            return (await score(environment, task, wrote(task, *texts))).reward
+
+    async def both() -> list[float]:
+        return await asyncio.gather(episode("a", "b", "c"), episode("d", "d", "d"))
+
+    assert asyncio.run(both()) == [3.0, 1.0]
+
+
+def test_the_mixture_example_finds_a_task(example):
+    path = example("mixed.py")
+    mixture = import_attribute(f"{path}:mixture")
+    assert isinstance(mixture, Mixture)
+    assert [mixture.at(index)[0] for index in range(8)].count("hard") == 6

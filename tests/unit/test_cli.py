@@ -1,0 +1,153 @@
+"""The ``strop`` command and the scripts of examples/."""
+
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strop import __version__, cli
+from strop.config import GrpoRunConfig
+
+ROOT = Path(__file__).parents[2]
+RUN = ["policy.model_name=m", "env.arithmetic={}", "data.train.env_name=arithmetic", "grpo.val_period=0"]
+
+
+@pytest.fixture
+def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A stand-in that notes what it was asked to run."""
+    calls = SimpleNamespace(grpo=[], evaluation=[], raises=None)
+
+    def run_grpo(config: Any, run_source: str) -> int:
+        calls.grpo.append((config, run_source))
+        if calls.raises is not None:
+            raise calls.raises
+        return 0
+
+    module: Any = ModuleType("strop.assembly")
+    module.run_grpo = run_grpo
+    module.run_evaluation = lambda config: calls.evaluation.append(config) or 0
+    module.describe = lambda config: "what would run where"
+    monkeypatch.setitem(sys.modules, "strop.assembly", module)
+    monkeypatch.setattr("strop.assembly", module, raising=False)
+    yield calls
+
+
+def test_help_answers_in_under_a_second_without_torch() -> None:
+    program = "import sys; from strop.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    started = time.perf_counter()
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert time.perf_counter() - started < 1
+    assert "strop grpo --config" in output.stdout
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"strop {__version__}"
+
+
+def test_an_unknown_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["grop"])
+    assert "grop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_options_and_overrides_stand_in_any_order(assembly: SimpleNamespace, tmp_path: Path, place: int) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("grpo: {seed: 5}")
+    words = [*RUN[:place], "--config", str(path), *RUN[place:]]
+    assert cli.main(["grpo", *words]) == 0
+    ((config, typed),) = assembly.grpo
+    assert config.grpo.seed == 5 and config.policy.model_name == "m"
+    assert typed.startswith("strop grpo ") and "'env.arithmetic={}'" in typed
+
+
+def test_a_dry_run_prints_the_configuration_and_what_would_run(
+    assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["grpo", *RUN, "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "model_name: m" in output and output.rstrip().endswith("what would run where")
+    assert assembly.grpo == []
+
+
+def test_an_evaluation_is_started(assembly: SimpleNamespace) -> None:
+    assert cli.main(["eval", "generation.model_name=m", "env.math={}"]) == 0
+    assert assembly.evaluation[0].generation.model_name == "m"
+
+
+def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *RUN, "grpo.num_promts_per_step=8"]) == 2
+    error = capsys.readouterr().err
+    assert "Did you mean grpo.num_prompts_per_step?" in error and "Traceback" not in error
+
+
+def test_a_warning_goes_to_stderr(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *RUN, "cluster.gpus_per_node=8"]) == 0
+    assert "warning: command line: cluster.gpus_per_node: found 8" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_continue(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assembly.raises = KeyboardInterrupt()
+    assert cli.main(["grpo", *RUN]) == 130
+    error = capsys.readouterr().err
+    assert "results/grpo" in error and "strop grpo policy.model_name=m" in error
+
+
+def test_an_interrupted_run_without_checkpoints_says_so(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assembly.raises = KeyboardInterrupt()
+    assert cli.main(["grpo", *RUN, "checkpointing.enabled=false"]) == 130
+    assert "starts from the beginning" in capsys.readouterr().err
+
+
+def test_plot_names_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plot", "no/such/run"]) == 2
+    assert "there is no folder no/such/run" in capsys.readouterr().err
+
+
+def test_plot_prints_the_picture_it_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module: Any = ModuleType("strop.tracking.plot")
+    module.plot_run = lambda run, output: output or run / "curves.png"
+    monkeypatch.setitem(sys.modules, "strop.tracking.plot", module)
+    assert cli.main(["plot", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize(("schema", "key"), [("grpo", "num_prompts_per_step: 32"), ("eval", "metric: pass@k")])
+def test_config_lists_the_keys(schema: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", schema]) == 0
+    assert key in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["run_grpo.py", "run_grpo_math.py"])
+def test_a_training_script_is_strop_grpo_with_a_configuration(
+    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = f"examples/{script}"
+    monkeypatch.setattr(sys, "argv", [path, "grpo.seed=3"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(path, run_name="__main__")
+    ((config, typed),) = assembly.grpo
+    assert isinstance(config, GrpoRunConfig)
+    assert (config.policy.model_name, config.grpo.seed) == ("Qwen/Qwen2.5-1.5B", 3)
+    assert typed == f"python {path} grpo.seed=3"
+
+
+def test_the_evaluation_script_is_strop_eval_with_a_configuration(
+    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["examples/run_eval.py"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path("examples/run_eval.py", run_name="__main__")
+    assert assembly.evaluation[0].data.dataset_name == "AIME2024"
