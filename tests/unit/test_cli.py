@@ -15,7 +15,13 @@ from strop import __version__, cli
 from strop.config import GrpoRunConfig
 
 ROOT = Path(__file__).parents[2]
-RUN = ["policy.model_name=m", "env.arithmetic={}", "data.train.env_name=arithmetic", "grpo.val_period=0"]
+RUN = [
+    "policy.model_name=m",
+    "env.arithmetic={}",
+    "data.train.env_name=arithmetic",
+    "grpo.val_period=0",
+    "checkpointing.metric_name=null",
+]
 
 
 @pytest.fixture

@@ -317,13 +317,22 @@ def no_validation_data(config: GrpoRunConfig) -> Problems:
 
 
 def checkpoints_without_metric(config: GrpoRunConfig) -> Problems:
-    saving, grpo = config.checkpointing, config.grpo
-    by_validation = saving.enabled and saving.save_period > 0 and (saving.metric_name or "").startswith("val:")
-    if by_validation and saving.keep_top_k is not None and (grpo.val_period == 0 or saving.save_period % grpo.val_period):
+    saving, period = config.checkpointing, config.grpo.val_period
+    ranked = saving.enabled and saving.save_period > 0 and saving.keep_top_k is not None
+    if not ranked or not (saving.metric_name or "").startswith("val:"):
+        return
+    if period == 0:
+        yield Problem(
+            "checkpointing.metric_name",
+            f"{saving.metric_name} is not measured during the run, as grpo.val_period is 0: the newest checkpoints are kept",
+            "Set it to null, or to a metric train:NAME.",
+        )
+    elif saving.save_period % period:
         yield Problem(
             "checkpointing.save_period",
-            f"{saving.save_period} is no multiple of grpo.val_period = {grpo.val_period}: some checkpoints will have no "
+            f"found {saving.save_period}, no multiple of grpo.val_period = {period}: some checkpoints have no "
             f"{saving.metric_name} to be ranked by",
+            f"Set it to a multiple of {period}.",
         )
 
 

@@ -29,7 +29,7 @@ class Foreign:
 
 FOREIGN = (
     Foreign("grpo.val_batch_size", "validation goes through the same engine, which batches by itself", tuning=True),
-    Foreign("grpo.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full"),
+    Foreign("grpo.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full", tuning=True),
     Foreign(
         "grpo.adv_estimator",
         "use grpo.normalize_rewards, grpo.use_leave_one_out_baseline and grpo.minus_baseline; another estimator is an "

@@ -77,7 +77,12 @@ def without_foreign_keys(source: Source, root: type[Model]) -> tuple[Source, lis
             ignored.append(dotted)
         else:
             errors.append(
-                Problem(dotted, "Strop does not have this key of NeMo-RL", f"{entry.note}. Remove the key.", source.origin(path))
+                Problem(
+                    dotted,
+                    "Strop does not have this key of NeMo-RL",
+                    f"{entry.note[0].upper()}{entry.note[1:]}. Remove the key.",
+                    source.origin(path),
+                )
             )
         source = Source(_without(source.values, path), source.origins, source.files)
     message = f"keys of NeMo-RL that change nothing here were left out: {', '.join(ignored)}"
@@ -160,7 +165,7 @@ def describe(path: KeyPath, item: Any, source: Source, root: type[Model]) -> Pro
         return Problem(
             dotted,
             "this key is required" + said,
-            f"Write {dotted}=... on the command line, or set it in the file.",
+            f"Write {dotted}=... on the command line, or set it in the file named by --config.",
             origin or _file(source),
         )
     found, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""

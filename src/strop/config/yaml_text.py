@@ -37,6 +37,14 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    """Quoted with escapes where YAML would fold a character into a line break or drop it."""
+    odd = any(not character.isprintable() and character != "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+
+
+Dumper.add_representer(str, _text)
+
 for _tag, _pattern, _first in RESOLVERS:
     for _side in (Loader, Dumper):
         _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))

@@ -6,7 +6,13 @@ import pytest
 
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, load_config
 
-RUN = ["policy.model_name=m", "env.arithmetic={}", "data.train.env_name=arithmetic", "grpo.val_period=0"]
+RUN = [
+    "policy.model_name=m",
+    "env.arithmetic={}",
+    "data.train.env_name=arithmetic",
+    "grpo.val_period=0",
+    "checkpointing.metric_name=null",
+]
 EVALUATION = ["generation.model_name=m", "env.math={}"]
 
 
@@ -117,6 +123,7 @@ def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pyte
     ("override", "warning"),
     [
         ("grpo.val_period=10", "there is no validation data"),
+        ("checkpointing.metric_name=val:accuracy", "the newest checkpoints are kept"),
         ("policy.generation_batch_size=32", "it changes nothing"),
         ("policy.generation.vllm_cfg.tensor_parallel_size=4", "the torch engine does not read"),
         ("cluster.gpus_per_node=8", "the others stay idle"),

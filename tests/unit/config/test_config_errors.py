@@ -103,7 +103,7 @@ def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warnin
     path.write_text(
         SMALL
         + "grpo: {val_period: 0, val_batch_size: 256, reward_shaping: {enabled: false, overlong_buffer_length: 128}}\n"
-        + "loss_fn: {use_cispo: false}\n"
+        + "loss_fn: {use_cispo: false}\ncheckpointing: {metric_name: null}\n"
     )
     (warning,) = load_config(path, root=GrpoRunConfig).warnings
     assert "grpo.val_batch_size, grpo.reward_shaping, loss_fn.use_cispo" in str(warning)

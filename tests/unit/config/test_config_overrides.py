@@ -28,9 +28,11 @@ def options(file: Path, text: str) -> Any:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("True", True), ("false", False), ("null", None), ("5e-6", 5e-6), ("1e-5", 1e-5), ("-3", -3), ("1_000", 1000), (".5", 0.5),
+        ("True", True), ("false", False), ("null", None), ("5e-6", 5e-6), ("1e-5", 1e-5), ("-3", -3),
+        ("1_000", 1000), (".5", 0.5),
         ("[1, a, 2.0]", [1, "a", 2.0]), ("{a: 1, b: {c: null}}", {"a": 1, "b": {"c": None}}), ("'5'", "5"), ('"a b"', "a b"),
-        ("Qwen/Qwen2.5-32B", "Qwen/Qwen2.5-32B"), ("a=b", "a=b"), ("*star", "*star"), ("val:accuracy", "val:accuracy"), ("", None),
+        ("Qwen/Qwen2.5-32B", "Qwen/Qwen2.5-32B"), ("a=b", "a=b"),
+        ("*star", "*star"), ("val:accuracy", "val:accuracy"), ("", None),
     ],
 )  # fmt: skip
 def test_values_are_read_as_yaml(file: Path, text: str, value: Any) -> None:
