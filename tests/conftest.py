@@ -1,0 +1,45 @@
+"""Shared by all tests: two threads, helpers under ``support``, and a tiny model with its tokenizer in a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch is imported; exact values depend on it
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers as ``support``
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from support.tokenizer import build_tokenizer
+
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A tiny Llama and its tokenizer as ``from_pretrained`` reads them."""
+    from support.models import build
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    build("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests under gpu/ need a CUDA device."""
+    wanted = [item for item in items if "gpu" in item.path.parts or item.get_closest_marker("gpu")]
+    if not wanted:
+        return
+    import torch
+
+    for item in wanted:
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, a tiny tokenizer, builders of rollouts, an engine to ask, statistics."""

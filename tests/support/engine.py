@@ -1,0 +1,72 @@
+"""An embedded engine to put questions to, without a run around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.generation.base import Completion
+from strop.generation.torch.engine import TorchEngine
+from strop.generation.torch.runner import CachedRunner, Runner
+from strop.models.network import Network
+from strop.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=8))
+    seed: int = 0
+    session: str = ""
+
+
+def cached_runner(
+    network: Network, *, slots: int = 4, length: int = 48, prefix_tokens: int = 96, prepack: bool | None = False, cuda_graphs: bool = False
+) -> CachedRunner:
+    """Memory for ``slots`` sequences of ``length`` tokens, and ``prefix_tokens`` kept besides."""
+    from strop.generation.torch.runner import cache_shape
+
+    memory = (slots * length + prefix_tokens) * cache_shape(network).bytes_per_token
+    return CachedRunner(network, memory_bytes=memory, max_slots=slots, length=length, prepack=prepack, cuda_graphs=cuda_graphs)
+
+
+def engine_on(runner: Runner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096) -> TorchEngine:
+    """An engine that may generate at once, holding weights of version 0."""
+    engine = TorchEngine(runner, tokenizer or _NoText(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
+    engine.resume(0)
+    return engine
+
+
+class _NoText:
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return ""
+
+
+async def ask(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+    """All requests at once, in order."""
+    return list(
+        await asyncio.gather(
+            *(
+                engine.generate(request.prompt, sampling=request.sampling, seed=request.seed, session=request.session)
+                for request in requests
+            )
+        )
+    )
+
+
+def answers(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+    """The same from outside an event loop; the engine is closed afterwards."""
+
+    async def run() -> list[Completion]:
+        try:
+            return await ask(engine, requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]

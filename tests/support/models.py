@@ -1,0 +1,172 @@
+"""Tiny random models of the families Strop knows, a few thousand parameters each, and how to make them exact in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 307  # no multiple of the sampler's block of 256
+WINDOW = 7  # shorter than most test sequences
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_SIZES)
+
+
+def _qwen2() -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**_SIZES, tie_word_embeddings=True)
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_SIZES, head_dim=8)
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**_SIZES, sliding_window=WINDOW)
+
+
+def _phi3() -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**_SIZES, original_max_position_embeddings=256)
+
+
+def _gemma() -> Any:
+    from transformers import GemmaConfig
+
+    return GemmaConfig(**_SIZES, head_dim=8)
+
+
+def _gemma2() -> Any:
+    from transformers import Gemma2Config
+
+    return Gemma2Config(**_SIZES, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2)
+
+
+def _mamba() -> Any:
+    from transformers import MambaConfig
+
+    return MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, eos_token_id=2, pad_token_id=0)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "phi3": _phi3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gpt2": _gpt2,
+    "mamba": _mamba,
+}
+
+FAMILIES = tuple(name for name in CONFIGS if name != "mamba")  # what packed rows and the cached engine support
+
+
+def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal LM whose next-token distributions are neither flat nor peaked, so that mistakes show."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name or "ln_" in name:
+                parameter.add_(0.1 * noise)
+            elif name.endswith(("A_log", ".D", "dt_proj.bias")):
+                continue  # what keeps a recurrence stable
+            elif parameter.dim() == 1:
+                parameter.copy_(0.1 * noise)
+            else:
+                parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
+    return model.to(dtype)
+
+
+class ExactNorm(nn.Module):
+    """Llama's RMSNorm without its detour over float32, which would round a float64 model to seven digits."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+def exact(model: Any) -> Any:
+    """The model in float64 throughout (families with Llama's RMSNorm)."""
+    model.double()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MistralRMSNorm"):
+                setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
+    return model
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """A copy of every parameter's gradient, zeros where there is none."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """max |left - right| over all parameters, in units of the largest entry of either."""
+    assert left.keys() == right.keys()
+    size = max(float(tensor.abs().max()) for tensor in (*left.values(), *right.values()))
+    return max(float((left[name] - right[name]).abs().max()) for name in left) / max(size, 1e-300)

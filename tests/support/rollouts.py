@@ -1,0 +1,135 @@
+"""Rollouts, groups and batches by hand, and hypothesis strategies for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strop.algorithms.grpo import GRPO
+from strop.data.packing import pack
+from strop.generation.base import Completion
+from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation
+from support.models import VOCABULARY
+
+
+def sampled(tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Turn:
+    """A turn by the policy."""
+    return Turn(
+        author="policy",
+        tokens=torch.tensor(list(tokens), dtype=torch.int64),
+        text="",
+        logprobs=torch.zeros(len(tokens)) if logprobs is None else torch.tensor(list(logprobs), dtype=torch.float32),
+        versions=torch.full((len(tokens),), version, dtype=torch.int32),
+    )
+
+
+def turn_of(completion: Completion) -> Turn:
+    """What an engine sampled, as a turn."""
+    return Turn(
+        author="policy",
+        tokens=completion.tokens,
+        text=completion.text,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        entropies=completion.entropies,
+    )
+
+
+def rollout_of(prompt: Sequence[int], *turns: Turn, reward: float = 0.0, ending: Ending = Ending.STOP, sample: int = 0) -> Rollout:
+    return Rollout(
+        task=Task(id="task"),
+        sample=sample,
+        seed=sample,
+        messages=(),
+        prompt=torch.tensor(list(prompt), dtype=torch.int64),
+        turns=turns,
+        ending=ending,
+        reward=reward,
+    )
+
+
+def group_of(*rollouts: Rollout, index: int = 0) -> Group:
+    numbered = tuple(replace(rollout, sample=place) for place, rollout in enumerate(rollouts))
+    return Group(index=index, environment="test", version=0, rollouts=numbered)
+
+
+def simple_groups(*shapes: tuple[int, Sequence[int]], seed: int = 0) -> list[Group]:
+    """(prompt length, completion lengths) per group, with random tokens, sampler log-probabilities and rewards."""
+    return [
+        _group(GroupShape(prompt, tuple(RolloutShape(((length, 0),)) for length in lengths)), index, seed)
+        for index, (prompt, lengths) in enumerate(shapes)
+    ]
+
+
+@dataclass(frozen=True)
+class RolloutShape:
+    turns: tuple[tuple[int, int], ...]  # (tokens of the policy, tokens of the environment's answer) ...
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    prompt: int
+    rollouts: tuple[RolloutShape, ...]
+    own_prompts: bool = False  # the rollouts' prompts differ, so that nothing can be shared
+
+
+def groups_of(shapes: Sequence[GroupShape], seed: int) -> list[Group]:
+    return [_group(shape, index, seed) for index, shape in enumerate(shapes)]
+
+
+def _group(shape: GroupShape, index: int, seed: int) -> Group:
+    generator = torch.Generator().manual_seed(seed * 1000 + index)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(4, VOCABULARY, (count,), generator=generator).tolist()
+
+    common = tokens(shape.prompt)
+    rollouts = []
+    for member in shape.rollouts:
+        turns = []
+        for policy, answer in member.turns:
+            turns.append(sampled(tokens(policy), (-3 * torch.rand(policy, generator=generator)).tolist()))
+            turns += [observation(tokens(answer), "")] if answer else []
+        rollouts.append(
+            rollout_of(
+                tokens(shape.prompt) if shape.own_prompts else common,
+                *turns,
+                reward=float(torch.rand((), generator=generator, dtype=torch.float64)),
+                ending=Ending.LENGTH if member.truncated else Ending.STOP,
+            )
+        )
+    return group_of(*rollouts, index=index)
+
+
+_lengths = st.integers(1, 7)
+_turns = st.one_of(
+    st.tuples(st.tuples(_lengths, st.just(0))),  # one turn, as in most runs
+    st.lists(st.tuples(_lengths, st.integers(0, 4)), min_size=2, max_size=3).map(tuple),
+)
+rollout_shapes = st.builds(RolloutShape, turns=_turns, truncated=st.booleans())
+group_shapes = st.builds(
+    GroupShape,
+    prompt=st.integers(1, 9),
+    rollouts=st.lists(rollout_shapes, min_size=1, max_size=4).map(tuple),
+    own_prompts=st.sampled_from([False, False, False, True]),
+)
+batch_shapes = st.lists(group_shapes, min_size=1, max_size=4)
+
+
+def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
+    """Scored columns near ``logprobs`` [N]: ratios on both sides of the clip range, and a reference that differs."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(batch.target)
+    batch = batch.with_extra("policy_logprobs", logprobs.float() + 0.3 * torch.randn(count, generator=generator))
+    return batch.with_extra("reference_logprobs", logprobs.float() + 0.5 * torch.randn(count, generator=generator))
+
+
+def packed(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
+    """The groups as a batch of GRPO with ``options``."""
+    return pack(groups, GRPO(**options), share_prefixes=share_prefixes)
