@@ -1,13 +1,17 @@
-"""What the benchmarks share: records of steps, statistics over them, counts of arithmetic, memory of a process. No torch here."""
+"""What the benchmarks share: records of steps, statistics, counts of arithmetic, memory of a process, the report. No torch here."""
 
 from __future__ import annotations
 
 import math
+import re
 import resource
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 Side = str  # "trl" or "strop"
 SIDES: tuple[Side, Side] = ("trl", "strop")
@@ -55,7 +59,7 @@ class Spread:
 
 def spread(values: Iterable[float]) -> Spread:
     found = list(values)
-    return Spread(statistics.median(found), min(found), max(found))
+    return Spread(median(found), min(found), max(found))
 
 
 def number(value: float) -> str:
@@ -137,23 +141,22 @@ def padded_pairs(rows: int, length: int) -> int:
     return rows * length * length
 
 
-# Substrings of torch's operator names, in the order in which they are tried. What a fused kernel contains counts where the kernel is.
-OPERATORS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("scaled_dot_product", "_flash_attention", "efficient_attention")),
-    ("matrix products", ("addmm", "aten::mm", "bmm", "baddbmm", "_linear_pointwise", "mkldnn_linear", "aten::linear", "aten::matmul")),
-    ("optimizer", ("adam", "_foreach", "clip_grad", "optimizer.")),
-    ("reordering weights", ("_reorder_", "mkldnn_reorder")),
-    ("casts and copies", ("copy_", "_to_copy", "aten::to", "clone", "contiguous", "aten::cat", "aten::stack")),
-    ("gather and scatter", ("index", "gather", "scatter", "embedding")),
-    ("softmax and reductions", ("softmax", "logsumexp", "aten::sum", "aten::mean", "vecdot", "aten::max", "amax", "norm", "exp")),
-    ("elementwise", ("aten::mul", "aten::add", "aten::sub", "aten::div", "silu", "neg", "rsqrt", "pow", "sigmoid", "fill", "zero")),
+# Patterns of torch's operator names, in the order in which they are tried. What a fused kernel contains counts where the kernel is.
+OPERATORS: tuple[tuple[str, str], ...] = (
+    ("attention", r"scaled_dot_product|flash_attention"),
+    ("matrix products", r"addmm|::mm|bmm|linear|matmul|mmbackward"),
+    ("optimizer", r"adam|_foreach|clip_grad|optimizer"),
+    ("reordering weights", r"reorder"),
+    ("casts and copies", r"copy|::to$|clone|contiguous|::cat|::stack"),
+    ("gather and scatter", r"index|gather|scatter|embedding"),
+    ("softmax and reductions", r"softmax|logsumexp|::sum|::mean|vecdot|::a?max|norm|::exp_?$"),
+    ("elementwise", r"::(mul|add|sub|div|silu|neg|rsqrt|pow|sigmoid|fill|zero|clamp)"),
 )
 
 
 def operator_kind(name: str) -> str:
     """What an operator of torch's profiler does, roughly."""
-    lowered = name.lower()
-    return next((kind for kind, parts in OPERATORS if any(part in lowered for part in parts)), "everything else")
+    return next((kind for kind, pattern in OPERATORS if re.search(pattern, name.lower())), "everything else")
 
 
 def by_kind(self_seconds: Mapping[str, float]) -> dict[str, float]:
@@ -171,7 +174,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
     def write(line: Sequence[str]) -> str:
-        cells = [cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
         return "  ".join(cells).rstrip()
 
     return "\n".join([write(lines[0]), "  ".join("-" * width for width in widths), *(write(line) for line in lines[1:])])
@@ -192,3 +198,215 @@ def memory(key: str = "VmHWM") -> float:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":"))
     except (OSError, StopIteration):  # not Linux; the peak is the best there is
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class Laps:
+    """Seconds of one turn, and of named parts of it."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.parts: dict[str, float] = {}
+        self.ends: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.ends[part] = time.perf_counter()
+        self.parts[part] = self.parts.get(part, 0.0) + self.ends[part] - started
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        self.stopped = time.perf_counter()
+        return self.stopped - self.started, self.parts
+
+    def since(self, part: str) -> float:
+        """Between the end of a part and the end of the turn."""
+        return self.stopped - self.ends[part]
+
+
+# ---- the report of two sides ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What both sides are told."""
+
+    model: str  # a folder with safetensors
+    folder: str  # where a side may write
+    dtype: str
+    threads: int
+    prompts: int
+    completions: int
+    max_tokens: int
+    warmup: int
+    steps: int
+    learning_rate: float
+    seed: int
+    trl_rows: int  # rows of one of TRL's micro-batches
+    trl_bf16_weights: bool
+    profile: bool
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup + self.steps
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A side has loaded and waits for its first turn."""
+
+    resident: float  # MiB
+    prompts: list[list[int]]  # token ids of the first prompts, to see that both sides read the same
+    stop_ids: list[int]
+    configuration: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where one step of Strop went, by torch.profiler."""
+
+    phases: dict[str, dict[str, float]]  # phase -> operator -> own seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One comparison in one dtype."""
+
+    settings: Settings
+    ready: dict[Side, Ready]
+    records: dict[Side, list[StepRecord]]  # without the warm-up
+    rates: dict[str, float]  # GFLOP/s
+    shape: ModelShape
+    held_out: dict[str, tuple[float, float]]
+    profile: Profile | None
+
+
+def report(result: Result) -> str:
+    parts = [measures(result), ratios(result), phases(result), machine(result), rewards(result)]
+    if result.profile is not None:
+        parts.append(profile_text(result.profile))
+    return "\n\n".join(parts)
+
+
+MEASURES: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
+    ("seconds per step", lambda record: record.seconds),
+    ("  generation", lambda record: record.generation),
+    ("  training", lambda record: record.training),
+    ("  other", lambda record: record.other),
+    ("distinct tokens per second", lambda record: record.distinct_tokens / record.seconds),
+    ("sampled tokens per second of generation", lambda record: record.sampled_tokens / record.generation),
+    ("sampled tokens", lambda record: record.sampled_tokens),
+    ("distinct tokens", lambda record: record.distinct_tokens),
+    ("tokens read in training", lambda record: record.tokens_read),
+    ("rows through the output layer", lambda record: record.head_rows),
+)
+
+
+def measures(result: Result) -> str:
+    rows = [[name, *(str(spread(map(measure, result.records[side]))) for side in SIDES)] for name, measure in MEASURES]
+    peaks = {side: max(record.peak_memory for record in result.records[side]) for side in SIDES}
+    rows.append(["peak memory, MiB", *(f"{peaks[side]:.0f}" for side in SIDES)])
+    rows.append(["  of it over the loaded model, MiB", *(f"{peaks[side] - result.ready[side].resident:.0f}" for side in SIDES)])
+    return f"Per step, median (min to max) of {result.settings.steps}:\n" + table(["", "TRL", "Strop"], rows)
+
+
+TIMES = MEASURES[:3]
+
+
+def ratio_spreads(result: Result) -> dict[str, dict[str, Spread]]:
+    """What is measured -> as it is, and per distinct token of its own side -> TRL / Strop over pairs of steps."""
+    trl, strop = (result.records[side] for side in SIDES)
+    return {
+        name.strip(): {
+            "as measured": spread(pair_ratios(trl, strop, measure)),
+            "per distinct token": spread(pair_ratios(trl, strop, measure, per_token=True)),
+        }
+        for name, measure in TIMES
+    }
+
+
+def ratios(result: Result) -> str:
+    rows = [
+        [name, *(f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})" for value in kinds.values())]
+        for name, kinds in ratio_spreads(result).items()
+    ]
+    return "TRL / Strop, pair by pair (above 1: Strop is faster):\n" + table(["", "as measured", "per distinct token"], rows)
+
+
+def phases(result: Result) -> str:
+    lines = ["Where a step goes, median seconds:"]
+    for side in SIDES:
+        records = result.records[side]
+        found = {name: median(record.phases[name] for record in records) for name in records[0].phases}
+        found["other"] = median(record.other for record in records)
+        lines.append(f"  {side:5}  " + "   ".join(f"{name} {number(value)}" for name, value in found.items()))
+    return "\n".join(lines)
+
+
+def training_rates(result: Result) -> dict[Side, float]:
+    """GFLOP/s of forward and backward: arithmetic counted from shapes, over the time it took."""
+    return {
+        side: median(_flops(result.shape, record) / record.phases["forward, backward"] / 1e9 for record in result.records[side])
+        for side in SIDES
+    }
+
+
+def _flops(shape: ModelShape, record: StepRecord) -> float:
+    return training_flops(
+        shape, tokens_read=record.tokens_read, head_rows=record.head_rows, attention_pairs=record.attention_pairs
+    )
+
+
+def machine(result: Result) -> str:
+    rates, best = training_rates(result), result.rates["2048 x 2048 x 2048"]
+    shaped = result.rates["whole step, training shapes"]
+    lines = [f"Matrix products on this machine, {result.settings.dtype}, {result.settings.threads} threads, GFLOP/s:"]
+    lines += [f"  {name:32} {number(rate)}" for name, rate in result.rates.items()]
+    lines.append("Forward and backward:")
+    for side in SIDES:
+        work = median(_flops(result.shape, record) for record in result.records[side]) / 1e9
+        lines.append(
+            f"  {side:5}  {number(work)} GFLOP a step at {number(rates[side])} GFLOP/s: {rates[side] / best:.0%} of the 2048-cube rate, "
+            f"{rates[side] / shaped:.0%} of the rate at Strop's training shapes"
+        )
+    return "\n".join(lines)
+
+
+def rewards(result: Result) -> str:
+    lines = ["Reward of the completions of each step:"]
+    lines += [f"  {side:5}  " + " ".join(f"{record.reward:.3f}" for record in result.records[side]) for side in SIDES]
+    if result.held_out:
+        found = ", ".join(f"{name} {mean:.3f} +- {error:.3f}" for name, (mean, error) in result.held_out.items())
+        lines.append(f"Held-out reward at temperature 1, after {result.settings.total_steps} steps: {found}")
+    return "\n".join(lines)
+
+
+def profile_text(profile: Profile) -> str:
+    lines = ["One more step of Strop under torch.profiler (which slows it down), seconds of operators themselves:"]
+    for phase, operators in profile.phases.items():
+        kinds = "   ".join(f"{kind} {seconds:.2f}" for kind, seconds in by_kind(operators).items() if seconds >= 0.005)
+        lines.append(f"  {phase}: {kinds}")
+        top = sorted(operators.items(), key=lambda item: -item[1])[:8]
+        lines += [f"    {seconds:7.3f}  {name}" for name, seconds in top]
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return {
+        "settings": asdict(result.settings),
+        "trl_configuration": result.ready["trl"].configuration,
+        "strop_configuration": result.ready["strop"].configuration,
+        "steps": {
+            side: [{**asdict(record), "distinct_tokens": record.distinct_tokens} for record in result.records[side]]
+            for side in SIDES
+        },
+        "resident_when_loaded_mib": {side: ready.resident for side, ready in result.ready.items()},
+        "ratios": {name: {kind: asdict(value) for kind, value in kinds.items()} for name, kinds in ratio_spreads(result).items()},
+        "matrix_gflops": result.rates,
+        "training_gflops": training_rates(result),
+        "held_out_reward": result.held_out,
+        "profile": asdict(result.profile) if result.profile else None,
+    }

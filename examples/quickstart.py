@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from strop.tracking.jsonl import FILE_NAME, read_metrics
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
 SHOWN = 4  # tasks shown before and after; the first ones, not chosen
+LONGEST = 60  # characters of a folder's name
 ENDS = 5  # steps averaged at both ends of the run
 
 
@@ -48,10 +50,12 @@ def with_own_folders(arguments: Sequence[str]) -> list[str]:
     own = "-".join(re.sub(r"[^\w.=+-]", "_", argument) for argument in arguments if not argument.startswith("-"))
     if not own:
         return list(arguments)
+    if len(own) > LONGEST:
+        own = f"{own[:LONGEST]}-{zlib.crc32(own.encode()):08x}"
     usual = load_config(CONFIG, root=GrpoRunConfig, check=False).config
     folders = dict(zip(FOLDERS, (usual.logger.log_dir, usual.checkpointing.checkpoint_dir), strict=True))
     named = {argument.lstrip("+").partition("=")[0] for argument in arguments}
-    return [*arguments, *(f"{key}={folder}-{own[:100]}" for key, folder in folders.items() if key not in named)]
+    return [*arguments, *(f"{key}={folder}-{own}" for key, folder in folders.items() if key not in named)]
 
 
 def last_step(log_dir: Path) -> int | None:

@@ -19,7 +19,7 @@ from strop.checkpointing.base import Checkpoints, RunState
 from strop.data.packing import mini_batches, pack
 from strop.evaluation import Evaluator
 from strop.reports import batch_metrics, group_metrics
-from strop.rollouts.stream import EndOfTasks, GroupStream
+from strop.rollouts.stream import EndOfTasks, GroupStream, StreamState
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
 from strop.training.base import Learner, Scorer
@@ -29,6 +29,10 @@ from strop.weights.base import WeightSync
 
 class TooManyDropped(RuntimeError):
     """Groups were dropped one after another until going on made no sense; the message says why they were."""
+
+
+class OutOfTasks(RuntimeError):
+    """The tasks were used up before a single step could be trained; the message says what became of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,8 @@ class Run:
     step: int = 0
     done: bool = False
     errors_in_a_row: int = 0
+    saved: int = -1  # the step of the newest checkpoint
+    logged: Mapping[str, float] = field(default_factory=dict)  # what was measured in the last step
     dropped: list[tuple[Group, Dropped]] = field(default_factory=list)  # of the current step, with the reason
 
     @property
@@ -83,14 +89,16 @@ async def train(run: Run) -> None:
     await validate_before(run)
     while not run.finished:
         clock = Stopwatch()
+        begun = run.stream.state()
         with clock("generation"):
             groups, logged = await collect(run)
         if len(groups) < run.options.groups_per_step:
-            run.tracker.note(f"the tasks are used up: {len(groups)} groups left over are not trained on")
+            await end_of_tasks(run, len(groups), begun)
             break
         with clock("drain"):
             await run.weights.lend_to_learner()
-        batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
+        with clock("packing"):
+            batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
         with clock("logprobs"):
             for column in sorted(run.algorithm.requires):
                 batch = batch.with_extra(column, (await run.scorers[column].score(batch)).logprobs)
@@ -101,14 +109,42 @@ async def train(run: Run) -> None:
         with clock("weight_sync"):
             await run.weights.publish(run.step)
         run.stream.release(len(groups))
-        run.rollouts.write(run.step, records_of_step(run, groups, batch, learner_logprobs))
+        with clock("storing"):
+            run.rollouts.write(run.step, records_of_step(run, groups, batch, learner_logprobs))
+        run.logged = {**logged, **trained}
+        run.done = reached(run, run.logged)
         with clock("validation"):
             validated = await validate_if_due(run)
-        logged = {**logged, **trained, **validated}
-        run.done |= reached(run, logged)
+        run.logged = {**run.logged, **validated}
+        run.done |= reached(run, validated)
         with clock("checkpointing"):
-            save_if_due(run, logged)
-        run.tracker.log(run.step, {**logged, **clock.metrics(run, batch)})
+            save_if_due(run, run.stream.state())
+        run.tracker.log(run.step, {**run.logged, **clock.metrics(run, batch)})
+
+
+async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
+    """The tasks are used up: what is due after the last step is due now. Raises OutOfTasks where there was no step.
+
+    The checkpoint has the stream as it was before these tasks were begun, so that a run with more epochs trains on them.
+    """
+    dropped = f"; {len(run.dropped)} groups were dropped:{_reasons(run)}" if run.dropped else ""
+    if run.step == 0:
+        raise OutOfTasks(
+            f"the tasks are used up and nothing was trained: {left_over} groups are left, and one step needs "
+            f"{run.options.groups_per_step} (grpo.num_prompts_per_step). Give it more data, or more passes over it "
+            f"(grpo.max_num_epochs; null is unbounded), or lower the first{dropped}"
+        )
+    run.tracker.note(f"the tasks are used up after step {run.step}: {left_over} groups left over are not trained on{dropped}")
+    run.done = True
+    if not any(name.startswith("validation/") for name in run.logged):
+        validated = await validate_if_due(run)
+        run.logged = {**run.logged, **validated}
+    else:
+        validated = {}
+    if run.saved < run.step:
+        save_if_due(run, begun)
+    if validated:
+        run.tracker.log(run.step, validated)
 
 
 async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
@@ -142,10 +178,8 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
 def _stop_if_hopeless(run: Run, kept: int) -> None:
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
-        reasons = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
-        shown = "\n  ".join(list(reasons)[-3:])
         raise TooManyDropped(
-            f"{run.errors_in_a_row} groups in a row failed (grpo.max_errors_in_a_row); the last reasons:\n  {shown}"
+            f"{run.errors_in_a_row} groups in a row failed (grpo.max_errors_in_a_row); the last reasons:{_reasons(run)}"
         )
     if kept < options.groups_per_step and kept + len(run.dropped) >= options.max_groups_per_step:
         rewards = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
@@ -154,6 +188,14 @@ def _stop_if_hopeless(run: Run, kept: int) -> None:
             f"the mean reward of the dropped ones is {rewards:.3g}: if it is at the bottom the task is too hard or the reward broken, at the top "
             "too easy. Change the task, or raise grpo.dynamic_sampling_max_gen_batches"
         )
+
+
+def _reasons(run: Run) -> str:
+    """Why groups of this step were dropped, a line each: the last three different errors, and how many did not pass the filter."""
+    errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
+    filtered = sum(reason == "filtered" for _, reason in run.dropped)
+    lines = [*list(errors)[-3:], *([f"{filtered} did not pass the algorithm's filter"] if filtered else [])]
+    return "".join(f"\n  {line}" for line in lines)
 
 
 async def update(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
@@ -209,19 +251,27 @@ async def validate_if_due(run: Run) -> dict[str, float]:
     return await run.evaluator.evaluate(run.step, run.tracker)
 
 
-def save_if_due(run: Run, logged: Mapping[str, float]) -> None:
+def save_if_due(run: Run, stream: StreamState) -> None:
     period = run.options.save_period
     if run.checkpoints is None or not period or not (run.step % period == 0 or run.finished):
         return
     run.tracker.progress("saving a checkpoint")
-    path = run.checkpoints.save(RunState(step=run.step, stream=run.stream.state(), logged=logged), run.learners)
+    path = run.checkpoints.save(RunState(step=run.step, stream=stream, logged=run.logged), run.learners)
+    run.saved = run.step
     run.tracker.note(f"checkpoint: {path}")
 
 
 def reached(run: Run, logged: Mapping[str, float]) -> bool:
-    """Whether the metric that was to be reached has been."""
+    """Whether the metric that was to be reached has been. Raises ValueError for one that a validation does not report."""
     name, value = run.options.stop_at_metric, run.options.stop_at_value
-    if name is None or value is None or name not in logged or logged[name] < value:
+    if name is None or value is None or not logged:
+        return False
+    kind = name.partition("/")[0] + "/"
+    if name not in logged and any(other.startswith(kind) for other in logged):
+        raise ValueError(
+            f"grpo.stop_at_validation_metric: there is no metric {name}; there are {', '.join(sorted(n for n in logged if n.startswith(kind)))}"
+        )
+    if name not in logged or logged[name] < value:
         return False
     run.tracker.note(f"{name} = {logged[name]:.4g} reached {value:g}: training ends")
     return True

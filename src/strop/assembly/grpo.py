@@ -7,9 +7,10 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -19,16 +20,16 @@ from strop.assembly.roles import load_training_policy, make_algorithm, make_engi
 from strop.assembly.tasks import training_tasks, validation_tasks
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, CheckpointFolders
-from strop.config import GrpoRunConfig, dump_config
+from strop.config import ConfigError, GrpoRunConfig, dump_config, load_config
 from strop.data.errors import DataError
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
-from strop.loop import LoopOptions, Run, TooManyDropped, train
+from strop.loop import LoopOptions, OutOfTasks, Run, TooManyDropped, reached, train
 from strop.models.loading import ModelNotFound
 from strop.rollouts.episode import EpisodeRules, RewardScaling, run_group
-from strop.rollouts.stream import RolloutStream, StreamState
+from strop.rollouts.stream import RolloutStream, StreamState, renewed
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker, Trackers
@@ -41,7 +42,7 @@ from strop.weights.shared import SharedWeights
 log = logging.getLogger(__name__)
 
 # What a run may end with that is the user's to mend: the message is enough.
-MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, CheckpointError, ValueError, FileNotFoundError)
+MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, OutOfTasks, CheckpointError, ValueError, OSError)
 
 
 def run_grpo(config: GrpoRunConfig, command: str) -> int:
@@ -96,7 +97,12 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
     state = _restore(config, checkpoints, learner, tracker, store)
     rules = episode_rules(config)
     options = loop_options(config, share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed)
-    stream = make_stream(config, train_source, engine, policy.template, sampling, rules, options, state.stream if state else None)
+    stream_state = None
+    if state is not None:
+        stream_state = renewed(
+            state.stream, step=state.step, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness
+        )
+    stream = make_stream(config, train_source, engine, policy.template, sampling, rules, options, stream_state)
     evaluator = make_evaluator(config, validation_source, engine, policy.template, rules, tracker)
     run = Run(
         options=options,
@@ -110,8 +116,10 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
         decode=policy.tokenizer.decode,
         evaluator=evaluator,
         checkpoints=checkpoints if config.checkpointing.enabled else None,
-        step=state.step if state else 0,
     )
+    if state is not None:
+        run.step, run.saved, run.logged = state.step, state.step, state.logged
+        run.done = reached(run, state.logged)
     return run, engine
 
 
@@ -266,19 +274,42 @@ def _restore(
     folder = Path(config.logger.log_dir)
     newest = checkpoints.newest() if config.checkpointing.enabled and config.checkpointing.resume else None
     if newest is None:
+        if config.checkpointing.enabled and (aside := checkpoints.set_aside()):
+            tracker.note(f"checkpointing.resume is false; the checkpoints of an earlier run are now in {aside}")
         _set_aside(folder, tracker)
         state, last = None, -1
     else:
         state = checkpoints.load(newest, {"policy": learner})  # type: ignore[dict-item]
         last = state.step
-    tracker.resume(last if state is None else last - 1)
+    tracker.resume(last)
     store.resume(last)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_config(config))
     if state is not None:
         tracker.log(state.step, state.logged)
         tracker.note(f"continuing after step {state.step}, from {newest}")
+        if changed := _changed_settings(newest / "config.yaml", config):
+            tracker.note(f"other settings than those of the checkpoint: {', '.join(changed)}")
     return state
+
+
+def _changed_settings(path: Path, config: GrpoRunConfig) -> list[str]:
+    """``key: before -> now`` for every key in which a checkpoint's configuration differs from the one in force."""
+    try:
+        before = _flat(load_config(path, root=GrpoRunConfig, check=False).config.model_dump(mode="json"))
+    except ConfigError:
+        return [f"{path} cannot be compared"]
+    now = _flat(config.model_dump(mode="json"))
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _set_aside(folder: Path, tracker: Tracker) -> None:

@@ -38,10 +38,11 @@ def _component(
     alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
     if alias is None:
         raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
-    environment = _environment(alias, env.get(alias, EnvironmentConfig()))
+    environment = _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
     split = entry.split_validation_size
     source = DataSource(
         dataset_name=entry.dataset_name,
+        subset=entry.subset,
         split=entry.split,
         input_key=entry.input_key,
         output_key=entry.output_key,

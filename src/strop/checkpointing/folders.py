@@ -3,6 +3,7 @@
     step_170/
       config.yaml            the resolved configuration
       state.pt               step, stream (cursor, buffered groups), random states, metrics
+      files.json             what was saved, with sizes: a checkpoint that lost a file says so
       policy/weights/        a Hugging Face folder: from_pretrained loads it
       policy/optimizer.pt    optimizer and schedule
 
@@ -17,7 +18,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class CheckpointFolders:
         (draft / "config.yaml").write_text(self.config_text)
         torch.save({"state": state, "random": _random_states()}, draft / "state.pt")
         value = state.logged.get(self.metric) if self.metric else None
+        (draft / "files.json").write_text(json.dumps(_sizes(draft, ["state.pt", *learners]), indent=1))
         (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))
         _flush(draft)
         if target.exists():
@@ -80,17 +82,33 @@ class CheckpointFolders:
     def load(self, path: Path, learners: Mapping[str, Learner]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""
         try:
+            _check_sizes(path)
             saved = torch.load(path / "state.pt", weights_only=False)
+            state: RunState = saved["state"]
             for name, learner in learners.items():
                 learner.load(path / name)
-        except (FileNotFoundError, KeyError, RuntimeError, ValueError) as error:
+            _restore_random_states(saved["random"])
+        except Exception as error:  # every format has its own way of saying that a file is broken
+            reason = f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
-                f"{path} cannot be resumed from: {error}. Start afresh with another checkpointing.checkpoint_dir, or remove that folder "
+                f"{path} cannot be resumed from: {reason}. Start afresh with another checkpointing.checkpoint_dir, or remove that folder "
                 "to go back to the checkpoint before it"
             ) from error
-        _restore_random_states(saved["random"])
-        state: RunState = saved["state"]
         return state
+
+    def set_aside(self) -> Path | None:
+        """Move the checkpoints of an earlier run to ``previous_N/``, so that a new one does not mix with them. None: there are none."""
+        steps = self.steps()
+        if not steps:
+            return None
+        taken = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
+        target = self.folder / f"previous_{max(taken, default=0) + 1}"
+        target.mkdir()
+        for step in reversed(
+            steps
+        ):  # the newest first: a kill in between leaves nothing that could pass for the new run's newest
+            (self.folder / f"step_{step}").rename(target / f"step_{step}")
+        return target
 
     def _prune(self, newest: int) -> None:
         if self.keep_top_k is None:
@@ -115,6 +133,23 @@ class CheckpointFolders:
         if self.folder.is_dir():
             for path in self.folder.glob(".tmp_step_*"):
                 shutil.rmtree(path)
+
+
+def _sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
+    """Bytes by relative path, of files and of what lies in folders."""
+    paths = [path for part in parts for path in ((folder / part).rglob("*") if (folder / part).is_dir() else [folder / part])]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raises FileNotFoundError or ValueError for a file that is missing or not as long as it was."""
+    saved: dict[str, int] = json.loads((folder / "files.json").read_text())
+    found = _sizes(folder, saved)
+    for name, size in saved.items():
+        if name not in found:
+            raise FileNotFoundError(f"{folder / name} is missing")
+        if found[name] != size:
+            raise ValueError(f"{folder / name} has {found[name]} bytes, and {size} were saved")
 
 
 def _remove(path: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from strop.environments.base import Environment, score
+from strop.environments.base import Environment, Scored, score
 from strop.generation.base import Generator
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
@@ -42,7 +41,6 @@ class EpisodeRules:
     max_length: int = 4096  # tokens of the whole conversation
     max_prompt_length: int | None = None  # tokens of the first prompt; None: whatever leaves room for one token
     scaling: RewardScaling | None = None
-    chat_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PromptTooLong(ValueError):
@@ -94,6 +92,7 @@ async def run_episode(
 ) -> Rollout:
     """One rollout with its rewards; never raises for what the environment does."""
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
+    scored: Scored | None = None
     try:
         async with environment.session(task):
             rollout = _start(rollout, environment.prompt(task), template, rules)
@@ -101,6 +100,10 @@ async def run_episode(
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
             scored = await score(environment, task, rollout)
+        if scored is None:
+            raise RuntimeError(
+                f"{type(environment).__name__}.session swallowed an exception; let it through, so that it is recorded"
+            )
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")

@@ -30,6 +30,18 @@ class StreamState:
     finished: tuple[Group, ...]  # finished, not trained on
 
 
+def renewed(state: StreamState, *, step: int, groups_per_step: int, max_staleness: int) -> StreamState:
+    """The state with those finished groups begun again that would be too old when their turn comes.
+
+    There are none unless settings changed between two starts of the run.
+    """
+    order = sorted([*state.unfinished, *(group.index for group in state.finished)])
+    turn = {index: step + place // groups_per_step for place, index in enumerate(order)}
+    fresh = tuple(group for group in state.finished if turn[group.index] - group.version <= max_staleness)
+    again = tuple(sorted({*order} - {group.index for group in fresh}))
+    return StreamState(next_index=state.next_index, unfinished=again, finished=fresh)
+
+
 class EndOfTasks(Exception):
     """The tasks of every epoch have been used."""
 
@@ -74,7 +86,7 @@ class RolloutStream:
 
     def _fill(self) -> None:
         """Begin a task in every free slot."""
-        while self._free and (self._again or self._size is None or self._next < self._size):
+        while self._free > 0 and (self._again or self._size is None or self._next < self._size):
             if self._again:
                 index = self._again.popleft()
             else:
@@ -103,10 +115,6 @@ class RolloutStream:
         self._free += count
         if self._ahead:
             self._fill()
-
-    def finished_ahead(self) -> int:
-        """Groups that wait, finished, for their turn."""
-        return len(self._restored) + sum(task.done() for task in self._pending.values())
 
     def state(self) -> StreamState:
         """The stream as it could be continued by another process."""

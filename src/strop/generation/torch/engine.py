@@ -80,7 +80,7 @@ class TorchEngine:
                 f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.runner.length}; raise "
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done))
         if self._loop is None:
             self._loop = asyncio.create_task(self._serve(), name="strop-torch-engine")

@@ -47,7 +47,7 @@ class FastLinears:
             else:
                 copy = weight.clone()
             self.copies[place : place + 1] = [copy]
-            module.forward = self._forward(copy, module.bias)  # type: ignore[method-assign]
+            module.forward = self._forward(copy, module.bias)  # type: ignore[method-assign, assignment]
 
     def switch_off(self) -> None:
         """Give the modules back to the learner."""

@@ -1,0 +1,712 @@
+"""GRPO by TRL and by Strop, step by step in alternation on one CPU: the same model, prompts, reward, optimizer, dtype and threads.
+
+    pip install 'strop[bench]'        python benchmarks/grpo_vs_trl.py --steps 5 --dtype both --json results.json
+
+Each side lives in a process of its own, so that their memory can be told apart and neither's threads or patches touch the other. This
+process holds the baton: one side computes while the other waits at a step boundary. Pairs of steps go A B, B A, A B, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from common import (
+    SIDES,
+    Laps,
+    ModelShape,
+    Profile,
+    Ready,
+    Result,
+    Settings,
+    Side,
+    StepRecord,
+    as_json,
+    memory,
+    order,
+    padded_pairs,
+    report,
+    reset_peak_memory,
+    tree_pairs,
+)
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ENVIRONMENT = "arithmetic"
+Command = Literal["step", "profile", "finish"]
+
+
+@dataclass(frozen=True)
+class Failed:
+    reason: str
+
+
+# ---- the TRL side ------------------------------------------------------------------------------------------------------------
+
+
+def trl_configuration(settings: Settings) -> dict[str, Any]:
+    """TRL at its fastest on a CPU, and the same algorithm as Strop's; benchmarks/README.md gives the reason for each."""
+    rows = settings.prompts * settings.completions
+    parts = rows // settings.trl_rows
+    return {
+        # one optimizer step = one batch of generations, generated at once; nothing old, no reference
+        "per_device_train_batch_size": settings.trl_rows,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": parts,
+        "num_iterations": 1,
+        "num_generations": settings.completions,
+        "max_steps": settings.total_steps,
+        "shuffle_dataset": False,
+        # the algorithm
+        "beta": 0.0,
+        "loss_type": "dapo",  # the mean over all tokens of the step
+        "scale_rewards": "group",
+        "epsilon": 0.2,
+        "mask_truncated_completions": False,
+        "max_completion_length": settings.max_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "optim": "adamw_torch_fused",
+        "learning_rate": settings.learning_rate,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1e-8,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        # its fastest on a CPU
+        "use_cpu": True,
+        "bf16": settings.dtype == "bfloat16",
+        "gradient_checkpointing": False,
+        "use_vllm": False,
+        "use_transformers_continuous_batching": False,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "logging_nan_inf_filter": False,
+        "log_completions": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": settings.seed,
+        "output_dir": f"{settings.folder}/trl",
+    }
+
+
+def trl_side(settings: Settings, baton: Connection) -> None:
+    """Train with GRPOTrainer, handing the baton back after every optimizer step."""
+    import torch
+    from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from strop.environments.answers import last_number
+    from strop.models.loading import load_model, load_tokenizer
+
+    torch.set_num_threads(settings.threads)
+    tasks = training_rows(settings)
+    laps = Laps()
+    last: dict[str, Any] = {}
+
+    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            with laps("generate"):
+                return super()._generate_single_turn(*args, **kwargs)
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            with laps("generation"):
+                found = super()._generate_and_score_completions(inputs)
+            last.update(found)
+            return found
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with laps("training_step"):
+                return super().training_step(*args, **kwargs)
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        found = [float(last_number(text[0]["content"]) == int(wanted)) for text, wanted in zip(completions, answer, strict=True)]
+        last["reward"] = sum(found) / len(found)
+        return found
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            baton.send(ready)
+            baton.recv()
+            laps.start()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            baton.send(record(state.global_step))
+            if state.global_step < settings.total_steps:
+                baton.recv()
+                laps.start()
+
+    def record(step: int) -> StepRecord:
+        seconds, spent = laps.stop()
+        rows, length = last["completion_ids"].shape[0], last["prompt_ids"].shape[1] + last["completion_ids"].shape[1]
+        backward = spent["training_step"] - spent["generation"]
+        ended = laps.since("training_step")
+        return StepRecord(
+            side="trl",
+            step=step,
+            seconds=seconds,
+            generation=spent["generation"],
+            training=backward + ended,
+            phases={
+                "generate": spent["generate"],
+                "tokenize, score": spent["generation"] - spent["generate"],
+                "forward, backward": backward,
+                "clip, optimizer": ended,
+            },
+            prompt_tokens=int(last["prompt_mask"].sum(1)[:: settings.completions].sum()),
+            sampled_tokens=int(last["completion_mask"].sum()),
+            tokens_read=rows * length,
+            head_rows=rows * (length - 1),  # without Triton its output layer is applied to prompts and padding too
+            attention_pairs=padded_pairs(rows, length),
+            reward=last["reward"],
+            peak_memory=memory(),
+        )
+
+    model = load_model(settings.model)
+    if settings.trl_bf16_weights:
+        model = model.to(torch.bfloat16)
+    configuration = trl_configuration(settings)
+    trainer = TimedTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**configuration),
+        train_dataset=Dataset.from_list(tasks),
+        processing_class=load_tokenizer(settings.model),
+        callbacks=[Turns()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    first, *_ = trainer._tokenize_prompts([row["prompt"] for row in tasks[: settings.prompts]])
+    ready = Ready(memory("VmRSS"), [list(ids) for ids in first], sorted(trainer.eos_token_ids), configuration)
+    reset_peak_memory()
+    trainer.train()
+    baton.recv()
+    trainer.model.float().save_pretrained(f"{settings.folder}/trained_trl")
+    load_tokenizer(settings.model).save_pretrained(f"{settings.folder}/trained_trl")
+    baton.send(None)
+
+
+# ---- the Strop side ----------------------------------------------------------------------------------------------------------
+
+
+def strop_config(settings: Settings, model: str) -> Any:
+    """The run as a user would configure it; metrics.jsonl and the parquet of every rollout stay on."""
+    from strop.config import GrpoRunConfig, load_config
+
+    overrides = [
+        f"policy.model_name={model}",
+        "policy.device=cpu",
+        f"policy.precision={settings.dtype}",
+        f"policy.num_threads={settings.threads}",
+        f"policy.max_total_sequence_length={settings.max_tokens + 192}",
+        f"policy.sequence_packing.train_mb_tokens={settings.prompts * (192 + settings.completions * settings.max_tokens)}",
+        f"policy.optimizer.kwargs={{lr: {settings.learning_rate!r}, weight_decay: 0.0, betas: [0.9, 0.999], eps: 1.0e-8}}",
+        "policy.max_grad_norm=1.0",
+        f"policy.generation.max_new_tokens={settings.max_tokens}",
+        f"grpo.num_prompts_per_step={settings.prompts}",
+        f"grpo.num_generations_per_prompt={settings.completions}",
+        f"grpo.max_num_steps={settings.total_steps + settings.profile}",
+        "grpo.max_num_epochs=null",
+        "grpo.val_period=0",
+        f"grpo.seed={settings.seed}",
+        "loss_fn.reference_policy_kl_penalty=0.0",
+        "checkpointing.enabled=false",
+        f"logger.log_dir={settings.folder}/strop",
+        "logger.console=none",
+        f"data.train={{env_name: {ENVIRONMENT}}}",
+        f"data.validation={{env_name: {ENVIRONMENT}, size: 1000, seed: 7}}",
+        f"env={{{ENVIRONMENT}: {{}}}}",
+    ]
+    return load_config(None, overrides, root=GrpoRunConfig).config
+
+
+def training_rows(settings: Settings) -> list[dict[str, Any]]:
+    """The prompts of Strop's stream, in its order, as rows for TRL."""
+    from strop.assembly.tasks import training_tasks
+
+    config = strop_config(settings, settings.model)
+    source = training_tasks(
+        config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
+    )
+    found = (source.at(index) for index in range(settings.prompts * settings.total_steps))
+    return [
+        {"prompt": [message.as_dict() for message in environment.prompt(task)], "answer": task.answer}
+        for _, environment, task in found
+    ]
+
+
+def strop_side(settings: Settings, baton: Connection) -> None:
+    """Train with Strop's own loop, handing the baton back whenever a step has been logged."""
+    from strop.assembly.grpo import build_run, make_tracker
+    from strop.generation.torch.engine import TorchEngine
+    from strop.loop import Run, train
+    from strop.rollouts.template import ChatTemplate
+    from strop.tracking.base import Silent
+    from strop.types import Batch, Group, Message
+
+    config = strop_config(settings, settings.model)
+    laps = Laps()
+    groups: list[Group] = []
+    batches: list[Batch] = []
+    profilers: dict[str, Any] = {}
+
+    class Stream:
+        """Remembers what was sampled."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        async def next(self) -> Group:
+            group: Group = await self.inner.next()
+            groups.append(group)
+            return group
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    class Learner:
+        """Times the learner from outside."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        async def forward_backward(self, batch: Batch, loss: Any) -> Any:
+            batches.append(batch)
+            with laps("forward, backward"), profiling("training"):
+                return await self.inner.forward_backward(batch, loss)
+
+        async def step(self) -> Any:
+            with laps("clip, optimizer"):
+                return await self.inner.step()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    class Weights:
+        """Generation ends where the learner takes over."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        async def lend_to_learner(self) -> None:
+            await self.inner.lend_to_learner()
+            if "generation" in profilers:
+                profilers["generation"].stop()
+
+        async def publish(self, version: int) -> Any:
+            return await self.inner.publish(version)
+
+    class Turns(Silent):
+        """The last thing a step does is to log."""
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            tracker.log(step, metrics)
+            if profilers:
+                baton.send(Profile({phase: own_seconds(profiler) for phase, profiler in profilers.items()}))
+                return
+            baton.send(record(step, metrics))
+            if step < settings.total_steps + settings.profile:
+                take_turn(baton.recv())
+
+    def take_turn(command: Command) -> None:
+        groups.clear()
+        batches.clear()
+        if command == "profile":
+            profilers["generation"] = start_profiler()
+        laps.start()
+
+    @contextmanager
+    def profiling(phase: str) -> Iterator[None]:
+        if profilers:
+            profilers[phase] = start_profiler()
+        yield
+        if profilers:
+            profilers[phase].stop()
+
+    def record(step: int, metrics: Mapping[str, float]) -> StepRecord:
+        seconds, spent = laps.stop()
+        timing = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("timing/train/")}
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        publishing = timing["weight_sync"] + timing["drain"]
+        return StepRecord(
+            side="strop",
+            step=step,
+            seconds=seconds,
+            generation=timing["generation"] + publishing,
+            training=timing["logprobs"] + timing["policy_training"],
+            phases={
+                "generate, score": timing["generation"],
+                "weights to the engine": publishing,
+                **spent,
+                "batch metrics": timing["policy_training"] - sum(spent.values()),
+            },
+            prompt_tokens=sum(len(group.rollouts[0].prompt) for group in groups),
+            sampled_tokens=sum(rollout.sampled_tokens for rollout in rollouts),
+            tokens_read=sum(len(batch.tokens) for batch in batches),
+            head_rows=sum(len(batch.target) for batch in batches),
+            attention_pairs=sum(tree_pairs(batch.segment_length.tolist(), batch.segment_parent.tolist()) for batch in batches),
+            reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            peak_memory=memory(),
+        )
+
+    async def run_all(run: Run, generator: TorchEngine) -> None:
+        await train(run)
+        await run.stream.close()
+        await generator.close()
+
+    tracker = make_tracker(config)
+    run, generator = build_run(config, Turns())
+    run.stream, run.weights = Stream(run.stream), Weights(run.weights)  # type: ignore[assignment]
+    learner = run.learners["policy"]
+    run.learners = {"policy": Learner(learner)}  # type: ignore[dict-item]
+    assert isinstance(generator, TorchEngine)
+    template = ChatTemplate(generator.tokenizer)
+    asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
+    prompts = [template.prompt(messages) for messages in asked]
+    baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), config.model_dump(mode="json")))
+    baton.recv()
+    reset_peak_memory()
+    laps.start()
+    asyncio.run(run_all(run, generator))
+    tracker.close()
+    baton.recv()
+    learner.network.model.save_pretrained(f"{settings.folder}/trained_strop")  # type: ignore[attr-defined]
+    generator.tokenizer.save_pretrained(f"{settings.folder}/trained_strop")
+    baton.send(None)
+
+
+def start_profiler() -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    profiler.start()
+    return profiler
+
+
+def own_seconds(profiler: Any) -> dict[str, float]:
+    return {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages() if event.self_cpu_time_total}
+
+
+# ---- in processes of their own: preparing, evaluating, measuring the machine ---------------------------------------------------
+
+
+def prepare_model(name: str, folder: str) -> None:
+    """The model as a folder with float32 safetensors, for both sides."""
+    from strop.models.loading import load_model, load_tokenizer
+
+    load_model(name).save_pretrained(folder)
+    load_tokenizer(name).save_pretrained(folder)
+
+
+def model_shape(folder: str) -> ModelShape:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        intermediate=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
+    """Mean reward on held-out sums at temperature 1, by Strop's engine for everyone, and its standard error over tasks."""
+    from strop.assembly.grpo import episode_rules
+    from strop.assembly.roles import load_training_policy, make_engine
+    from strop.assembly.tasks import validation_tasks
+    from strop.evaluation import Evaluator
+    from strop.sampling import Sampling
+
+    config = strop_config(settings, model)
+    policy = load_training_policy(config.policy)
+    source = validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
+    assert source is not None
+
+    async def evaluate() -> list[float]:
+        engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
+        engine.resume(0)
+        evaluator = Evaluator(
+            source=source,
+            size=tasks,
+            samples=samples,
+            generator=engine,
+            template=policy.template,
+            sampling=Sampling(**config.policy.generation.sampling_options()),
+            rules=episode_rules(config),
+            seed=settings.seed,
+        )
+        await evaluator.evaluate(0)
+        await engine.close()
+        return [float(group.rewards.mean()) for group in evaluator.last]
+
+    means = asyncio.run(evaluate())
+    mean = sum(means) / len(means)
+    variance = sum((value - mean) ** 2 for value in means) / max(len(means) - 1, 1)
+    return mean, (variance / len(means)) ** 0.5
+
+
+def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: int) -> dict[str, float]:
+    """GFLOP/s of plain matrix products in the run's dtype: 2048 x 2048 x 2048, and every product of a training step at its own shape."""
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+    def product(m: int, k: int, n: int, *, left: bool = False, right: bool = False) -> float:
+        """Seconds of [m, k] @ [k, n]; ``left``, ``right``: that operand lies transposed in memory, as it does in training."""
+        a = torch.randn(k, m, dtype=torch.float32).to(dtype).t() if left else torch.randn(m, k).to(dtype)
+        b = torch.randn(n, k, dtype=torch.float32).to(dtype).t() if right else torch.randn(k, n).to(dtype)
+        a @ b
+        found = []
+        for _ in range(5):
+            started = time.perf_counter()
+            a @ b
+            found.append(time.perf_counter() - started)
+        return min(found)
+
+    def linear(rows: int, width: int, out: int, forwards: int = 1) -> tuple[float, float]:
+        """(operations, seconds) of x @ W^T (``forwards`` times), gradient to x, gradient to W."""
+        seconds = (
+            forwards * product(rows, width, out, right=True) + product(rows, out, width) + product(out, rows, width, left=True)
+        )
+        return (4 + 2.0 * forwards) * rows * width * out, seconds
+
+    square = 2 * 2048**3 / product(2048, 2048, 2048) / 1e9
+    layers = [linear(tokens, width, out) for width, out in shape.linears]
+    layer_flops, layer_seconds = (shape.layers * sum(column) for column in zip(*layers, strict=True))
+    head_flops, head_seconds = 0.0, 0.0
+    for start in range(0, predicted, 1024):
+        flops, seconds = linear(min(1024, predicted - start), shape.hidden, shape.vocabulary, forwards=2)
+        head_flops, head_seconds = head_flops + flops, head_seconds + seconds
+    return {
+        "2048 x 2048 x 2048": square,
+        "layers, training shapes": layer_flops / layer_seconds / 1e9,
+        "output layer, training shapes": head_flops / head_seconds / 1e9,
+        "whole step, training shapes": (layer_flops + head_flops) / (layer_seconds + head_seconds) / 1e9,
+    }
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, from a process that is gone afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+# ---- the baton -----------------------------------------------------------------------------------------------------------------
+
+
+def play(side: Side, settings: Settings, baton: Connection) -> None:
+    """A side in its process: what it raises reaches the one who holds the baton."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    try:
+        (trl_side if side == "trl" else strop_side)(settings, baton)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        baton.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+class SideFailed(RuntimeError):
+    """One side cannot go on."""
+
+
+class Player:
+    """One side as seen from the holder of the baton."""
+
+    def __init__(self, side: Side, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.side = side
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=play, args=(side, settings, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, kind: type[Any]) -> Any:
+        try:
+            message = self.connection.recv()
+        except EOFError:
+            raise SideFailed(f"the {self.side} side ended without a word (out of memory?)") from None
+        if isinstance(message, Failed):
+            raise SideFailed(f"the {self.side} side failed: {message.reason}")
+        assert isinstance(message, kind), message
+        return message
+
+    def turn(self, command: Command, kind: type[Any]) -> Any:
+        self.connection.send(command)
+        return self.hear(kind)
+
+
+def compare(settings: Settings, *, tasks: int, samples: int) -> Result:
+    """Alternate the two sides; then see how good each became, and how fast the machine is."""
+    players = {side: Player(side, settings) for side in SIDES[:1]}
+    ready = {side: player.hear(Ready) for side, player in players.items()}
+    players["strop"] = Player("strop", settings)  # one loads after the other
+    ready["strop"] = players["strop"].hear(Ready)
+    for name in ("prompts", "stop_ids"):
+        if getattr(ready["trl"], name) != getattr(ready["strop"], name):
+            raise SideFailed(
+                f"the sides differ in their {name}: {getattr(ready['trl'], name)} and {getattr(ready['strop'], name)}"
+            )
+    records: dict[Side, list[StepRecord]] = {side: [] for side in SIDES}
+    for pair in range(settings.total_steps):
+        for side in order(pair):
+            record: StepRecord = players[side].turn("step", StepRecord)
+            show(record, warm=pair < settings.warmup)
+            if pair >= settings.warmup:
+                records[side].append(record)
+    profile: Profile | None = players["strop"].turn("profile", Profile) if settings.profile else None
+    for player in players.values():
+        player.turn("finish", type(None))
+        player.process.join()
+    shape: ModelShape = elsewhere(model_shape, settings.model)
+    typical = sorted(records["strop"], key=lambda record: record.tokens_read)[len(records["strop"]) // 2]
+    rates: dict[str, float] = elsewhere(matrix_rates, settings, shape, typical.tokens_read, typical.head_rows)
+    models = {"before": settings.model, **{side: f"{settings.folder}/trained_{side}" for side in SIDES}}
+    held_out = (
+        {name: elsewhere(held_out_reward, settings, model, tasks, samples) for name, model in models.items()} if tasks else {}
+    )
+    return Result(settings=settings, ready=ready, records=records, rates=rates, shape=shape, held_out=held_out, profile=profile)
+
+
+def show(record: StepRecord, *, warm: bool) -> None:
+    times = f"{record.seconds:7.2f} s  generation {record.generation:6.2f}  training {record.training:6.2f}"
+    rest = f"sampled {record.sampled_tokens}  reward {record.reward:.3f}{'  (warm-up)' if warm else ''}"
+    print(f"  step {record.step:2} {record.side:5} {times}  {rest}", flush=True)
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="a hub name or a folder (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts a step (default: %(default)s)")
+    parser.add_argument("--completions", type=int, default=8, help="completions of each prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest completion, tokens (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], default="both", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW, constant (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="default: %(default)s")
+    parser.add_argument(
+        "--held-out", type=int, default=100, help="held-out sums for the reward afterwards; 0: none (default: %(default)s)"
+    )
+    parser.add_argument("--samples", type=int, default=4, help="completions of each held-out sum (default: %(default)s)")
+    parser.add_argument("--trl-rows", type=int, help="rows of TRL's micro-batches, accumulated to a step; default: all at once")
+    parser.add_argument(
+        "--trl-bf16-weights",
+        action="store_true",
+        help="give TRL bfloat16 weights: faster, and small updates round to nothing; with bfloat16",
+    )
+    parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything measured to this file")
+    options = parser.parse_args(arguments)
+    rows = options.prompts * options.completions
+    if options.warmup < 1 or options.steps < 1:
+        parser.error("--steps and --warmup must be at least 1: a first step pays for compiling kernels and filling caches")
+    if options.completions < 2:
+        parser.error("--completions must be at least 2: a group of one has no baseline")
+    if options.trl_rows is not None and (options.trl_rows < 1 or rows % options.trl_rows):
+        parser.error(f"--trl-rows must divide the {rows} completions of a step")
+    if options.trl_bf16_weights and options.dtype != "bfloat16":
+        parser.error("--trl-bf16-weights goes with --dtype bfloat16")
+    return options
+
+
+def settings_of(options: argparse.Namespace, dtype: str, model: str, folder: str) -> Settings:
+    return Settings(
+        model=model,
+        folder=folder,
+        dtype=dtype,
+        threads=options.threads,
+        prompts=options.prompts,
+        completions=options.completions,
+        max_tokens=options.max_tokens,
+        warmup=options.warmup,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        trl_rows=options.trl_rows or options.prompts * options.completions,
+        trl_bf16_weights=options.trl_bf16_weights,
+        profile=options.profile,
+    )
+
+
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(options.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    try:
+        found = versions()
+    except metadata.PackageNotFoundError as error:
+        print(f"error: {error.name} is not installed; pip install 'strop[bench]'", file=sys.stderr)
+        return 1
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
+        + ", ".join(f"{a} {b}" for a, b in found.items())
+    )
+    results = []
+    with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
+        elsewhere(prepare_model, options.model, f"{folder}/model")
+        for dtype in ("float32", "bfloat16") if options.dtype == "both" else (options.dtype,):
+            settings = settings_of(options, dtype, f"{folder}/model", f"{folder}/{dtype}")
+            Path(settings.folder).mkdir()
+            print(f"\n{options.model}, {dtype}, {settings.threads} threads")
+            print(f"{settings.prompts} prompts x {settings.completions} completions of at most {settings.max_tokens} tokens")
+            try:
+                result = compare(settings, tasks=options.held_out, samples=options.samples)
+            except SideFailed as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+            results.append(replace(result, settings=replace(settings, model=options.model)))
+            print("\n" + report(results[-1]), flush=True)
+    if options.json is not None:
+        content = {
+            "versions": found,
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+            "results": [as_json(result) for result in results],
+        }
+        options.json.write_text(json.dumps(content, indent=1))
+        print(f"\neverything measured is in {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
