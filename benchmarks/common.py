@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import resource
 import time
@@ -34,6 +35,7 @@ class StepRecord:
     attention_pairs: int  # (query, key) pairs of one head and layer in training
     reward: float  # mean over the step's completions
     peak_memory: float  # of the process so far, since its model was loaded
+    foreign: float  # cores that were busy with other processes meanwhile: a shared machine measures somebody else too
 
     @property
     def distinct_tokens(self) -> int:
@@ -200,6 +202,15 @@ def memory(key: str = "VmHWM") -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def machine_seconds() -> float:
+    """Seconds that all cores together have been busy since the machine started; 0 where the system does not say."""
+    try:
+        user, nice, system, _idle, _wait, irq, softirq, steal = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except (OSError, ValueError):
+        return 0.0
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
 class Laps:
     """Seconds of one turn, and of named parts of it."""
 
@@ -209,6 +220,7 @@ class Laps:
     def start(self) -> None:
         self.parts: dict[str, float] = {}
         self.ends: dict[str, float] = {}
+        self.busy = machine_seconds() - time.process_time()
         self.started = time.perf_counter()
 
     @contextmanager
@@ -221,6 +233,10 @@ class Laps:
     def stop(self) -> tuple[float, dict[str, float]]:
         self.stopped = time.perf_counter()
         return self.stopped - self.started, self.parts
+
+    def foreign(self) -> float:
+        """Cores that other processes kept busy during the turn."""
+        return max(0.0, machine_seconds() - time.process_time() - self.busy) / (self.stopped - self.started)
 
     def since(self, part: str) -> float:
         """Between the end of a part and the end of the turn."""
@@ -308,12 +324,22 @@ MEASURES: tuple[tuple[str, Callable[[StepRecord], float]], ...] = (
 def measures(result: Result) -> str:
     rows = [[name, *(str(spread(map(measure, result.records[side]))) for side in SIDES)] for name, measure in MEASURES]
     peaks = {side: max(record.peak_memory for record in result.records[side]) for side in SIDES}
+    rows.append(
+        ["cores busy with other processes", *(str(spread(record.foreign for record in result.records[side])) for side in SIDES)]
+    )
     rows.append(["peak memory, MiB", *(f"{peaks[side]:.0f}" for side in SIDES)])
     rows.append(["  of it over the loaded model, MiB", *(f"{peaks[side] - result.ready[side].resident:.0f}" for side in SIDES)])
-    return f"Per step, median (min to max) of {result.settings.steps}:\n" + table(["", "TRL", "Strop"], rows)
+    text = f"Per step, median (min to max) of {result.settings.steps}:\n" + table(["", "TRL", "Strop"], rows)
+    disturbed = max(record.foreign for side in SIDES for record in result.records[side])
+    if disturbed > DISTURBED:
+        text += (
+            f"\nNOT A QUIET MACHINE: other processes used up to {disturbed:.1f} cores during a step; measure again without them."
+        )
+    return text
 
 
 TIMES = MEASURES[:3]
+DISTURBED = 0.2  # cores
 
 
 def ratio_spreads(result: Result) -> dict[str, dict[str, Spread]]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import (
+    DISTURBED,
     SIDES,
     Laps,
     ModelShape,
@@ -114,7 +115,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
     from strop.environments.answers import last_number
     from strop.models.loading import load_model, load_tokenizer
@@ -124,10 +125,10 @@ def trl_side(settings: Settings, baton: Connection) -> None:
     laps = Laps()
     last: dict[str, Any] = {}
 
-    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+    class TimedTrainer(GRPOTrainer):
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
             with laps("generate"):
-                return super()._generate_single_turn(*args, **kwargs)
+                return super()._generate_single_turn(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             with laps("generation"):
@@ -137,7 +138,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             with laps("training_step"):
-                return super().training_step(*args, **kwargs)
+                return super().training_step(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         found = [float(last_number(text[0]["content"]) == int(wanted)) for text, wanted in zip(completions, answer, strict=True)]
@@ -180,6 +181,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
             attention_pairs=padded_pairs(rows, length),
             reward=last["reward"],
             peak_memory=memory(),
+            foreign=laps.foreign(),
         )
 
     model = load_model(settings.model)
@@ -200,8 +202,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
     reset_peak_memory()
     trainer.train()
     baton.recv()
-    trainer.model.float().save_pretrained(f"{settings.folder}/trained_trl")
-    load_tokenizer(settings.model).save_pretrained(f"{settings.folder}/trained_trl")
+    save(trainer.model.float(), load_tokenizer(settings.model), f"{settings.folder}/trained_trl")
     baton.send(None)
 
 
@@ -366,6 +367,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             attention_pairs=sum(tree_pairs(batch.segment_length.tolist(), batch.segment_parent.tolist()) for batch in batches),
             reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
             peak_memory=memory(),
+            foreign=laps.foreign(),
         )
 
     async def run_all(run: Run, generator: TorchEngine) -> None:
@@ -375,9 +377,8 @@ def strop_side(settings: Settings, baton: Connection) -> None:
 
     tracker = make_tracker(config)
     run, generator = build_run(config, Turns())
-    run.stream, run.weights = Stream(run.stream), Weights(run.weights)  # type: ignore[assignment]
-    learner = run.learners["policy"]
-    run.learners = {"policy": Learner(learner)}  # type: ignore[dict-item]
+    run.stream, run.weights = Stream(run.stream), Weights(run.weights)
+    run.learners = {"policy": Learner(run.learners["policy"])}
     assert isinstance(generator, TorchEngine)
     template = ChatTemplate(generator.tokenizer)
     asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
@@ -389,8 +390,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     asyncio.run(run_all(run, generator))
     tracker.close()
     baton.recv()
-    learner.network.model.save_pretrained(f"{settings.folder}/trained_strop")  # type: ignore[attr-defined]
-    generator.tokenizer.save_pretrained(f"{settings.folder}/trained_strop")
+    save(generator.runner.network.model, generator.tokenizer, f"{settings.folder}/trained_strop")  # type: ignore[attr-defined]
     baton.send(None)
 
 
@@ -413,8 +413,15 @@ def prepare_model(name: str, folder: str) -> None:
     """The model as a folder with float32 safetensors, for both sides."""
     from strop.models.loading import load_model, load_tokenizer
 
-    load_model(name).save_pretrained(folder)
-    load_tokenizer(name).save_pretrained(folder)
+    save(load_model(name), load_tokenizer(name), folder)
+
+
+def save(model: Any, tokenizer: Any, folder: str) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def model_shape(folder: str) -> ModelShape:
@@ -600,6 +607,7 @@ def compare(settings: Settings, *, tasks: int, samples: int) -> Result:
 def show(record: StepRecord, *, warm: bool) -> None:
     times = f"{record.seconds:7.2f} s  generation {record.generation:6.2f}  training {record.training:6.2f}"
     rest = f"sampled {record.sampled_tokens}  reward {record.reward:.3f}{'  (warm-up)' if warm else ''}"
+    rest += f"  (others: {record.foreign:.1f} cores)" if record.foreign > DISTURBED else ""
     print(f"  step {record.step:2} {record.side:5} {times}  {rest}", flush=True)
 
 
@@ -671,7 +679,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    os.environ["KINETO_LOG_LEVEL"] = "5"
     try:
         found = versions()
     except metadata.PackageNotFoundError as error:

@@ -2,6 +2,7 @@
 
 Takes the same overrides, such as grpo.seed=2. Every set of overrides has its own log and checkpoint folders, so the same command
 continues a run that was interrupted or shows again one that is over, and another command trains another model.
+checkpointing.resume=false trains a model anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from strop.tracking.jsonl import FILE_NAME, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
+SAME_RUN = ("checkpointing.resume", "logger.console")  # settings that do not make another run
 SHOWN = 4  # tasks shown before and after; the first ones, not chosen
 LONGEST = 60  # characters of a folder's name
 ENDS = 5  # steps averaged at both ends of the run
@@ -37,24 +39,24 @@ def main(arguments: Sequence[str]) -> int:
     status = strop(command)
     if status == 0:
         print(summary(Path(found.logger.log_dir)))
-        if before == last_step(Path(found.logger.log_dir)):
+        if found.checkpointing.resume and before == last_step(Path(found.logger.log_dir)):
             print(
-                "\nNothing was trained: this run was over before. To train it again, remove its folders:\n"
-                f"  rm -r {found.logger.log_dir} {found.checkpointing.checkpoint_dir}"
+                "\nNothing was trained: this run was over before. To train it again (what is there now is moved aside):\n"
+                f'  make quickstart ARGS="{" ".join([*arguments, "checkpointing.resume=false"])}"'
             )
     return status
 
 
 def with_own_folders(arguments: Sequence[str]) -> list[str]:
     """The overrides, and folders named after them unless they name folders themselves."""
-    own = "-".join(re.sub(r"[^\w.=+-]", "_", argument) for argument in arguments if not argument.startswith("-"))
+    named = {argument.lstrip("+").partition("=")[0]: argument for argument in arguments if not argument.startswith("-")}
+    own = "-".join(re.sub(r"[^\w.=+-]", "_", argument) for key, argument in named.items() if key not in SAME_RUN)
     if not own:
         return list(arguments)
     if len(own) > LONGEST:
         own = f"{own[:LONGEST]}-{zlib.crc32(own.encode()):08x}"
     usual = load_config(CONFIG, root=GrpoRunConfig, check=False).config
     folders = dict(zip(FOLDERS, (usual.logger.log_dir, usual.checkpointing.checkpoint_dir), strict=True))
-    named = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     return [*arguments, *(f"{key}={folder}-{own}" for key, folder in folders.items() if key not in named)]
 
 

@@ -44,25 +44,28 @@ class TaskResult:
     def correct(self) -> int:
         return sum(accuracy >= 1 for accuracy in self.accuracies)
 
-    @property
-    def consensus(self) -> float:
-        """The accuracy of the answer most samples gave; of two equally frequent ones the earlier. 0 where nobody answered."""
-        votes = Counter(answer for answer in self.answers if answer is not None)
+    def consensus(self, voters: int | None = None) -> float:
+        """The accuracy of the answer most samples gave, of the first ``voters`` or of all; of two equally frequent ones the earlier.
+
+        0 where nobody answered.
+        """
+        votes = Counter(answer for answer in self.answers[:voters] if answer is not None)
         if not votes:
             return 0.0
         return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
 
 
-def summarise(results: Sequence[TaskResult], ks: Sequence[int]) -> dict[str, float]:
-    """Means over tasks: accuracy (avg@n), pass@k for each k, cons@n where answers can be voted on."""
+def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
+    """Means over tasks: accuracy (avg@n), pass@k for each of ``ks``, cons@k for each of ``voters`` where answers can be voted on."""
     count, samples = len(results), len(results[0].accuracies)
     found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
-    if samples > 1:
+    if ks or voters:
         found[f"avg@{samples}"] = found["accuracy"]
-        for k in ks:
-            found[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
-        if any(answer is not None for result in results for answer in result.answers):
-            found[f"cons@{samples}"] = sum(result.consensus for result in results) / count
+    for k in ks:
+        found[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
+    if any(answer is not None for result in results for answer in result.answers):
+        for k in voters:
+            found[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
     return found
 
 
@@ -79,7 +82,9 @@ class Evaluator:
     rules: EpisodeRules
     seed: int
     folder: Path | None = None
-    ks: tuple[int, ...] | None = None  # None: the powers of two up to ``samples``
+    ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, where there are several
+    voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, where there are several
+    at_once: int | None = None  # tasks sampled at a time; None: all
     show: int = 0  # samples to print each time
     last: list[Group] = field(default_factory=list)  # what was sampled last, for whoever wants to show it
 
@@ -88,20 +93,23 @@ class Evaluator:
         started = time.perf_counter()
         if tracker is not None:
             tracker.progress(f"validating on {self.size} tasks")
-        groups = self.last = list(await asyncio.gather(*(self._group(index) for index in range(self.size))))
+        groups = self.last = await self._groups()
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
         results = [_result(group, environments[group.environment]) for group in groups]
-        ks = self.ks or tuple(1 << power for power in range(self.samples.bit_length()))
+        several = self.samples > 1
+        powers = tuple(1 << power for power in range(self.samples.bit_length())) if several else ()
+        ks = powers if self.ks is None else self.ks
+        voters = ((self.samples,) if several else ()) if self.voters is None else self.voters
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         found = {
-            **summarise(results, ks),
+            **summarise(results, ks, voters),
             "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
-            "mean_gen_tokens": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
+            "avg_length": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
             "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
             "errors": float(sum(rollout.error is not None for rollout in rollouts)),
         }
         for name in environments if len(environments) > 1 else ():
-            own = summarise([result for result in results if result.environment == name], ks)
+            own = summarise([result for result in results if result.environment == name], ks, voters)
             found |= {f"{name}/{key}": value for key, value in own.items()}
         if self.folder is not None:
             self._write(self.folder / f"step_{step:06d}.json", step, found, groups, results)
@@ -109,6 +117,14 @@ class Evaluator:
             self._print(tracker, groups, results)
         found["seconds"] = time.perf_counter() - started
         return {f"validation/{name}": value for name, value in found.items()}
+
+    async def _groups(self) -> list[Group]:
+        """Every task's samples, ``at_once`` tasks at a time."""
+        groups: list[Group] = []
+        for start in range(0, self.size, self.at_once or self.size):
+            part = range(start, min(start + (self.at_once or self.size), self.size))
+            groups += await asyncio.gather(*(self._group(index) for index in part))
+        return groups
 
     async def _group(self, index: int) -> Group:
         name, environment, task = self.source.at(index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -136,11 +136,9 @@ async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
         )
     run.tracker.note(f"the tasks are used up after step {run.step}: {left_over} groups left over are not trained on{dropped}")
     run.done = True
-    if not any(name.startswith("validation/") for name in run.logged):
-        validated = await validate_if_due(run)
-        run.logged = {**run.logged, **validated}
-    else:
-        validated = {}
+    known = any(name.startswith("validation/") for name in run.logged)
+    validated = {} if known else await validate_if_due(run)
+    run.logged = {**run.logged, **validated}
     if run.saved < run.step:
         save_if_due(run, begun)
     if validated:
@@ -182,11 +180,11 @@ def _stop_if_hopeless(run: Run, kept: int) -> None:
             f"{run.errors_in_a_row} groups in a row failed (grpo.max_errors_in_a_row); the last reasons:{_reasons(run)}"
         )
     if kept < options.groups_per_step and kept + len(run.dropped) >= options.max_groups_per_step:
-        rewards = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
+        mean = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
         raise TooManyDropped(
-            f"{kept + len(run.dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the filter; "
-            f"the mean reward of the dropped ones is {rewards:.3g}: if it is at the bottom the task is too hard or the reward broken, at the top "
-            "too easy. Change the task, or raise grpo.dynamic_sampling_max_gen_batches"
+            f"{kept + len(run.dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
+            f"filter; the mean reward of the dropped ones is {mean:.3g}: if it is at the bottom the task is too hard or the reward "
+            "broken, at the top too easy. Change the task, or raise grpo.dynamic_sampling_max_gen_batches"
         )
 
 
@@ -212,7 +210,8 @@ async def update(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
             steps += 1
             run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
             for name, loss in run.algorithm.losses().items():
-                result = await run.learners[name].forward_backward(part.batch, loss)
+                seen = replace(part.batch, idle=run.algorithm.idle(part.batch, name))
+                result = await run.learners[name].forward_backward(seen, loss)
                 prefix = "" if name == "policy" else f"{name}_"
                 measured = {**result.metrics, **await run.learners[name].step()}
                 logged.append({prefix + key: metrics.per_step(metric) for key, metric in measured.items()})
@@ -268,9 +267,8 @@ def reached(run: Run, logged: Mapping[str, float]) -> bool:
         return False
     kind = name.partition("/")[0] + "/"
     if name not in logged and any(other.startswith(kind) for other in logged):
-        raise ValueError(
-            f"grpo.stop_at_validation_metric: there is no metric {name}; there are {', '.join(sorted(n for n in logged if n.startswith(kind)))}"
-        )
+        there_are = ", ".join(sorted(other for other in logged if other.startswith(kind)))
+        raise ValueError(f"grpo.stop_at_validation_metric: there is no metric {name}; there are {there_are}")
     if name not in logged or logged[name] < value:
         return False
     run.tracker.note(f"{name} = {logged[name]:.4g} reached {value:g}: training ends")

@@ -212,6 +212,7 @@ class Batch:
     rewards: Tensor  # [S] float32
 
     totals: Totals
+    idle: Tensor | None = None  # [S] bool: rollouts whose loss has no gradient at all; they are read without one
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] float32
 
     def __post_init__(self) -> None:

@@ -99,6 +99,13 @@ class GRPO(Algorithm):
             difference = shared + logprobs - current
         return torch.exp(difference)
 
+    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+        """Without a KL term in the loss a token with advantage 0 has no gradient: groups that do not vary, mostly."""
+        if self.kl_penalty and not self.kl_in_reward:
+            return super().idle(batch, learner)
+        signal = torch.zeros(batch.num_sequences).index_add(0, batch.sequence, (batch.advantages * batch.mask).abs())
+        return signal == 0
+
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         ratio = self._ratio(outputs.logprobs, batch)
         objective = clipped_surrogate(ratio, batch.advantages, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)

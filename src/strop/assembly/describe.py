@@ -35,7 +35,8 @@ def _describe_evaluation(config: EvalRunConfig) -> str:
     generation = config.generation
     lines = [
         f"model       {generation.model_name} on {_where(generation.device, generation.num_threads)}, {_precision(generation.precision)}",
-        f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, at most {generation.max_new_tokens} new tokens",
+        f"sampling    {config.eval.num_tests_per_prompt} a task, temperature {generation.temperature:g}, "
+        f"at most {generation.max_new_tokens} new tokens",
         f"tasks       {_entry(config.data)}",
     ]
     return "\n".join([*lines, *_unused_gpus(config)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from strop.assembly.describe import describe
@@ -59,6 +60,8 @@ async def _run(config: EvalRunConfig) -> None:
         seed=config.eval.seed,
         folder=Path(config.eval.save_path) if config.eval.save_path else None,
         ks=_ks(config),
+        voters=tuple(sorted({config.eval.k_value, config.eval.num_tests_per_prompt})),
+        at_once=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
     )
     try:
         metrics = await evaluator.evaluate(0, open_console("auto"))
@@ -66,8 +69,21 @@ async def _run(config: EvalRunConfig) -> None:
         await engine.close()
     for name, value in metrics.items():
         print(f"{name:32} {value:.4f}")
+    print(_headline(config, metrics))
     if config.eval.save_path:
         print(f"every sample is in {config.eval.save_path}")
+
+
+def _headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
+    """The number that ``eval.metric`` asks for. Raises ValueError where answers cannot be voted on."""
+    k = config.eval.num_tests_per_prompt if config.eval.metric == "avg@n" else config.eval.k_value
+    name = f"{config.eval.metric[:-1]}{k}"
+    value = metrics.get(f"validation/{name}")
+    if value is None:
+        raise ValueError(
+            f"eval.metric: {config.eval.metric} needs answers to vote on, and the environment names none (answer_key)"
+        )
+    return f"{name} = {value:.4f}"
 
 
 def _ks(config: EvalRunConfig) -> tuple[int, ...]:

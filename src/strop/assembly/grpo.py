@@ -287,6 +287,7 @@ def _restore(
     (folder / "config.yaml").write_text(dump_config(config))
     if state is not None:
         tracker.log(state.step, state.logged)
+        assert newest is not None
         tracker.note(f"continuing after step {state.step}, from {newest}")
         if changed := _changed_settings(newest / "config.yaml", config):
             tracker.note(f"other settings than those of the checkpoint: {', '.join(changed)}")

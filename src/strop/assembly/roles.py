@@ -122,8 +122,7 @@ def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchE
     """The embedded engine on the policy's own module. Raises ValueError where its memory holds no sequence."""
     options = config.torch_cfg
     runner: Runner
-    if policy.network.packed or policy.network.fallback is None:
-        policy.network.model.set_attn_implementation("strop")
+    if policy.network.takes_plans():
         runner = CachedRunner(
             policy.network,
             memory_bytes=options.kv_cache_memory_gb * 2**30,

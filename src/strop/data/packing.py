@@ -167,29 +167,40 @@ def select(batch: Batch, sequences: Sequence[int]) -> Part:
         leaf=torch.tensor([renumbered[segment] for segment in batch.leaf[list(sequences)].tolist()]),
         group=group,
         rewards=batch.rewards[list(sequences)],
+        idle=None if batch.idle is None else batch.idle[list(sequences)],
         extras={name: column[index] for name, column in batch.extras.items()},
     )
     return Part(part, index)
 
 
-def micro_batches(batch: Batch, token_budget: int) -> list[Part]:
+def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False) -> list[Part]:
     """Cut a batch so that each part reads at most ``token_budget`` tokens, at group boundaries where a group fits.
 
     A group over the budget is cut between its rollouts, its prompt standing once in each part; a single rollout over the
-    budget is a part of its own. First fit, longest first: few parts, and the same ones every time.
+    budget is a part of its own. First fit, longest first: few parts, and the same ones every time. ``padded``: each rollout will be
+    a row as long as the longest, and counts as that. Groups that are idle do not share a part with others.
     """
     lengths = batch.segment_length.tolist()
     units = [unit for members in _members(batch) for unit in _cut(members, batch, lengths, token_budget)]
-    units.sort(key=lambda unit: -unit[1])
+    if padded:
+        longest = int(batch.positions.max()) + 1
+        units = [([sequence], longest) for sequence in range(batch.num_sequences)]
+    idle = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
+    parted = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
+    return [select(batch, sequences) for kind in parted for sequences in _first_fit(kind, token_budget)]
+
+
+def _first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
+    """Units of (rollouts, size) in bins of at most ``budget``, the largest first; the rollouts of each bin."""
     bins: list[tuple[list[int], int]] = []
-    for sequences, size in units:
+    for sequences, size in sorted(units, key=lambda unit: -unit[1]):
         for place, (held, used) in enumerate(bins):
-            if used + size <= token_budget:
+            if used + size <= budget:
                 bins[place] = (held + sequences, used + size)
                 break
         else:
             bins.append((sequences, size))
-    return [select(batch, sorted(sequences)) for sequences, _ in bins]
+    return [sorted(sequences) for sequences, _ in bins]
 
 
 def mini_batches(batch: Batch, count: int) -> list[Part]:

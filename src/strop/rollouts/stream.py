@@ -84,9 +84,14 @@ class RolloutStream:
         self._order: deque[int] = deque(sorted(self._restored))  # indices that hold a slot and were not handed out
         self._free -= len(self._restored)
 
+    @property
+    def _more(self) -> bool:
+        """Whether there is a task to begin."""
+        return bool(self._again) or self._size is None or self._next < self._size
+
     def _fill(self) -> None:
         """Begin a task in every free slot."""
-        while self._free > 0 and (self._again or self._size is None or self._next < self._size):
+        while self._free > 0 and self._more:
             if self._again:
                 index = self._again.popleft()
             else:
@@ -100,6 +105,8 @@ class RolloutStream:
         """The next group in order; waits for it to finish. Raises EndOfTasks."""
         self._fill()
         if not self._order:
+            if self._more:
+                raise RuntimeError("every slot is held by groups that were handed out; release some before asking for the next")
             raise EndOfTasks
         index = self._order[0]
         if index in self._restored:

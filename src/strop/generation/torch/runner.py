@@ -79,8 +79,8 @@ class CachedRunner:
         if self.slots < 1:
             needed = length * self.shape.bytes_per_token / 2**30
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, but one sequence of "
-                f"policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower the second"
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, "
+                f"but one sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower the second"
             )
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, length)
@@ -148,10 +148,12 @@ class CachedRunner:
 
     def activate(self) -> None:
         self.prefixes.clear()
+        self.network.use_planned_attention()
         self.linears.switch_on()
 
     def deactivate(self) -> None:
         self.linears.switch_off()
+        self.network.use_own_attention()
 
 
 def _complete(prefix: Prefix | None, tokens: tuple[int, ...]) -> bool:
@@ -220,8 +222,10 @@ class _Recorder:
 def cache_shape(network: Network) -> CacheShape:
     """The cache a model needs, read off one forward pass. Raises ValueError for layers that differ in shape."""
     recorder = _Recorder()
+    network.use_planned_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
+    network.use_own_attention()
     shapes = {shape[1:] for shape in recorder.seen}
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")

@@ -14,6 +14,7 @@ from strop import metrics
 from strop.algorithms.base import LossFn
 from strop.data.packing import Part, micro_batches
 from strop.metrics import Metrics
+from strop.models.loading import quiet
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.base import BackwardResult, Scores
@@ -59,7 +60,7 @@ class FrozenScorer:
 def score(network: Network, batch: Batch, sampling: Sampling, token_budget: int) -> Scores:
     """Log-probabilities and entropies [N] of a whole batch, micro-batch by micro-batch."""
     logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
-    for part in micro_batches(batch, token_budget):
+    for part in micro_batches(batch, token_budget, padded=not network.packed):
         outputs = network.outputs(part.batch, sampling)
         logprobs[part.index] = outputs.logprobs.float().cpu()
         entropy[part.index] = outputs.entropy.float().cpu()
@@ -88,17 +89,23 @@ class TorchLearner:
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
         logged: list[Metrics] = []
-        for part in micro_batches(batch, self.options.train_tokens):
+        for part in micro_batches(batch, self.options.train_tokens, padded=not self.network.packed):
             outputs_metrics, part_logprobs, part_entropy = self._backward(part, loss)
             logged.append(outputs_metrics)
             logprobs[part.index] = part_logprobs
             entropy[part.index] = part_entropy
+        if all(parameter.grad is None for parameter in self.parameters):
+            for parameter in self.parameters:  # all idle: a zero gradient still moves the optimizer's momentum
+                parameter.grad = torch.zeros_like(parameter)
         return BackwardResult(metrics=metrics.merge(*logged), scores=Scores(logprobs=logprobs, entropy=entropy))
 
     def _backward(self, part: Part, loss: LossFn) -> tuple[Metrics, Tensor, Tensor]:
-        outputs = self.network.outputs(part.batch, self.sampling)
-        value, logged = loss(outputs, _on(part.batch, self.network.device))
-        value.backward()
+        idle = part.batch.idle is not None and bool(part.batch.idle.all())
+        with torch.set_grad_enabled(not idle):
+            outputs = self.network.outputs(part.batch, self.sampling)
+            value, logged = loss(outputs, _on(part.batch, self.network.device))
+        if not idle:
+            value.backward()
         return logged, outputs.logprobs.detach().float().cpu(), outputs.entropy.detach().float().cpu()
 
     async def step(self) -> Metrics:
@@ -121,7 +128,8 @@ class TorchLearner:
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """``weights/`` as a Hugging Face folder, and ``optimizer.pt`` with the optimizer and the schedule."""
-        self.network.model.save_pretrained(folder / "weights")
+        with quiet():
+            self.network.model.save_pretrained(folder / "weights")
         if optimizer:
             state = {
                 "optimizer": self.optimizer.state_dict(),

@@ -1,0 +1,279 @@
+"""One attention function for training and generation, registered through Transformers' attention interface.
+
+A model whose attention implementation is ``strop`` hands the queries, keys and values of a flat row of tokens to the *plan* that
+its caller passed as ``model(..., plan=plan)``. The plan knows which tokens see which: ``TreePlan`` for packed training with
+shared prefixes, the plans of ``strop.generation.torch`` for a key-value cache. Models need no change, and learner and engine
+run the very same module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from strop.sampling import at_least_float32
+
+IMPLEMENTATION = "strop"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer asks of its attention, beyond who sees whom."""
+
+    layer: int
+    scale: float
+    window: int | None = None  # a token sees itself and the window - 1 positions before it
+    softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
+
+    def binding(self, span: int) -> AttentionSpec:
+        """The same spec without a window that ``span`` positions cannot reach."""
+        if self.window is None or span > self.window:
+            return self
+        return AttentionSpec(self.layer, self.scale, None, self.softcap)
+
+
+class AttentionPlan(Protocol):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """query [T, heads, D], key and value [T, kv_heads, D] of one flat row -> [T, heads, D]."""
+        ...
+
+
+def strop_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    plan: AttentionPlan | None = None,
+    **unsupported: Any,
+) -> tuple[Tensor, None]:
+    """The function Transformers calls: [1, heads, T, D] in, [1, T, heads, D] out."""
+    if plan is None:
+        raise RuntimeError(
+            "attention implementation 'strop' needs a plan: call the model with plan=..., or set another implementation"
+        )
+    if dropout:
+        raise ValueError(
+            f"attention dropout is {dropout}: packed attention has none; set attention_dropout to 0 in hf_config_overrides"
+        )
+    if unsupported.get("s_aux") is not None:
+        raise ValueError("attention sinks are not supported by packed attention")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    spec = AttentionSpec(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # rotary embeddings leave float32 behind
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    return plan.attend(query, key, value, spec).unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, strop_attention)
+
+
+# Scores up to this many elements are computed by plain products where that is faster than the fused kernel.
+PLAIN_SCORES = 1 << 25
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec, *, causal: bool = False
+) -> Tensor:
+    """Attention [B, heads, Lq, D] x [B, kv_heads, Lk, D] -> [B, heads, Lq, D]; a boolean mask is True where a key is seen."""
+    if spec.softcap is None and not _plain_is_faster(query, key):
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped)
+    if causal:
+        mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
+    return _plain_attention(query, key, value, mask, spec)
+
+
+def _plain_is_faster(query: Tensor, key: Tensor) -> bool:
+    """The CPU's fused kernel takes 2 to 5 times as long as plain products in bfloat16, most of all for one query a row."""
+    on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return on_cpu and query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= PLAIN_SCORES
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    batch, heads, queries, size = query.shape
+    kv_heads = key.shape[1]
+    rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # the heads that share a key, one after another
+    scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, heads // kv_heads, queries, -1)
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask.unsqueeze(1)), float("-inf"))
+    weights = at_least_float32(scores).softmax(-1).to(value.dtype)
+    return (weights.view(batch, kv_heads, -1, key.shape[2]) @ value).view(batch, heads, queries, size)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool for queries that are the last of the keys' positions, within ``window`` positions."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+@dataclass(frozen=True, eq=False)
+class Siblings:
+    """Segments that continue the same parent, padded to a common length: one attention call for all of them."""
+
+    count: int
+    longest: int
+    place: Tensor | None  # [tokens] int64: where each token stands among the padded [count * longest]; None: nothing is padded
+    prefix: tuple[tuple[int, int, int], ...]  # the tokens all of them see, in order: (family, first, last + 1) of each ancestor
+
+    @property
+    def prefix_length(self) -> int:
+        return sum(last - first for _, first, last in self.prefix)
+
+
+class TreePlan:
+    """Who sees whom in a forest of segments: a token sees its own segment causally and its ancestors whole.
+
+    A token's position is its distance from the root, so sliding windows follow from positions. Work is that of the real tokens
+    plus padding to the longest of siblings; a shared prefix is projected and stored once.
+    """
+
+    def __init__(self, segment_start: Tensor, segment_length: Tensor, segment_parent: Tensor, device: torch.device) -> None:
+        starts, lengths, parents = (column.tolist() for column in (segment_start, segment_length, segment_parent))
+        members: dict[int, list[int]] = {}
+        for segment, parent in enumerate(parents):
+            if lengths[segment]:
+                members.setdefault(parent, []).append(segment)
+        places = {  # segment -> (family, first, last + 1) among the family's tokens
+            segment: (
+                family,
+                sum(lengths[other] for other in segments[:place]),
+                sum(lengths[other] for other in segments[: place + 1]),
+            )
+            for family, segments in enumerate(members.values())
+            for place, segment in enumerate(segments)
+        }
+        self.families = [
+            _siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, places), device)
+            for parent, segments in members.items()
+        ]
+        self.sizes = [sum(lengths[segment] for segment in segments) for segments in members.values()]
+        ordered = [segment for segments in members.values() for segment in segments]
+        order = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in ordered])
+        in_order = torch.equal(order, torch.arange(len(order)))
+        self.order = None if in_order else order.to(device)  # the row with each family's tokens together
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def _mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+        shape = (queries, keys, window)
+        if shape not in self._masks:
+            self._masks[shape] = causal_mask(*shape, device)
+        return self._masks[shape]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if self.order is not None:
+            query, key, value = (_move(tensor, self.order, None) for tensor in (query, key, value))
+        queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
+        outputs = [
+            self._attend_family(
+                family, queries[place], (keys[place], _prefix(family, keys)), (values[place], _prefix(family, values)), spec
+            )
+            for place, family in enumerate(self.families)
+        ]
+        output: Tensor = torch.cat(outputs)
+        if self.order is not None:
+            output = _move(output, None, self.order)
+        return output
+
+    def _attend_family(
+        self,
+        family: Siblings,
+        query: Tensor,
+        key: tuple[Tensor, Tensor | None],
+        value: tuple[Tensor, Tensor | None],
+        spec: AttentionSpec,
+    ) -> Tensor:
+        span = family.prefix_length + family.longest
+        spec = spec.binding(span)
+        keys, values = (_with_prefix(_padded(own, family), prefix) for own, prefix in (key, value))
+        causal = not family.prefix and spec.window is None
+        mask = None if causal else self._mask(family.longest, span, spec.window, query.device)
+        output = masked_attention(_padded(query, family), keys, values, mask, spec, causal=causal)
+        flat = output.transpose(1, 2).flatten(0, 1)
+        return flat if family.place is None else _move(flat, family.place, None)
+
+
+def _siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> Siblings:
+    longest = max(lengths)
+    real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
+    place = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
+    return Siblings(len(lengths), longest, place, prefix)
+
+
+def _ancestors(segment: int, parents: list[int], places: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """The places of a segment and its ancestors, from the root down; empty segments have none."""
+    path: list[tuple[int, int, int]] = []
+    while segment != -1:
+        if segment in places:
+            path.insert(0, places[segment])
+        segment = parents[segment]
+    return tuple(path)
+
+
+def _prefix(family: Siblings, pieces: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
+    found = [pieces[index][first:last] for index, first, last in family.prefix]
+    return found[0] if len(found) == 1 else torch.cat(found) if found else None
+
+
+def _padded(flat: Any, family: Siblings) -> Tensor:
+    """[tokens, heads, D] -> [count, heads, longest, D], zeros where there is no token."""
+    if family.place is not None:
+        flat = _move(flat, None, family.place, family.count * family.longest)
+    padded: Tensor = flat.unflatten(0, (family.count, family.longest))
+    return padded.transpose(1, 2)
+
+
+def _with_prefix(own: Tensor, prefix: Tensor | None) -> Tensor:
+    """[C, heads, L, D] after [P, heads, D], which is the same for all C -> [C, heads, P + L, D]."""
+    if prefix is None:
+        return own
+    return torch.cat([prefix.transpose(0, 1).expand(len(own), -1, -1, -1), own], dim=2)
+
+
+class _Place(torch.autograd.Function):
+    """Move rows: take ``source`` of them, or put them at ``target`` of ``size`` rows of zeros. Indices do not repeat.
+
+    The backward pass is the other of the two: a plain copy, where that of ``index_select`` must add.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
+        ctx.source, ctx.target, ctx.size = source, target, len(rows)
+        return _take(rows, source) if source is not None else _put(rows, target, size or len(rows))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        moved = _put(grad, ctx.source, ctx.size) if ctx.source is not None else _take(grad, ctx.target)
+        return moved, None, None, None
+
+
+def _move(rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
+    apply: Any = _Place.apply
+    moved: Tensor = apply(rows, source, target, size)
+    return moved
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.index_select(0, index)
+
+
+def _put(rows: Tensor, index: Tensor | None, size: int) -> Tensor:
+    assert index is not None
+    return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, index, rows)

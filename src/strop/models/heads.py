@@ -1,0 +1,138 @@
+"""The log-probabilities of given tokens from hidden states, without ever holding [N, vocabulary] in float32.
+
+The output layer is applied to a chunk of rows at a time. The backward pass computes a chunk's logits again instead of keeping
+them: for a vocabulary of 150,000 that trades 1.2 MB of memory per token and pass for one more product with the output layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strop.algorithms.base import TokenOutputs
+from strop.sampling import Sampling, at_least_float32, filtered_logits
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer and what its family does to logits."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None = None  # final_logit_softcapping, Gemma 2 and 3
+    divisor: float = 1.0  # logits_scaling, Granite
+    multiplier: float = 1.0  # logit_scale, Cohere
+
+    @property
+    def linear(self) -> bool:
+        return self.softcap is None and self.divisor == 1.0 and self.multiplier == 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [.., H] -> [.., V]
+        return self.transform(nn.functional.linear(hidden, self.weight, self.bias))
+
+    def transform(self, logits: Tensor) -> Tensor:
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def head_of(model: nn.Module) -> Head:
+    """The head of a Hugging Face causal LM, by the names its configuration uses. Raises ValueError where there is none."""
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output layer (found {type(layer).__name__})")
+    config: Any = model.config
+    config = getattr(config, "text_config", None) or config
+    return Head(
+        weight=layer.weight,
+        bias=layer.bias,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        divisor=float(getattr(config, "logits_scaling", None) or 1.0),
+        multiplier=float(getattr(config, "logit_scale", None) or 1.0),
+    )
+
+
+def token_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int) -> TokenOutputs:
+    """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
+
+    ``chunk`` rows of float32 logits are held at once. Both outputs are differentiable; a gradient that is not asked for costs nothing.
+    """
+    pieces = [
+        _chunk_logprobs(rows, wanted, head, sampling)
+        for rows, wanted in zip(hidden.split(chunk), target.split(chunk), strict=True)
+    ]
+    logprobs, entropies = (torch.cat(column) for column in zip(*pieces, strict=True))
+    return TokenOutputs(logprobs, entropies)
+
+
+def _chunk_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    if head.linear and not sampling.filtered:
+        apply: Any = _ChunkLogprobs.apply
+        logprobs, entropy = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
+        return logprobs, entropy
+    if torch.is_grad_enabled():
+        result: tuple[Tensor, Tensor] = checkpoint(_autograd_logprobs, hidden, target, head, sampling, use_reentrant=False)
+        return result
+    return _autograd_logprobs(hidden, target, head, sampling)
+
+
+def _autograd_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The same by autograd alone, for every head and filter."""
+    logs = filtered_logits(head.logits(hidden), sampling, target).log_softmax(-1)
+    entropy = -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
+    return logs.gather(1, target[:, None]).squeeze(1), entropy
+
+
+class _ChunkLogprobs(torch.autograd.Function):
+    """log softmax(W h / temperature)[target] and its entropy for one chunk of rows; the backward pass recomputes the logits.
+
+    With p = softmax(logits): d logprob / d logits = onehot(target) - p, and d entropy / d logits = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        ctx.temperature = temperature
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.set_materialize_grads(False)
+        with torch.autocast(device, enabled=False):
+            logs = _logits(hidden, weight, bias, ctx.dtype, temperature).log_softmax(-1)
+            logprobs = logs.gather(1, target[:, None]).squeeze(1)
+            entropy = -torch.bmm(logs.exp()[:, None], logs[:, :, None]).flatten()
+        ctx.save_for_backward(hidden, weight, bias, target, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, target, entropy = ctx.saved_tensors
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = _logits(hidden, weight, bias, ctx.dtype, ctx.temperature)
+            slope = logits.softmax(-1)
+            if grad_entropy is not None:
+                through_entropy = -grad_entropy[:, None] * slope * (logits.log_softmax(-1) + entropy[:, None])
+            if grad is None:
+                slope.zero_()
+            else:
+                slope.mul_(-grad[:, None]).scatter_add_(1, target[:, None], grad[:, None])
+            if grad_entropy is not None:
+                slope += through_entropy
+            slope = (slope.div_(ctx.temperature) if ctx.temperature != 1.0 else slope).to(ctx.dtype)
+            to_hidden = (slope @ weight.to(ctx.dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+            to_weight = (slope.t() @ hidden.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            to_bias = slope.sum(0).to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        return to_hidden, to_weight, to_bias, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float) -> Tensor:
+    logits = at_least_float32(nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)))
+    return logits.div_(temperature) if temperature != 1.0 else logits

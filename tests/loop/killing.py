@@ -1,0 +1,96 @@
+"""Where a run dies: SIGKILL to itself at the n-th call of something, at once, with nothing flushed and no handler run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# What dies -> the function that is called there.
+POINTS = {
+    "at a flush to disk": "os:fsync",
+    "at a rename": "pathlib:Path.rename",
+    "at a file's replacement": "os:replace",
+    "while removing a folder": "os:unlink",
+    "at a file of the checkpoint": "torch:save",
+    "at the log": "strop.tracking.jsonl:JsonlTracker.log",
+    "at the stored rollouts": "strop.tracking.rollouts:RolloutStore.write",
+    "at pruning": "strop.checkpointing.folders:CheckpointFolders._prune",
+    "at a save": "strop.checkpointing.folders:CheckpointFolders.save",
+    "at the optimizer step": "strop.training.torch.learner:TorchLearner.step",
+    "in the backward pass": "strop.training.torch.learner:TorchLearner._backward",
+    "at a validation": "strop.evaluation:Evaluator.evaluate",
+    "while generating": "strop.generation.torch.runner:CachedRunner.decode",
+    "at a publish": "strop.weights.shared:SharedWeights.publish",
+}
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+@dataclass(frozen=True)
+class Kill:
+    """``when``: before or after the n-th call, or in the middle of the write that it would make."""
+
+    point: str
+    nth: int
+    when: Literal["before", "after"] = "before"
+
+    def __call__(self) -> None:
+        module, _, path = POINTS[self.point].partition(":")
+        owner: Any = importlib.import_module(module)
+        *owners, name = path.split(".")
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, self._around(getattr(owner, name)))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        @functools.wraps(function)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.nth and self.when == "before":
+                die()
+            result = function(*arguments, **options)
+            if calls == self.nth:
+                die()
+            return result
+
+        return wrapped
+
+    def __str__(self) -> str:
+        return f"{self.when} call {self.nth} {self.point}"
+
+
+@dataclass(frozen=True)
+class HalfALine:
+    """Dies in the middle of writing the n-th line of metrics.jsonl."""
+
+    nth: int
+
+    def __call__(self) -> None:
+        from strop.tracking.jsonl import JsonlTracker
+
+        write, calls = JsonlTracker._append, 0
+
+        def half(tracker: JsonlTracker, line: str) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == self.nth:
+                with tracker.path.open("a") as file:
+                    file.write(line[: len(line) // 2])
+                die()
+            write(tracker, line)
+
+        JsonlTracker._append = half  # type: ignore[method-assign]
+
+    def __str__(self) -> str:
+        return f"in the middle of line {self.nth} of metrics.jsonl"

@@ -1,0 +1,141 @@
+"""Whole runs of the ``strop`` command on the tiny model, each in a process of its own.
+
+Importing torch and transformers takes longer than such a run. So a server imports them once and every run is a fork of it (Python's
+``forkserver``): a process of its own that can be killed, without the seconds of a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRELOAD = [
+    "strop.cli",
+    "strop.assembly",
+    "strop.tracking.plot",
+    "strop.environments.arithmetic",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_fast",
+    "safetensors.torch",
+    "pyarrow.parquet",
+]
+NOT_REPEATABLE = ("timing/", "performance/")  # and whatever counts seconds
+
+
+def tiny_config(model: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a run of seconds: six steps of four sums, eight rollouts each. ``changes`` are whole dotted keys, ``__`` for dots."""
+    settings: dict[str, Any] = {
+        "policy.model_name": str(model),
+        "policy.max_total_sequence_length": 64,
+        "policy.train_micro_batch_size": 4,
+        "policy.precision": "float32",
+        "policy.device": "cpu",
+        "policy.num_threads": 1,
+        "policy.optimizer.kwargs.lr": 0.003,
+        "policy.generation.max_new_tokens": 4,
+        "policy.generation.torch_cfg.kv_cache_memory_gb": 0.01,
+        "data.max_input_seq_length": 60,
+        "data.train.env_name": "arithmetic",
+        "data.validation.env_name": "arithmetic",
+        "data.validation.size": 8,
+        "env.arithmetic.max_operand": 3,
+        "env.arithmetic.wording": "{expression}=",
+        "grpo.num_prompts_per_step": 4,
+        "grpo.num_generations_per_prompt": 8,
+        "grpo.max_num_steps": 6,
+        "grpo.max_num_epochs": None,
+        "grpo.val_period": 1,
+        "checkpointing.checkpoint_dir": "results",
+        "checkpointing.metric_name": "val:accuracy",
+        "checkpointing.keep_top_k": 1,
+        "checkpointing.save_period": 2,
+        "logger.log_dir": "logs",
+        "logger.console": "none",
+    }
+    return {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}
+
+
+def overrides(settings: dict[str, Any]) -> list[str]:
+    """As they stand on a command line; ``...`` takes a setting away."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int  # of exit; minus the signal's number where one ended it
+    out: str
+    err: str
+
+
+@dataclass
+class Running:
+    """A run that was started; ``finish`` waits for it."""
+
+    process: Any
+    folder: Path
+
+    def finish(self, timeout: float = 120) -> Outcome:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"the run did not end within {timeout} s:\n{(self.folder / '.err').read_text()}")
+        return Outcome(self.process.exitcode, (self.folder / ".out").read_text(), (self.folder / ".err").read_text())
+
+
+def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
+    """``strop ARGUMENTS`` in ``folder``; ``before`` is called in its process first."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    folder.mkdir(parents=True, exist_ok=True)
+    process = context.Process(target=_main, args=(list(arguments), str(folder), before))
+    process.start()
+    return Running(process, folder)
+
+
+def strop(*arguments: str, folder: Path, before: Callable[[], None] | None = None, timeout: float = 120) -> Outcome:
+    return start(arguments, folder, before=before).finish(timeout)
+
+
+def grpo(model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
+    """``strop grpo`` with the tiny settings."""
+    return strop("grpo", *overrides(tiny_config(model, **changes)), folder=folder, before=before)
+
+
+def _main(arguments: list[str], folder: str, before: Callable[[], None] | None) -> None:
+    os.chdir(folder)
+    for descriptor, name in ((1, ".out"), (2, ".err")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    sys.argv = ["strop", *arguments]
+    if before is not None:
+        before()
+    from strop.cli import main
+
+    sys.exit(main(arguments))
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
+    """The lines of metrics.jsonl by step."""
+    from strop.tracking.jsonl import read_metrics
+
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [step for step, _ in lines] == sorted({step for step, _ in lines}), "a step stands once, in order"
+    return dict(lines)
+
+
+def repeatable(metrics: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Without what a clock measured."""
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(NOT_REPEATABLE) and "seconds" not in name}
+        for step, line in metrics.items()
+    }

@@ -1,0 +1,199 @@
+"""Law 6: a run can die anywhere. Killed and started again with the same command, it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from loop.killing import HalfALine, Kill
+from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
+
+from strop.tracking.rollouts import RolloutStore
+
+SIX = dict.fromkeys(range(7))  # step 0 is the validation before training
+CHANGES = {"grpo.val_at_start": True, "grpo.use_dynamic_sampling": True}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    outcome = grpo(tiny, folder, **CHANGES)
+    assert outcome.code == 0, outcome.err
+    metrics = metrics_of(folder / "logs")
+    assert metrics.keys() == SIX.keys()
+    assert len({line["train/loss"] for step, line in metrics.items() if step}) == 6, "there is something to compare"
+    assert any(line["train/groups_dropped"] for step, line in metrics.items() if step)
+    return folder
+
+
+def assert_same_run(folder: Path, wanted: Path) -> None:
+    """Every metric, every rollout, every validation sample, and weights and optimizer bit for bit."""
+    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
+    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
+    for path in sorted((wanted / "logs" / "validation").iterdir()):
+        assert json.loads((folder / "logs" / "validation" / path.name).read_text()) == json.loads(path.read_text())
+    checkpoints = sorted(path.name for path in (wanted / "results").iterdir())
+    assert sorted(path.name for path in (folder / "results").iterdir() if not path.name.startswith(".tmp")) == checkpoints
+    newest = Path("results") / "step_6" / "policy"
+    for name in ("weights/model.safetensors", "weights/tokenizer.json", "weights/config.json"):
+        assert (folder / newest / name).read_bytes() == (wanted / newest / name).read_bytes(), name
+    own, other = (torch.load(path / newest / "optimizer.pt") for path in (folder, wanted))
+    for index, state in other["optimizer"]["state"].items():
+        assert all(torch.equal(own["optimizer"]["state"][index][name], value) for name, value in state.items())
+    assert own["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+
+
+def test_a_run_is_repeated_bit_for_bit(tiny, tmp_path, uninterrupted):
+    assert grpo(tiny, tmp_path, **CHANGES).code == 0
+    assert_same_run(tmp_path, uninterrupted)
+
+
+# Each chain is one run: killed at the first point, started again, killed at the second, ... and then left alone.
+CHAINS = {
+    "inside a save": [
+        Kill("at a save", 1),
+        Kill("at a file of the checkpoint", 1),
+        Kill("at a file of the checkpoint", 2),
+        Kill("at a file of the checkpoint", 2, "after"),
+        Kill("at a save", 2),
+    ],
+    "around the rename": [
+        Kill("at a rename", 1),
+        Kill("at a rename", 1, "after"),
+        Kill("at pruning", 1),
+        Kill("at a rename", 2),
+    ],
+    "while pruning": [
+        Kill("while removing a folder", 1),
+        Kill("while removing a folder", 4, "after"),
+        Kill("at pruning", 1, "after"),
+    ],
+    "between save and log": [
+        Kill("at a save", 1, "after"),
+        Kill("at the log", 2),
+        Kill("at the log", 3),
+        HalfALine(2),
+    ],
+    "inside a step": [
+        Kill("in the backward pass", 3),
+        Kill("at the optimizer step", 3),
+        Kill("at the optimizer step", 2, "after"),
+        Kill("at a publish", 2),
+    ],
+    "between a step and its save": [
+        Kill("at the stored rollouts", 3),
+        Kill("at the stored rollouts", 2, "after"),
+        Kill("at a file's replacement", 5),
+        Kill("at a file's replacement", 4, "after"),
+        Kill("at a validation", 3),
+    ],
+    "before the first save": [
+        Kill("while generating", 1),
+        Kill("at the log", 1, "after"),
+        Kill("at the log", 2, "after"),
+        HalfALine(1),
+    ],
+    "at any flush": [Kill("at a flush to disk", n) for n in (1, 25, 14, 31)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_killed_run_ends_as_if_nothing_had_happened(chain, tiny, tmp_path, uninterrupted):
+    for kill in CHAINS[chain]:
+        outcome = grpo(tiny, tmp_path, before=kill, **CHANGES)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    outcome = grpo(tiny, tmp_path, **CHANGES)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tiny, tmp_path, uninterrupted):
+    draw, killed = random.Random(11), 0
+    arguments = ["grpo", *overrides(tiny_config(tiny, **CHANGES))]
+    while killed < 6:
+        running = start(arguments, tmp_path)
+        time.sleep(draw.uniform(0.15, 1.0))
+        running.process.kill()
+        if running.finish().code == 0:  # it was done before that
+            break
+        killed += 1
+    assert killed > 0
+    assert grpo(tiny, tmp_path, **CHANGES).code == 0
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_the_strop_command_itself_resumes_after_a_kill(tiny, tmp_path, uninterrupted):
+    """The same in fresh interpreters, as a user starts them."""
+    command = [sys.executable, "-m", "strop.cli", "grpo", *overrides(tiny_config(tiny, **CHANGES))]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "results" / "step_2").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "results" / "step_6").exists(), "it was killed in the middle"
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_that_is_done_stays_as_it_is(tiny, tmp_path, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    before = metrics_of(tmp_path / "logs")
+    outcome = grpo(tiny, tmp_path, **CHANGES, logger__console="plain")
+    assert outcome.code == 0 and "continuing after step 6" in outcome.out and "done after step 6" in outcome.out
+    assert metrics_of(tmp_path / "logs") == before, "also what a clock measured"
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_run_that_reached_its_metric_does_not_go_on_when_started_again(tiny, tmp_path):
+    changes = {"grpo.stop_at_validation_metric": "accuracy", "grpo.stop_at_validation_threshold": 0.0}
+    for _ in range(2):
+        assert grpo(tiny, tmp_path, **changes).code == 0
+        assert list(metrics_of(tmp_path / "logs")) == [1]
+
+
+def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny, tmp_path):
+    changes = {"data.train.size": 10, "grpo.max_num_steps": 5, "grpo.max_num_epochs": 1}
+    for _ in range(2):
+        outcome = grpo(tiny, tmp_path / "parts", **changes, logger__console="plain")
+        assert outcome.code == 0 and "used up after step 2: 2 groups left over" in outcome.out
+    changes["grpo.max_num_epochs"] = 2
+    outcome = grpo(tiny, tmp_path / "parts", **changes, logger__console="plain")
+    assert "other settings than those of the checkpoint: grpo.max_num_epochs: 1 -> 2" in outcome.out
+    assert grpo(tiny, tmp_path / "whole", **changes).code == 0
+    assert repeatable(metrics_of(tmp_path / "parts" / "logs")) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
+    assert list(metrics_of(tmp_path / "parts" / "logs")) == [1, 2, 3, 4, 5]
+
+
+def test_an_asynchronous_run_loses_no_group_and_trains_on_none_twice(tiny, tmp_path):
+    changes = {
+        "grpo.async_grpo.enabled": True,
+        "grpo.async_grpo.max_trajectory_age_steps": 1,
+        "grpo.max_num_steps": 8,
+        "grpo.val_period": 2,
+    }
+    buffered = 0
+    for kill in (Kill("at the log", 3), Kill("at the optimizer step", 3), Kill("at a save", 2, "after")):
+        assert grpo(tiny, tmp_path, before=kill, **changes).code == -signal.SIGKILL
+        newest = max((tmp_path / "results").glob("step_*"), key=lambda path: int(path.name[5:]))
+        buffered += len(torch.load(newest / "state.pt", weights_only=False)["state"].stream.finished)
+    assert grpo(tiny, tmp_path, **changes).code == 0
+    records = list(RolloutStore(tmp_path / "logs").read_all())
+    assert sorted({record.group for record in records}) == list(range(8 * 4))
+    identities = [(record.group, record.sample) for record in records]
+    assert len(identities) == len(set(identities)) == 8 * 4 * 8, "every rollout is trained on once"
+    for record in records:
+        assert record.step == record.group // 4 + 1
+        assert all(0 <= record.step - 1 - version <= 1 for version in record.versions)
+    assert buffered > 0, "finished groups were saved and used"

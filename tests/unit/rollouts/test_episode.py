@@ -1,0 +1,324 @@
+"""One rollout: turns in tokens, how it ends, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from loop.fakes import FakeGenerator, Request
+from loop.tiny import tiny_tokenizer
+
+from strop.data.source import DataSource
+from strop.environments.base import Environment, reward
+from strop.generation.base import Completion
+from strop.rollouts.episode import EpisodeRules, RewardScaling, run_episode, run_group
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.types import Ending, Message, Messages, Rollout, Task, assistant, user
+
+TOKENIZER = tiny_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER)
+END = TOKENIZER.eos_token_id
+TASK = Task(id="t", question="guess", answer="12")
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk(Environment[Task]):
+    """Answers each turn with the next of ``replies``; ``fails`` names the method that raises."""
+
+    replies: tuple[str, ...] = ()
+    fails: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def tasks(self, data: DataSource) -> Sequence[Task]:
+        return [TASK]
+
+    def _visit(self, name: str) -> None:
+        self.log.append(name)
+        if name == self.fails:
+            raise LookupError(f"{name} lost its notes")
+
+    def prompt(self, task: Task) -> Messages:
+        self._visit("prompt")
+        return (user(task.question),)
+
+    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+        self._visit("respond")
+        assert rollout.ending is None and not rollout.rewards
+        turn = len(rollout.policy_turns) - 1
+        return (user(self.replies[turn]),) if turn < len(self.replies) else None
+
+    def session(self, task: Task) -> Any:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[None]:
+            self._visit("enter")
+            try:
+                yield
+            finally:
+                self._visit("exit")
+
+        return opened()
+
+    @reward(weight=2.0)
+    def turns(self, task: Task, rollout: Rollout) -> int:
+        self._visit("reward")
+        return len(rollout.policy_turns)
+
+
+def says(*texts: str, end: bool = True):
+    """A generator that says one text a turn, each as single characters and an end token."""
+
+    def script(request: Request) -> tuple[list[int], bool]:
+        turn = request.prompt.count(TOKENIZER.convert_tokens_to_ids("<|im_start|>")) // 2 - 1
+        characters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in texts[turn]]
+        return [*characters, *([END] if end else [])], end
+
+    return FakeGenerator(TOKENIZER, script)
+
+
+def play(environment: Environment[Any], generator: Any, *, max_new_tokens: int = 20, seed: int = 3, **rules: Any) -> Rollout:
+    return asyncio.run(
+        run_episode(
+            environment,
+            TASK,
+            1,
+            seed,
+            generator=generator,
+            template=TEMPLATE,
+            sampling=Sampling(max_new_tokens=max_new_tokens),
+            rules=EpisodeRules(**{"max_length": 200, **rules}),
+        )
+    )
+
+
+def test_a_single_turn_is_a_prompt_and_what_the_generator_returned():
+    generator = says("12")
+    rollout = play(Talk(), generator)
+    assert rollout.prompt.tolist() == TEMPLATE.prompt((user("guess"),)) == generator.requests[0].prompt
+    (turn,) = rollout.turns
+    assert turn.sampled and turn.tokens.tolist() == [*TOKENIZER.convert_tokens_to_ids(["1", "2"]), END]
+    assert turn.logprobs.tolist() == [-1 / 8, -2 / 8, -3 / 8] and turn.versions.tolist() == [0, 0, 0]
+    assert rollout.ending == Ending.STOP and rollout.error is None
+    assert (rollout.reward, rollout.rewards) == (2.0, {"turns": 1.0})
+    assert rollout.messages == (user("guess"), assistant("12"))
+    assert (rollout.sample, rollout.seed, rollout.text) == (1, 3, "12")
+
+
+def test_several_turns_are_appended_as_tokens_and_never_tokenised_again():
+    generator = says("12", "34", "th")
+    rollout = play(Talk(replies=("no 12", "34?")), generator, max_turns=3)
+    assert [turn.author for turn in rollout.turns] == ["policy", "environment", "policy", "environment", "policy"]
+    sampled = [[*TOKENIZER.convert_tokens_to_ids(list(text)), END] for text in ("12", "34", "th")]
+    between = [TEMPLATE.observation((user(text),), [END]) for text in ("no 12", "34?")]
+    expected = [*rollout.prompt.tolist(), *sampled[0], *between[0], *sampled[1], *between[1], *sampled[2]]
+    assert rollout.tokens().tolist() == expected
+    assert rollout.tokens().tolist() != TEMPLATE.prompt(rollout.messages)[: len(expected)], "the text has other tokens"
+    for before, request in enumerate(generator.requests):
+        parts = [rollout.prompt, *(turn.tokens for turn in rollout.turns[: 2 * before])]
+        assert request.prompt == torch.cat(parts).tolist()
+    for turn in rollout.turns:
+        assert len(turn.logprobs) == len(turn.versions) == len(turn.tokens)
+        assert turn.sampled or (not turn.logprobs.any() and (turn.versions == -1).all())
+    assert [message.content for message in rollout.messages] == ["guess", "12", "no 12", "34", "34?", "th"]
+    assert rollout.ending == Ending.STOP and rollout.reward == 6.0
+    assert rollout.sampled_tokens == 9 and rollout.length == len(expected)
+
+
+def test_the_turns_of_a_conversation_share_a_session_and_have_seeds_of_their_own():
+    generator = says("1", "2")
+    play(Talk(replies=("no",)), generator, max_turns=3)
+    first, second = generator.requests
+    assert first.session == second.session != ""
+    assert first.seed != second.seed
+    alone = says("1")
+    play(Talk(), alone)
+    assert alone.requests[0].session == "", "a single turn caches nothing"
+
+
+def test_a_turn_of_the_maximum_length_ends_the_rollout_and_asks_nobody():
+    environment = Talk(replies=("no",))
+    rollout = play(environment, says("1234", end=False), max_new_tokens=2, max_turns=3)
+    assert rollout.ending == Ending.LENGTH and rollout.truncated
+    assert "respond" not in environment.log and rollout.rewards == {"turns": 1.0}
+
+
+def test_a_turn_that_fills_the_context_ends_the_rollout():
+    prompt = len(TEMPLATE.prompt((user("guess"),)))
+    generator = says("1234", end=False)
+    rollout = play(Talk(replies=("no",)), generator, max_length=prompt + 3, max_turns=3)
+    assert rollout.ending == Ending.CONTEXT and rollout.truncated and rollout.length == prompt + 3
+    assert generator.requests[0].sampling.max_new_tokens == 3
+
+
+def test_an_end_token_at_the_very_end_of_the_context_is_a_stop():
+    prompt = len(TEMPLATE.prompt((user("guess"),)))
+    rollout = play(Talk(), says("12"), max_length=prompt + 3)
+    assert rollout.ending == Ending.STOP
+
+
+@pytest.mark.parametrize(("room", "turns", "ending"), [(0, 1, Ending.CONTEXT), (1, 3, Ending.CONTEXT), (2, 3, Ending.STOP)])
+def test_an_observation_needs_room_for_a_turn_after_it(room, turns, ending):
+    before = len(TEMPLATE.prompt((user("guess"),))) + 2 + len(TEMPLATE.observation((user("no"),), [END]))
+    rollout = play(Talk(replies=("no",)), says("1", "2"), max_length=before + room, max_turns=2)
+    assert (len(rollout.turns), rollout.ending) == (turns, ending)
+    assert rollout.length <= before + room
+
+
+def test_an_observation_that_does_not_fit_is_not_appended():
+    before = len(TEMPLATE.prompt((user("guess"),))) + 2
+    rollout = play(Talk(replies=("a long observation",)), says("1"), max_length=before + 5, max_turns=2)
+    assert rollout.ending == Ending.CONTEXT and len(rollout.turns) == 1 and rollout.reward == 2.0
+
+
+def test_the_last_allowed_turn_ends_the_rollout_if_the_environment_would_go_on():
+    rollout = play(Talk(replies=("no", "no", "no")), says("1", "2", "3"), max_turns=2)
+    assert rollout.ending == Ending.TURNS and len(rollout.policy_turns) == 2 and len(rollout.turns) == 3
+
+
+def test_the_last_allowed_turn_is_a_stop_if_the_environment_has_no_more_to_say():
+    assert play(Talk(replies=("no",)), says("1", "2"), max_turns=2).ending == Ending.STOP
+
+
+@pytest.mark.parametrize(
+    ("method", "turns", "said"),
+    [
+        ("prompt", 0, "LookupError: prompt lost its notes"),
+        ("enter", 0, "LookupError: enter lost its notes"),
+        ("respond", 1, "LookupError: respond lost its notes"),
+        ("reward", 1, "RewardError: Talk.turns raised LookupError on task 't': reward lost its notes"),
+        ("exit", 1, "LookupError: exit lost its notes"),
+    ],
+)
+def test_whatever_the_environment_raises_is_recorded(method, turns, said):
+    environment = Talk(fails=method)
+    rollout = play(environment, says("1"))
+    assert rollout.ending == Ending.ERROR and rollout.error == said
+    assert len(rollout.turns) == turns and rollout.reward == 0 and rollout.rewards == {}
+    assert ("exit" in environment.log) == (method != "enter"), "an open session is closed"
+
+
+def test_a_session_that_swallows_an_exception_is_an_error_too():
+    @dataclass(frozen=True, kw_only=True)
+    class Quiet(Talk):
+        def session(self, task: Task) -> Any:
+            @asynccontextmanager
+            async def opened() -> AsyncIterator[None]:
+                with suppress(LookupError):
+                    yield
+
+            return opened()
+
+    rollout = play(Quiet(fails="respond"), says("1"))
+    assert rollout.ending == Ending.ERROR and "Quiet.session swallowed an exception" in str(rollout.error)
+
+
+def test_an_engine_that_raises_is_recorded():
+    class Broken(FakeGenerator):
+        async def generate(self, *_: Any, **__: Any) -> Completion:
+            raise RuntimeError("out of memory")
+
+    rollout = play(Talk(), Broken(TOKENIZER))
+    assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ERROR
+
+
+def test_a_response_that_is_no_list_of_messages_is_recorded():
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Talk):
+        async def respond(self, task: Task, rollout: Rollout) -> Any:
+            return Message("user", "not in a list")
+
+    rollout = play(Wrong(), says("1"), max_turns=2)
+    assert rollout.error is not None and rollout.error.startswith("TypeError")
+
+
+@pytest.mark.parametrize("rules", [{"max_prompt_length": 5}, {"max_length": 10}])
+def test_a_prompt_that_is_too_long_is_recorded_with_what_to_change(rules):
+    generator = says("1")
+    rollout = play(Talk(), generator, **rules)
+    length = len(TEMPLATE.prompt((user("guess"),)))
+    limit = 5 if "max_prompt_length" in rules else 9
+    assert rollout.error is not None
+    assert rollout.error.startswith(f"PromptTooLong: the prompt of task 't' has {length} tokens, and at most {limit} fit")
+    assert "data.max_input_seq_length" in rollout.error and not generator.requests
+
+
+def test_a_prompt_of_exactly_the_limit_fits():
+    length = len(TEMPLATE.prompt((user("guess"),)))
+    assert play(Talk(), says("1"), max_prompt_length=length).error is None
+    assert play(Talk(), says("1", end=False), max_length=length + 1).ending == Ending.CONTEXT
+
+
+def test_rewards_are_scaled_and_the_parts_are_not():
+    scaling = RewardScaling(source_min=0.0, source_max=4.0, target_min=-1.0, target_max=1.0)
+    rollout = play(Talk(), says("1"), scaling=scaling)
+    assert rollout.reward == 0.0 and rollout.rewards == {"turns": 1.0}
+
+
+@pytest.mark.parametrize(("given", "scaled"), [(-5.0, 10.0), (0.0, 10.0), (1.0, 12.5), (4.0, 20.0), (9.0, 20.0)])
+def test_scaling_clips_to_the_source_range(given, scaled):
+    assert RewardScaling(source_min=0.0, source_max=4.0, target_min=10.0, target_max=20.0)(given) == scaled
+
+
+def sample(seed: int, index: int, *, samples: int = 4, latencies: bool = False) -> list[list[int]]:
+    generator = FakeGenerator(TOKENIZER, latency=lambda seed: (seed % 7) / 1000 if latencies else 0.0)
+    group = asyncio.run(
+        run_group(
+            index,
+            "talk",
+            Talk(),
+            TASK,
+            samples=samples,
+            generator=generator,
+            template=TEMPLATE,
+            sampling=Sampling(max_new_tokens=9),
+            rules=EpisodeRules(max_length=100),
+            seed=seed,
+        )
+    )
+    assert [rollout.sample for rollout in group.rollouts] == list(range(samples)) and group.index == index
+    assert len({rollout.seed for rollout in group.rollouts}) == samples
+    return [rollout.tokens().tolist() for rollout in group.rollouts]
+
+
+def test_randomness_follows_identity_and_not_arrival():
+    assert sample(1, 5) == sample(1, 5) == sample(1, 5, latencies=True)
+    assert sample(1, 5) == sample(1, 5, samples=6)[:4]
+    assert sample(1, 5) != sample(2, 5)
+    assert sample(1, 5) != sample(1, 6)
+    assert len({tuple(tokens) for tokens in sample(1, 5, samples=12)}) > 6, "samples differ from each other"
+
+
+def test_a_group_has_the_version_it_was_begun_with():
+    generator = FakeGenerator(TOKENIZER, version=3)
+
+    def newer(request: Request) -> tuple[list[int], bool]:
+        generator.version = 4  # the weights change while the group runs
+        return [END], True
+
+    generator.script = newer
+    group = asyncio.run(
+        run_group(
+            0,
+            "talk",
+            Talk(),
+            TASK,
+            samples=2,
+            generator=generator,
+            template=TEMPLATE,
+            sampling=Sampling(),
+            rules=EpisodeRules(),
+            seed=0,
+        )
+    )
+    assert group.version == 3
+    assert [rollout.turns[0].versions.tolist() for rollout in group.rollouts] == [[4], [4]]

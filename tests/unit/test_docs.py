@@ -1,0 +1,234 @@
+"""What the README and the pages of docs/ say is there: paths, modules, links, commands, quoted code, examples."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.assembly.roles import make_algorithm
+from strop.config import EvalRunConfig, GrpoRunConfig, load_config
+from strop.data.packing import micro_batches, pack
+from strop.environments.base import Environment
+from strop.environments.registry import import_attribute
+from strop.types import Group, Rollout, Task, Turn
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FOLDERS = "src|examples|docs|tests|benchmarks|constraints|.ci"
+PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*[\w/]")
+MODULE = re.compile(r"strop(?:\.\w+)+")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SCRIPTS = {
+    "examples/run_grpo.py": (GrpoRunConfig, "examples/configs/grpo_math_1B.yaml"),
+    "examples/run_grpo_math.py": (GrpoRunConfig, "examples/configs/grpo_math_1B.yaml"),
+    "examples/run_eval.py": (EvalRunConfig, "examples/configs/evals/eval.yaml"),
+}
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+def named_examples() -> Iterator[tuple[Path, str, str]]:
+    """(page, file name, code) of every Python block whose first line is ``# name.py``."""
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            if found := re.match(r"# (\w+\.py)\n", block):
+                yield page, found[1], block
+
+
+def commands() -> Iterator[tuple[Path, list[str]]]:
+    """(page, words) of every ``strop`` and ``python examples/...`` line, continued lines joined."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["strop"] or (words[:1] == ["python"] and words[1:2] and words[1].startswith("examples/")):
+                    yield page, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_named_on_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text)) + " " + " ".join(blocks(page, "sh"))
+    missing = sorted({path for path in PATH.findall(quoted) if not (ROOT / path).exists()})
+    assert not missing, f"{name(page)} names {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_modules_and_attributes_named_on_a_page_exist(page: Path) -> None:
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    missing = [module for module in sorted(set(MODULE.findall(quoted))) if not resolves(module)]
+    assert not missing, f"{name(page)} names {missing}"
+
+
+def resolves(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[length:]:
+            if not hasattr(found, attribute):
+                return False
+            found = getattr(found, attribute)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    prose = BLOCK.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name(page)} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, f"{name(page)} links to {target}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_quoted_loop_is_the_loop() -> None:
+    source = (ROOT / "src/strop/loop.py").read_text()
+    train = next(node for node in ast.parse(source).body if isinstance(node, ast.AsyncFunctionDef) and node.name == "train")
+    assert train.end_lineno is not None
+    written = "\n".join(source.splitlines()[train.lineno - 1 : train.end_lineno])
+    quoted = [block for block in blocks(ROOT / "docs/architecture.md", "python") if "async def train" in block]
+    assert quoted == [written + "\n"], "copy train() of src/strop/loop.py into docs/architecture.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_checked_yaml_loads(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for number, block in enumerate(block for block in blocks(page, "yaml") if block.startswith("# checked\n")):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(re.sub(r"^defaults: ", f"defaults: {ROOT}/", block, flags=re.MULTILINE))
+        load_config(file, root=GrpoRunConfig)
+
+
+@pytest.mark.parametrize(("page", "words"), [pytest.param(*found, id=" ".join(found[1])[:80]) for found in commands()])
+def test_commands_name_configurations_that_load(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    if "..." in words or words[1] in ("plot", "config", "--help"):
+        return
+    root, config = SCRIPTS[words[1]] if words[0] == "python" else ({"grpo": GrpoRunConfig, "eval": EvalRunConfig}[words[1]], None)
+    rest = words[2:]
+    if "--config" in rest:
+        place = rest.index("--config")
+        config = rest[place + 1]
+        del rest[place : place + 2]
+    load_config(config, [word for word in rest if word != "--dry-run"], root=root)  # type: ignore[type-var]
+
+
+EXAMPLES = [pytest.param(*found, id=f"{found[0].stem}:{found[1]}") for found in named_examples()]
+
+
+@pytest.mark.parametrize(("page", "file", "code"), EXAMPLES)
+def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
+    """Each file can be imported, and what it defines is named by a configuration as ``file.py:Class``."""
+    path = tmp_path / file
+    path.write_text(code)
+    defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+    for kind in defined:
+        found = import_attribute(f"{path}:{kind}")
+        if issubclass(found, Algorithm):
+            trains_with(f"{path}:{kind}")
+        else:
+            assert issubclass(found, Environment) and found().tasks  # its page's own tests run it
+    if not defined:
+        assert import_attribute(f"{path}:__name__")
+
+
+def trains_with(algorithm: str) -> None:
+    """The configuration takes it, it gives credit, and its loss does not depend on how the batch is cut."""
+    overrides = ["policy.model_name=none", "data.train.env_name=arithmetic", "env.arithmetic={}", f"algorithm.name={algorithm}"]
+    made = make_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
+    group = Group(index=0, environment="arithmetic", version=0, rollouts=tuple(rollout(place) for place in range(4)))
+    batch = made.credit(pack([group], made))
+    assert float(batch.advantages.abs().max()) > 0
+    for column in made.requires:
+        batch = batch.with_extra(column, batch.sampler_logprobs.clone())
+
+    def loss_of(budget: int) -> float:
+        total = 0.0
+        for part in micro_batches(batch, budget):
+            logprobs = part.batch.sampler_logprobs.clone().requires_grad_()
+            loss, logged = made.loss(TokenOutputs(logprobs, torch.ones_like(logprobs)), part.batch)
+            loss.backward()
+            assert logprobs.grad is not None and logprobs.grad.abs().sum() > 0 and "loss" in logged
+            total += loss.item()
+        return total
+
+    assert loss_of(1) == pytest.approx(loss_of(10_000), abs=1e-6)
+
+
+def rollout(place: int) -> Rollout:
+    tokens = torch.arange(3 + place)
+    logprobs = -0.1 * torch.arange(1.0, 4.0 + place)
+    turn = Turn(author="policy", tokens=tokens, text="", logprobs=logprobs, versions=torch.zeros(3 + place, dtype=torch.int32))
+    prompt = torch.tensor([1, 2])
+    return Rollout(
+        task=Task(id="t"), sample=place, seed=place, messages=(), prompt=prompt, turns=(turn,), reward=float(place % 2)
+    )
+
+
+@pytest.fixture
+def quickstart() -> ModuleType:
+    return importlib.import_module(import_attribute(f"{ROOT / 'examples' / 'quickstart.py'}:__name__"))
+
+
+def test_the_quickstart_keeps_runs_with_other_settings_apart(quickstart: ModuleType) -> None:
+    assert quickstart.with_own_folders([]) == []
+    second = quickstart.with_own_folders(["grpo.seed=2"])
+    folders = ["logger.log_dir=logs/quickstart-grpo.seed=2", "checkpointing.checkpoint_dir=results/quickstart-grpo.seed=2"]
+    assert second == ["grpo.seed=2", *folders]
+    assert quickstart.with_own_folders(["grpo.seed=2", "checkpointing.resume=false"])[2:] == folders
+    assert quickstart.with_own_folders(["checkpointing.resume=false"]) == ["checkpointing.resume=false"]
+    named = quickstart.with_own_folders(["grpo.seed=2", "logger.log_dir=logs/mine"])
+    assert named == ["grpo.seed=2", "logger.log_dir=logs/mine", f"{folders[1]}-logger.log_dir=logs_mine"]
+    many = [f"grpo.{key}=1" for key in ("max_num_steps", "num_prompts_per_step", "num_generations_per_prompt", "seed")]
+    assert quickstart.with_own_folders(many)[4:] != quickstart.with_own_folders([*many[:3], "grpo.seed=2"])[4:]
+
+
+def test_the_quickstart_says_how_accuracy_and_answers_changed(quickstart: ModuleType, tmp_path: Path) -> None:
+    def report(step: int, completion: str, accuracy: float) -> None:
+        samples = [{"messages": [{"role": "user", "content": "What is 3 + 4?"}], "completion": completion, "accuracy": accuracy}]
+        found = {"step": step, "metrics": {"accuracy": accuracy}, "tasks": [{"task": "3 + 4", "answer": "7", "samples": samples}]}
+        (tmp_path / "validation" / f"step_{step:06d}.json").write_text(json.dumps(found))
+
+    (tmp_path / "validation").mkdir()
+    report(0, "3 + 4 = 8", 0.0)
+    report(2, "7", 1.0)
+    report(9, "of a run that went on longer", 0.0)
+    steps = [
+        {"step": 0, "validation/accuracy": 0.0},
+        {"step": 1, "train/reward": 0.25, "train/token_mult_prob_error": 1.002, "timing/train/total_step_time": 60.0},
+        {"step": 2, "train/reward": 0.75, "train/token_mult_prob_error": 1.001, "timing/train/total_step_time": 60.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    text = quickstart.summary(tmp_path)
+    assert re.search(r"before\s+step\s+0\s+accuracy 0\.000", text) and re.search(r"after\s+step\s+2\s+accuracy 1\.000", text)
+    assert "wrong  '3 + 4 = 8'" in text and "right  '7'" in text
+    assert "2 steps in 2.0 minutes" in text and "1.0020" in text
+    assert (tmp_path / "curves.png").exists() and str(tmp_path / "curves.png") in text

@@ -1,0 +1,22 @@
+"""Colocated in one process: nothing is sent, the generators are held while the learner works."""
+
+import asyncio
+
+from loop.fakes import FakeGenerator
+
+from strop.weights.shared import SharedWeights
+
+
+def test_every_generator_is_drained_and_resumed_with_the_new_version():
+    generators = [FakeGenerator(None), FakeGenerator(None)]
+    weights = SharedWeights(generators)
+
+    async def step():
+        await weights.lend_to_learner()
+        before = [list(generator.events) for generator in generators]
+        return before, await weights.publish(4)
+
+    before, found = asyncio.run(step())
+    assert before == [["drain"], ["drain"]]
+    assert [(generator.version, generator.events) for generator in generators] == [(4, ["drain", "resume 4"])] * 2
+    assert found["weight_publish_seconds"].value >= 0
