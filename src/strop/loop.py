@@ -107,11 +107,11 @@ async def train(run: Run) -> None:
             learner_logprobs, trained = await update(run, batch)
         run.step += 1
         with clock("weight_sync"):
-            await run.weights.publish(run.step)
+            synced = await run.weights.publish(run.step)
         run.stream.release(len(groups))
         with clock("storing"):
             run.rollouts.write(run.step, records_of_step(run, groups, batch, learner_logprobs))
-        run.logged = {**logged, **trained}
+        run.logged = {**logged, **trained, **metrics.values(synced)}
         run.done = reached(run, run.logged)
         with clock("validation"):
             validated = await validate_if_due(run)

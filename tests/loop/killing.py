@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 # What dies -> the function that is called there.
@@ -15,7 +16,6 @@ POINTS = {
     "at a flush to disk": "os:fsync",
     "at a rename": "pathlib:Path.rename",
     "at a file's replacement": "os:replace",
-    "while removing a folder": "os:unlink",
     "at a file of the checkpoint": "torch:save",
     "at the log": "strop.tracking.jsonl:JsonlTracker.log",
     "at the stored rollouts": "strop.tracking.rollouts:RolloutStore.write",
@@ -94,3 +94,30 @@ class HalfALine:
 
     def __str__(self) -> str:
         return f"in the middle of line {self.nth} of metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class HalfAFolder:
+    """Dies with half of the files gone, when a folder is removed for the n-th time."""
+
+    nth: int
+
+    def __call__(self) -> None:
+        import shutil
+
+        remove, calls = shutil.rmtree, 0
+
+        def half(folder: Path) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == self.nth:
+                files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+                for path in files[: len(files) // 2]:
+                    path.unlink()
+                die()
+            remove(folder)
+
+        shutil.rmtree = half  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return f"in the middle of removing folder {self.nth}"

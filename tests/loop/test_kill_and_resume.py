@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop.killing import HalfALine, Kill
+from loop.killing import HalfAFolder, HalfALine, Kill
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
 
 from strop.tracking.rollouts import RolloutStore
@@ -72,9 +72,9 @@ CHAINS = {
         Kill("at a rename", 2),
     ],
     "while pruning": [
-        Kill("while removing a folder", 1),
-        Kill("while removing a folder", 4, "after"),
-        Kill("at pruning", 1, "after"),
+        HalfAFolder(1),
+        HalfAFolder(1),  # now while it removes what the first one left
+        HalfAFolder(2),
     ],
     "between save and log": [
         Kill("at a save", 1, "after"),

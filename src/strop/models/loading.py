@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
         if not hasattr(config, key):
             raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
         setattr(config, key, value)
-    with quiet():
+    with quiet(), _silent_stderr() if gguf else nullcontext():  # its dequantiser has a bar that nothing turns off
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _forget_quantization(model)
@@ -117,6 +119,12 @@ def _forget_quantization(model: Any) -> None:
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    with redirect_stderr(io.StringIO()):
+        yield
 
 
 class quiet:

@@ -24,4 +24,4 @@ class SharedWeights:
         started = time.perf_counter()
         for generator in self.generators:
             generator.resume(version)
-        return {"weight_publish_seconds": metrics.total(time.perf_counter() - started)}
+        return {"weights/publish_seconds": metrics.total(time.perf_counter() - started)}

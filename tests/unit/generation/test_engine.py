@@ -408,8 +408,8 @@ def test_a_session_may_ask_for_the_same_prompt_again(network: Network) -> None:
     async def run() -> Any:
         engine = engine_on(cached_runner(network, prefix_tokens=len(PROMPT)))
         sampling = Sampling(max_new_tokens=1)
-        first = await asyncio.wait_for(engine.generate(PROMPT, sampling=sampling, seed=1, session="s"), 20)
-        again = await asyncio.wait_for(engine.generate(PROMPT, sampling=sampling, seed=1, session="s"), 20)
+        first = await asyncio.wait_for(engine.generate(PROMPT, sampling=sampling, seed=1, session="s"), 5)
+        again = await asyncio.wait_for(engine.generate(PROMPT, sampling=sampling, seed=1, session="s"), 5)
         await engine.close()
         return first.tokens.tolist(), again.tokens.tolist()
 
@@ -425,7 +425,7 @@ def test_a_request_that_cannot_be_read_fails_alone(network: Network, runner: str
         made = cached_runner(network) if runner == "cached" else RecomputeRunner(network, max_slots=2, length=48)
         engine = engine_on(made)
         with pytest.raises(ValueError, match="prompt"):
-            await engine.generate([], sampling=Sampling(max_new_tokens=2), seed=1)
+            await asyncio.wait_for(engine.generate([], sampling=Sampling(max_new_tokens=2), seed=1), 5)
         found = await engine.generate(PROMPT, sampling=Sampling(max_new_tokens=2), seed=1)
         await engine.close()
         return found
@@ -433,18 +433,18 @@ def test_a_request_that_cannot_be_read_fails_alone(network: Network, runner: str
     assert len(asyncio.run(run()).tokens) == 2
 
 
-def test_a_failure_of_the_model_reaches_everyone_who_waits(network: Network) -> None:
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_failure_of_the_model_reaches_everyone_who_waits(network: Network, phase: str) -> None:
     async def run() -> None:
         runner = cached_runner(network, slots=1)
 
         def broken(*_: Any) -> Any:
             raise RuntimeError("the device is gone")
 
-        runner.decode = broken  # type: ignore[method-assign]
+        setattr(runner, phase, broken)
         engine = engine_on(runner)
-        found = await asyncio.gather(
-            *(engine.generate(PROMPT, sampling=Sampling(max_new_tokens=4), seed=seed) for seed in range(3)), return_exceptions=True
-        )
+        asked = (engine.generate(PROMPT, sampling=Sampling(max_new_tokens=4), seed=seed) for seed in range(3))
+        found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
         assert [str(error) for error in found] == ["the device is gone"] * 3
         with pytest.raises(RuntimeError, match="the embedded engine has stopped"):
             await engine.generate(PROMPT, sampling=Sampling(), seed=9)

@@ -19,4 +19,4 @@ def test_every_generator_is_drained_and_resumed_with_the_new_version():
     before, found = asyncio.run(step())
     assert before == [["drain"], ["drain"]]
     assert [(generator.version, generator.events) for generator in generators] == [(4, ["drain", "resume 4"])] * 2
-    assert found["weight_publish_seconds"].value >= 0
+    assert found["weights/publish_seconds"].value >= 0

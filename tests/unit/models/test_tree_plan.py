@@ -1,0 +1,54 @@
+"""The attention of packed rows against a dense mask written out token by token."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.models.attention import AttentionSpec, TreePlan
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, seen: torch.Tensor) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data(), window=st.sampled_from([None, 1, 3, 8]), softcap=st.sampled_from([None, 2.0]))
+def test_a_token_sees_its_own_segment_causally_and_its_ancestors_whole(
+    data: st.DataObject, window: int | None, softcap: float | None
+) -> None:
+    """Forests of any depth, with empty segments, in float64: outputs and gradients to 1e-12."""
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any))
+    parents = [data.draw(st.integers(-1, place - 1)) for place in range(len(lengths))]
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    total = sum(lengths)
+
+    path: list[list[int]] = []  # the tokens a segment's own tokens come after, in order
+    for parent in parents:
+        path.append([] if parent == -1 else [*path[parent], *range(starts[parent], starts[parent] + lengths[parent])])
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for segment, length in enumerate(lengths):
+        for offset in range(length):
+            visible = [*path[segment], *range(starts[segment], starts[segment] + offset + 1)]
+            for token in visible[-(window or total) :]:
+                seen[starts[segment] + offset, token] = True
+
+    generator = torch.Generator().manual_seed(total)
+    inputs = [
+        torch.randn(total, heads, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
+    ]
+    spec = AttentionSpec(0, 0.5, window, softcap)
+    plan = TreePlan(torch.tensor(starts), torch.tensor(lengths), torch.tensor(parents), torch.device("cpu"))
+    found, wanted = plan.attend(*inputs, spec), dense(*inputs, spec, seen)
+    assert float((found - wanted).detach().abs().max()) < 1e-12
+    weight = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    for own, plain in zip(
+        torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((wanted * weight).sum(), inputs), strict=True
+    ):
+        assert float((own - plain).abs().max()) < 1e-12
