@@ -342,9 +342,18 @@ TIMES = MEASURES[:3]
 DISTURBED = 0.2  # cores
 
 
-def ratio_spreads(result: Result) -> dict[str, dict[str, Spread]]:
+def quiet_pairs(result: Result) -> tuple[list[StepRecord], list[StepRecord]]:
+    """The pairs of steps that no other process disturbed."""
+    pairs = [
+        pair
+        for pair in zip(*(result.records[side] for side in SIDES), strict=True)
+        if max(step.foreign for step in pair) <= DISTURBED
+    ]
+    return [trl for trl, _ in pairs], [strop for _, strop in pairs]
+
+
+def ratio_spreads(trl: Sequence[StepRecord], strop: Sequence[StepRecord]) -> dict[str, dict[str, Spread]]:
     """What is measured -> as it is, and per distinct token of its own side -> TRL / Strop over pairs of steps."""
-    trl, strop = (result.records[side] for side in SIDES)
     return {
         name.strip(): {
             "as measured": spread(pair_ratios(trl, strop, measure)),
@@ -355,11 +364,21 @@ def ratio_spreads(result: Result) -> dict[str, dict[str, Spread]]:
 
 
 def ratios(result: Result) -> str:
+    quiet, every = quiet_pairs(result), result.records
+    text = "TRL / Strop, pair by pair (above 1: Strop is faster):\n" + _ratio_table(every["trl"], every["strop"])
+    if 0 < len(quiet[0]) < len(every["trl"]):
+        text += f"\nThe same over the {len(quiet[0])} of {len(every['trl'])} pairs that nobody disturbed:\n" + _ratio_table(
+            *quiet
+        )
+    return text
+
+
+def _ratio_table(trl: Sequence[StepRecord], strop: Sequence[StepRecord]) -> str:
     rows = [
         [name, *(f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})" for value in kinds.values())]
-        for name, kinds in ratio_spreads(result).items()
+        for name, kinds in ratio_spreads(trl, strop).items()
     ]
-    return "TRL / Strop, pair by pair (above 1: Strop is faster):\n" + table(["", "as measured", "per distinct token"], rows)
+    return table(["", "as measured", "per distinct token"], rows)
 
 
 def phases(result: Result) -> str:
@@ -430,7 +449,10 @@ def as_json(result: Result) -> dict[str, Any]:
             for side in SIDES
         },
         "resident_when_loaded_mib": {side: ready.resident for side, ready in result.ready.items()},
-        "ratios": {name: {kind: asdict(value) for kind, value in kinds.items()} for name, kinds in ratio_spreads(result).items()},
+        "ratios": {
+            name: {kind: asdict(value) for kind, value in kinds.items()}
+            for name, kinds in ratio_spreads(*(result.records[side] for side in SIDES)).items()
+        },
         "matrix_gflops": result.rates,
         "training_gflops": training_rates(result),
         "held_out_reward": result.held_out,

@@ -38,6 +38,7 @@ from common import (
     Side,
     StepRecord,
     as_json,
+    machine_seconds,
     memory,
     order,
     padded_pairs,
@@ -572,7 +573,17 @@ class Player:
         return self.hear(kind)
 
 
-def compare(settings: Settings, *, tasks: int, samples: int) -> Result:
+def wait_for_quiet(limit: float, *, period: float = 2.0) -> None:
+    """Return when the machine was idle for ``period`` seconds, or after ``limit`` seconds."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        before = machine_seconds()
+        time.sleep(period)
+        if machine_seconds() - before < DISTURBED * period:
+            return
+
+
+def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0) -> Result:
     """Alternate the two sides; then see how good each became, and how fast the machine is."""
     players = {side: Player(side, settings) for side in SIDES[:1]}
     ready = {side: player.hear(Ready) for side, player in players.items()}
@@ -586,6 +597,7 @@ def compare(settings: Settings, *, tasks: int, samples: int) -> Result:
     records: dict[Side, list[StepRecord]] = {side: [] for side in SIDES}
     for pair in range(settings.total_steps):
         for side in order(pair):
+            wait_for_quiet(patience)
             record: StepRecord = players[side].turn("step", StepRecord)
             show(record, warm=pair < settings.warmup)
             if pair >= settings.warmup:
@@ -595,6 +607,8 @@ def compare(settings: Settings, *, tasks: int, samples: int) -> Result:
         player.turn("finish", type(None))
         player.process.join()
     shape: ModelShape = elsewhere(model_shape, settings.model)
+    print("  measuring the machine, and rewards on held-out sums", flush=True)
+    wait_for_quiet(patience)
     typical = sorted(records["strop"], key=lambda record: record.tokens_read)[len(records["strop"]) // 2]
     rates: dict[str, float] = elsewhere(matrix_rates, settings, shape, typical.tokens_read, typical.head_rows)
     models = {"before": settings.model, **{side: f"{settings.folder}/trained_{side}" for side in SIDES}}
@@ -635,6 +649,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--trl-bf16-weights",
         action="store_true",
         help="give TRL bfloat16 weights: faster, and small updates round to nothing; with bfloat16",
+    )
+    parser.add_argument(
+        "--wait-quiet",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="before each step, wait this long for other processes to rest",
     )
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything measured to this file")
@@ -698,7 +719,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{options.model}, {dtype}, {settings.threads} threads")
             print(f"{settings.prompts} prompts x {settings.completions} completions of at most {settings.max_tokens} tokens")
             try:
-                result = compare(settings, tasks=options.held_out, samples=options.samples)
+                result = compare(settings, tasks=options.held_out, samples=options.samples, patience=options.wait_quiet)
             except SideFailed as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from strop.environments.base import Environment
+from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator
 from strop.rollouts.episode import EpisodeRules, run_group
@@ -127,7 +127,11 @@ class Evaluator:
         return groups
 
     async def _group(self, index: int) -> Group:
-        name, environment, task = self.source.at(index)
+        try:
+            name, environment, task = self.source.at(index)
+        except Exception as error:
+            message = f"validation task {index} could not be made: {type(error).__name__}: {error}"
+            raise EnvironmentConfigError(message) from error
         return await run_group(
             index,
             name,

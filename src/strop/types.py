@@ -239,7 +239,7 @@ class Batch:
 
     @property
     def sequence_lengths(self) -> Tensor:  # [S] float32: predicted tokens that count, per rollout
-        return torch.zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
+        return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
 
     def extra(self, name: str) -> Tensor:  # [N]
         """The column ``name``; raises KeyError naming the columns there are."""

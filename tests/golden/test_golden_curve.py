@@ -1,8 +1,8 @@
 """A curve of twenty steps, as it was when it was last looked at.
 
 What follows from the sampled tokens alone must be equal. The rest is float32, and another processor adds the same numbers up in
-another order: with torch, oneDNN and MKL held to other instruction sets (SSE, AVX2) the curve moved by up to 9e-7 of its values, and
-by 4e-7 where a value is near zero. The bounds are about ten times that. On one machine two runs are equal to the last bit.
+another order: with torch, oneDNN and MKL held to other instruction sets (SSE, AVX2) the values moved by up to 6e-7 of themselves, and
+the loss, which comes near zero, by 7e-9. The bounds are about ten times that. On one machine two runs are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from golden.curve import CLOSE, EXACT, FILE, curve
 
 
@@ -25,7 +26,7 @@ def test_the_same_tokens_are_sampled_as_when_the_curve_was_stored(found, name):
 
 @pytest.mark.parametrize("name", CLOSE)
 def test_the_curve_is_the_stored_one(found, name):
-    assert found[name] == pytest.approx(json.loads(FILE.read_text())[name], rel=1e-5, abs=4e-6)
+    assert found[name] == pytest.approx(json.loads(FILE.read_text())[name], rel=6e-6, abs=1e-7)
 
 
 def test_two_runs_on_one_machine_are_equal_to_the_last_bit(found, tmp_path):

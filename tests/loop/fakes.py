@@ -76,7 +76,7 @@ class FakeGenerator:
 
     tokenizer: Any
     script: Script | None = None
-    latency: Callable[[int], float] = lambda seed: 0.0  # noqa: E731
+    latency: Callable[[int], float] = lambda seed: 0.0
     version: int = 0
     requests: list[Request] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ class FakeLearner:
     outputs: list[torch.Tensor] = field(default_factory=list)
     scored: int = 0
     steps: int = 0
-    on_step: Callable[[], None] = lambda: None  # noqa: E731
+    on_step: Callable[[], None] = lambda: None
 
     def _logprobs(self, batch: Batch) -> torch.Tensor:
         return batch.sampler_logprobs + self.shift
@@ -273,5 +273,3 @@ def make_run(
         checkpoints=checkpoints,
     )
     return run, generator, tracker
-
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Running:
 
 
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
-    """``strop ARGUMENTS`` in ``folder``; ``before`` is called in its process first."""
+    """``strop ARGUMENTS`` in ``folder``, or ``python SCRIPT.py ARGUMENTS``; ``before`` is called in its process first."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,10 +116,14 @@ def _main(arguments: list[str], folder: str, before: Callable[[], None] | None) 
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
-    sys.argv = ["strop", *arguments]
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     if before is not None:
         before()
+    if arguments[0].endswith(".py"):
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    sys.argv = ["strop", *arguments]
     from strop.cli import main
 
     sys.exit(main(arguments))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from loop.killing import HalfAFolder, HalfALine, Kill
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
-
 from strop.tracking.rollouts import RolloutStore
 
 SIX = dict.fromkeys(range(7))  # step 0 is the validation before training

@@ -23,7 +23,13 @@ class Request:
 
 
 def cached_runner(
-    network: Network, *, slots: int = 4, length: int = 48, prefix_tokens: int = 96, prepack: bool | None = False, cuda_graphs: bool = False
+    network: Network,
+    *,
+    slots: int = 4,
+    length: int = 48,
+    prefix_tokens: int = 96,
+    prepack: bool | None = False,
+    cuda_graphs: bool = False,
 ) -> CachedRunner:
     """Memory for ``slots`` sequences of ``length`` tokens, and ``prefix_tokens`` kept besides."""
     from strop.generation.torch.runner import cache_shape

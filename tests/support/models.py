@@ -82,7 +82,9 @@ def _mixtral() -> Any:
 def _qwen3_moe() -> Any:
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+    return Qwen3MoeConfig(
+        **_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    )
 
 
 def _gpt2() -> Any:
@@ -119,7 +121,9 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     """A causal LM whose next-token distributions are neither flat nor peaked, so that mistakes show."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

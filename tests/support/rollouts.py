@@ -40,7 +40,9 @@ def turn_of(completion: Completion) -> Turn:
     )
 
 
-def rollout_of(prompt: Sequence[int], *turns: Turn, reward: float = 0.0, ending: Ending = Ending.STOP, sample: int = 0) -> Rollout:
+def rollout_of(
+    prompt: Sequence[int], *turns: Turn, reward: float = 0.0, ending: Ending = Ending.STOP, sample: int = 0
+) -> Rollout:
     return Rollout(
         task=Task(id="task"),
         sample=sample,

@@ -177,7 +177,9 @@ def test_the_report_says_what_was_measured(common: Any, bench: Any) -> None:
 def test_a_shared_machine_is_said_to_be_one(common: Any, bench: Any) -> None:
     found = result(common, bench)
     found.records["trl"][1] = replace(found.records["trl"][1], foreign=1.1)
-    assert "NOT A QUIET MACHINE: other processes used up to 1.1 cores" in common.report(found)
+    text = common.report(found)
+    assert "NOT A QUIET MACHINE: other processes used up to 1.1 cores" in text
+    assert "over the 2 of 3 pairs that nobody disturbed" in text
 
 
 def test_everything_measured_is_json(common: Any, bench: Any) -> None:

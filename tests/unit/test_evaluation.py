@@ -8,9 +8,9 @@ import json
 from dataclasses import dataclass
 
 import pytest
+
 from loop.fakes import FakeGenerator, Letters, Recorder, Tasks
 from loop.tiny import tiny_tokenizer
-
 from strop.data.source import DataSource
 from strop.evaluation import Evaluator, TaskResult, pass_at_k, summarise
 from strop.rollouts.episode import EpisodeRules

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, virtually
 from loop.tiny import tiny_tokenizer
-
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.grpo import GRPO
@@ -50,9 +50,7 @@ def test_the_learner_sees_the_groups_in_order_and_the_weights_that_sampled_them(
 
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_staleness_is_reported_and_bounded(tmp_path, k):
-    run, _, tracker = make_run(
-        TOKENIZER, tmp_path, options(max_steps=12, max_staleness=k), latency=lambda seed: (seed % 13) / 10
-    )
+    run, _, tracker = make_run(TOKENIZER, tmp_path, options(max_steps=12, max_staleness=k), latency=lambda seed: (seed % 13) / 10)
     virtually(train(run))
     found = [tracker.steps[step]["train/staleness_max"] for step in range(1, 13)]
     assert max(found) == k and found[0] == 0
@@ -372,7 +370,9 @@ def test_the_phases_of_a_step_add_up_to_its_time(tmp_path):
     for logged in tracker.steps.values():
         total = logged["timing/train/total_step_time"]
         phases = {name: value for name, value in logged.items() if name.startswith("timing/train/") and "total" not in name}
-        assert set(phases) >= {f"timing/train/{name}" for name in ("generation", "policy_training", "validation", "checkpointing")}
+        assert set(phases) >= {
+            f"timing/train/{name}" for name in ("generation", "policy_training", "validation", "checkpointing")
+        }
         assert 0.8 * total <= sum(phases.values()) <= total
         assert logged["performance/tokens_per_sec"] > 0
 

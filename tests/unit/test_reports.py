@@ -14,7 +14,9 @@ from strop.training.base import Scores
 from strop.types import Ending, Group, Rollout, Task, Turn, observation
 
 
-def rollout(sample: int, reward: float, tokens: int, *, ending: Ending = Ending.STOP, turns: int = 1, **rewards: float) -> Rollout:
+def rollout(
+    sample: int, reward: float, tokens: int, *, ending: Ending = Ending.STOP, turns: int = 1, **rewards: float
+) -> Rollout:
     written: list[Turn] = []
     for turn in range(turns):
         written += [observation([9, 9], "so")] if turn else []

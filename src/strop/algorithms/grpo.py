@@ -113,7 +113,7 @@ class GRPO(Algorithm):
         clipped = ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).float()
         logged = {
             "probs_ratio": metrics.total(aggregate(ratio.detach(), batch).item()),
-            "probs_ratio_max": metrics.maximum(ratio.detach().max().item()),
+            "probs_ratio_max": metrics.maximum(ratio.detach().max().item() if len(ratio) else 0.0),
             "ratio_outside_clip": metrics.total(aggregate(clipped, batch).item()),
         }
         if self.kl_penalty:

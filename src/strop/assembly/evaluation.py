@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from strop.assembly.describe import describe
-from strop.assembly.grpo import MISTAKES, _show_warnings_as_lines
+from strop.assembly.grpo import MISTAKES, _show_warnings_as_lines, say_mistake
 from strop.assembly.roles import load_policy, make_engine
 from strop.assembly.tasks import validation_tasks
 from strop.config import EvalRunConfig
@@ -18,8 +16,6 @@ from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
 from strop.tracking.console import open_console
 
-log = logging.getLogger(__name__)
-
 
 def run_evaluation(config: EvalRunConfig) -> int:
     """Evaluate as configured; 0 on success, 1 after an error that was printed."""
@@ -27,8 +23,7 @@ def run_evaluation(config: EvalRunConfig) -> int:
     try:
         asyncio.run(_run(config))
     except MISTAKES as error:
-        log.debug("the evaluation failed", exc_info=error)
-        print(f"error: {error}", file=sys.stderr)
+        say_mistake(error)
         return 1
     return 0
 

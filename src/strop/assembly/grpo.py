@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import sys
 import warnings
@@ -28,7 +29,7 @@ from strop.evaluation import Evaluator
 from strop.generation.base import Generator
 from strop.loop import LoopOptions, OutOfTasks, Run, TooManyDropped, reached, train
 from strop.models.loading import ModelNotFound
-from strop.rollouts.episode import EpisodeRules, RewardScaling, run_group
+from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
 from strop.rollouts.stream import RolloutStream, StreamState, renewed
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
@@ -51,10 +52,21 @@ def run_grpo(config: GrpoRunConfig, command: str) -> int:
     try:
         asyncio.run(_run(config, command))
     except MISTAKES as error:
-        log.debug("the run failed", exc_info=error)
-        print(f"error: {error}", file=sys.stderr)
+        say_mistake(error)
         return 1
     return 0
+
+
+def say_mistake(error: Exception) -> None:
+    """The message; where it comes from too, if that was asked for."""
+    print(f"error: {error}", file=sys.stderr)
+    log.debug("where it was raised", exc_info=error)
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
+    if raised and not log.isEnabledFor(logging.DEBUG):
+        print("STROP_LOG=debug before the command shows where errors of environments were raised.", file=sys.stderr)
 
 
 async def _run(config: GrpoRunConfig, command: str) -> None:
@@ -134,7 +146,10 @@ def make_stream(
     state: StreamState | None,
 ) -> RolloutStream:
     async def run(index: int) -> Group:
-        name, environment, task = source.at(index)
+        try:
+            name, environment, task = source.at(index)
+        except Exception as error:
+            return group_without_task(index, generator.version, error)
         return await run_group(
             index,
             name,
@@ -339,3 +354,4 @@ def _show_warnings_as_lines() -> None:
 
     warnings.showwarning = show  # type: ignore[assignment]
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -143,11 +144,16 @@ def make_algorithm(config: GrpoRunConfig) -> Algorithm:
     kind = GRPO if name == "grpo" else import_attribute(name) if ":" in name else None
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ValueError(f"algorithm.name: {name!r} is neither grpo nor module:Class of a strop.algorithms.base.Algorithm")
+    if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which an algorithm must")
+    if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
+        raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
     known = {item.name: item for item in fields(kind) if item.init}
     for key in config.algorithm.kwargs:
         if key not in known:
             raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{nearest(key, known)}")
-    values = {**(_grpo_fields(config) if issubclass(kind, GRPO) else {}), **config.algorithm.kwargs}
+    given = {key: _as_annotated(kind, key, value) for key, value in config.algorithm.kwargs.items()}
+    values = {**(_grpo_fields(config) if issubclass(kind, GRPO) else {}), **given}
     missing = [
         key for key, item in known.items() if key not in values and item.default is MISSING and item.default_factory is MISSING
     ]
@@ -155,6 +161,16 @@ def make_algorithm(config: GrpoRunConfig) -> Algorithm:
         raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
     algorithm: Algorithm = kind(**values)
     return algorithm
+
+
+def _as_annotated(kind: type, key: str, value: Any) -> Any:
+    """A value of ``algorithm.kwargs`` as its field's type, which YAML may spell with a list. Raises ValueError for another type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(get_type_hints(kind)[key]).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"algorithm.kwargs.{key}: found {value!r}: {error.errors()[0]['msg']}") from error
 
 
 def _grpo_fields(config: GrpoRunConfig) -> dict[str, Any]:

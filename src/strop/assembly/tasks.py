@@ -8,6 +8,7 @@ from typing import Any
 
 from strop.config.data import DataEntryConfig
 from strop.config.environment import EnvironmentConfig
+from strop.data.errors import DataError
 from strop.data.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.mixture import Component, Mixture
@@ -57,7 +58,14 @@ def _component(
     generated = entry.dataset_name is None
     if generated or split:
         source = replace(source, part="train" if part == "train" else "validation")
-    return Component(alias, environment, environment.tasks(source), weight)
+    try:
+        tasks = environment.tasks(source)
+    except (DataError, EnvironmentConfigError):
+        raise
+    except Exception as error:  # whatever an environment from outside does
+        where = f"env.{alias}: {type(environment).__name__}.tasks"
+        raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
+    return Component(alias, environment, tasks, weight)
 
 
 def _environment(alias: str, config: EnvironmentConfig) -> Environment[Any]:

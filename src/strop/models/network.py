@@ -33,7 +33,7 @@ class Network:
         self.device = next(model.parameters()).device
         self.fallback: str | None = None  # why the model reads padded rows, if it does
         self.packed = self._probe() if packed is None else packed
-        self.use_own_attention()
+        self.use_learner_attention()
 
     def takes_plans(self) -> bool:
         """Whether the model's attention follows a plan, as the engine's cache needs it."""
@@ -44,6 +44,10 @@ class Network:
         self.model.set_attn_implementation(IMPLEMENTATION)
 
     def use_own_attention(self) -> None:
+        """For padded rows: what the model came with."""
+        self.model.set_attn_implementation(_own_attention(self.model))
+
+    def use_learner_attention(self) -> None:
         """For a learner: the plan of packed rows, or the model's own attention for padded ones."""
         self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _own_attention(self.model))
 

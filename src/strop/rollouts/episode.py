@@ -79,6 +79,21 @@ async def run_group(
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts))
 
 
+def group_without_task(index: int, version: int, error: Exception) -> Group:
+    """What stands for a group whose environment could not even say what its task is: one rollout with that error."""
+    log.debug("there is no task %d", index, exc_info=error)
+    rollout = Rollout(
+        task=Task(id=f"position {index}"),
+        sample=0,
+        seed=0,
+        messages=(),
+        prompt=torch.zeros(0, dtype=torch.int64),
+        ending=Ending.ERROR,
+        error=f"the task at position {index} of the stream could not be made: {type(error).__name__}: {error}",
+    )
+    return Group(index=index, environment="", version=version, rollouts=(rollout,))
+
+
 async def run_episode(
     environment: Environment[Any],
     task: Task,

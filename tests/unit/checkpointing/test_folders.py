@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+
 from loop.fakes import FakeLearner
 from loop.tiny import build_tiny, tiny_tokenizer
-
 from strop.checkpointing import folders
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, CheckpointFolders

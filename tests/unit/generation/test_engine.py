@@ -159,6 +159,9 @@ class Script:
             logits[row, self.script[place]] = 0.0
         return logits
 
+    def unread(self, prompt: Any) -> int:
+        return len(prompt.tokens)
+
     def prefill(self, prompts: Any) -> torch.Tensor:
         self.prompt = len(prompts[0].tokens)
         return self._logits([0] * len(prompts))
@@ -230,7 +233,9 @@ def test_an_answer_ends_where_the_sequence_is_full(network: Network) -> None:
 @pytest.mark.parametrize("prompt_length", [16, 17, 100])
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_keys_to_change(network: Network, prompt_length: int) -> None:
     engine = engine_on(cached_runner(network, slots=2, length=16))
-    with pytest.raises(RequestTooLong, match=rf"{prompt_length} tokens leaves no room in a sequence of 16.*max_total_sequence_length"):
+    with pytest.raises(
+        RequestTooLong, match=rf"{prompt_length} tokens leaves no room in a sequence of 16.*max_total_sequence_length"
+    ):
         answers(engine, [Request([4] * prompt_length)])
 
 
@@ -276,7 +281,8 @@ def test_cancelling_one_of_many_leaves_the_others_as_they_were(network: Network,
     async def run() -> list[Any]:
         engine = engine_on(cached_runner(network, slots=4))
         pending = [
-            asyncio.create_task(engine.generate(request.prompt, sampling=request.sampling, seed=request.seed)) for request in requests
+            asyncio.create_task(engine.generate(request.prompt, sampling=request.sampling, seed=request.seed))
+            for request in requests
         ]
         for _ in range(4):
             await asyncio.sleep(0)
@@ -459,7 +465,9 @@ def test_closing_the_engine_answers_everyone_who_waits(network: Network) -> None
 
     async def run() -> list[Any]:
         engine = engine_on(cached_runner(network, slots=1))
-        pending = [asyncio.create_task(engine.generate(PROMPT, sampling=Sampling(max_new_tokens=40), seed=seed)) for seed in range(2)]
+        pending = [
+            asyncio.create_task(engine.generate(PROMPT, sampling=Sampling(max_new_tokens=40), seed=seed)) for seed in range(2)
+        ]
         for _ in range(5):
             await asyncio.sleep(0)
         await engine.close()

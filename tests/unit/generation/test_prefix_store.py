@@ -37,7 +37,9 @@ def test_the_store_keeps_within_its_capacity_and_finds_only_prefixes(capacity: i
             case "prompt":
                 store.put(argument, prefix(argument, logits=True))
                 found = store.find(argument, "")
-                assert (found is not None and found.tokens == argument) == (len(argument) <= capacity), "what was put last is there"
+                assert (found is not None and found.tokens == argument) == (len(argument) <= capacity), (
+                    "what was put last is there"
+                )
             case "session":
                 session, tokens = argument
                 store.put(session, prefix(tokens))

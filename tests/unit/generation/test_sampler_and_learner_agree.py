@@ -1,7 +1,8 @@
 """Law 3: the log-probabilities the engine reports are those the learner computes for the same tokens.
 
-Bounds are on the largest difference over all tokens. In float32 what is left is the order of additions (measured 4e-6 at most);
-in bfloat16 it is the rounding of activations to 8 bits (measured 0.03 on these models, whose log-probabilities lie around -5).
+Bounds are on the largest difference over all tokens. In float32 what is left is the order of additions (measured 5e-6 at most);
+in bfloat16 it is the rounding of activations to 8 bits (measured 7e-4 on these models, whose log-probabilities lie around -5; the bound
+leaves room for a CPU whose kernels round elsewhere).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from support.models import FAMILIES, VOCABULARY, build
 from support.rollouts import group_of, packed, rollout_of, turn_of
 
 FLOAT32 = 2e-5
-BFLOAT16 = 0.1
+BFLOAT16 = 0.02
 SAMPLINGS = {
     "plain": Sampling(max_new_tokens=14, entropy=True),
     "temperature": Sampling(max_new_tokens=14, temperature=0.7, entropy=True),

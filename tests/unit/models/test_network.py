@@ -18,9 +18,11 @@ from support.rollouts import packed, simple_groups
 FLOAT32 = 2e-5
 
 
-def truth(model: Any, batch: Any) -> torch.Tensor:
-    """Log-probabilities by the model's own forward pass with its reference attention, one rollout at a time, in float64."""
-    model = model.double()
+def truth(family: str) -> torch.Tensor:
+    """Log-probabilities by the model's own forward pass with its reference attention, one rollout at a time."""
+    model = build(family)
+    if family not in ("mixtral", "qwen3_moe"):  # the kernel of experts takes no float64
+        model = model.double()
     model.set_attn_implementation("eager")
     found = []
     groups = simple_groups(*SHAPES)
@@ -46,7 +48,7 @@ def test_packed_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
     with torch.no_grad():
         shared = network.outputs(packed(simple_groups(*SHAPES)), Sampling()).logprobs
         alone = network.outputs(packed(simple_groups(*SHAPES), share_prefixes=False), Sampling()).logprobs
-        wanted = truth(build(family), None)
+        wanted = truth(family)
     assert float((shared - wanted).abs().max()) < FLOAT32
     assert float((alone - wanted).abs().max()) < FLOAT32
     assert max(len(rollout.tokens()) for group in simple_groups(*SHAPES) for rollout in group.rollouts) > 2 * WINDOW
@@ -58,12 +60,14 @@ def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
     network = Network(build(family), packed=False)
     with torch.no_grad():
         found = network.outputs(packed(simple_groups(*SHAPES)), Sampling()).logprobs
-    wanted = truth(build(family), None)
+    wanted = truth(family)
     assert float((found - wanted).abs().max()) < FLOAT32
 
 
 def test_a_recurrent_model_falls_back_to_padded_rows_and_says_what_is_lost() -> None:
-    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .*prompts are computed once for every rollout"):
+    with pytest.warns(
+        UserWarning, match=r"MambaForCausalLM cannot read packed rows .*prompts are computed once for every rollout"
+    ):
         network = Network(build("mamba"))
     assert not network.packed
     assert network.fallback is not None
@@ -115,11 +119,11 @@ def test_a_folder_is_loaded_in_float32_with_its_tokenizer(tiny_model_folder: Pat
 
 
 def test_configuration_overrides_reach_the_model_and_unknown_ones_are_refused(tiny_model_folder: Path) -> None:
-    assert load_model(str(tiny_model_folder), overrides={"rope_theta": 5.0, "attention_dropout": 0.5}).config.attention_dropout == 0.5
+    assert load_model(str(tiny_model_folder), overrides={"attention_dropout": 0.5}).config.attention_dropout == 0.5
     with pytest.raises(ValueError, match=r"policy\.hf_config_overrides\.atention_dropout"):
         load_model(str(tiny_model_folder), overrides={"atention_dropout": 0.5})
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
-    with pytest.raises(ModelNotFound, match="there is no folder ./nowhere"):
+    with pytest.raises(ModelNotFound, match=r"there is no folder \./nowhere"):
         load_model("./nowhere")

@@ -40,9 +40,7 @@ def test_a_token_sees_its_own_segment_causally_and_its_ancestors_whole(
                 seen[starts[segment] + offset, token] = True
 
     generator = torch.Generator().manual_seed(total)
-    inputs = [
-        torch.randn(total, heads, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
-    ]
+    inputs = [torch.randn(total, heads, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
     spec = AttentionSpec(0, 0.5, window, softcap)
     plan = TreePlan(torch.tensor(starts), torch.tensor(lengths), torch.tensor(parents), torch.device("cpu"))
     found, wanted = plan.attend(*inputs, spec), dense(*inputs, spec, seen)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
-
 from strop.data.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.generation.base import Completion

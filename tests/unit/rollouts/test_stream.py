@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from loop.fakes import virtually
 
+from loop.fakes import virtually
 from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, renewed
 from strop.types import Group, Rollout, Task
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from loop.tiny import CHATML, tiny_tokenizer
 
+from loop.tiny import CHATML, tiny_tokenizer
 from strop.rollouts.template import ChatTemplate
 from strop.types import Message, assistant, system, user
 

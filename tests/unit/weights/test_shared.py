@@ -3,7 +3,6 @@
 import asyncio
 
 from loop.fakes import FakeGenerator
-
 from strop.weights.shared import SharedWeights
 
 

@@ -64,6 +64,12 @@ class Prefix:
     def length(self) -> int:
         return len(self.tokens)
 
+    def shorter(self) -> Prefix | None:
+        """All but the last token, which is then read again for its logits."""
+        if self.length < 2:
+            return None
+        return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1])
+
 
 class PrefixStore:
     """The prefixes used last, up to a number of tokens: prompts under their tokens, conversations under their session."""
@@ -87,12 +93,15 @@ class PrefixStore:
         self.held -= found.length if found is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
-        """The whole prompt if it is here, else the part of it that this session has been through."""
+        """The whole prompt if it is here, else the part of it that this session has been through.
+
+        What is found either has the logits after it or ends before the prompt does: there is something to go on from.
+        """
         for key in (tokens, session):
             found = self._entries.get(key)
             if found is not None and tokens[: found.length] == found.tokens:
                 self._entries.move_to_end(key)
-                return found
+                return found if found.logits is not None or found.length < len(tokens) else found.shorter()
         return None
 
     def clear(self) -> None:

@@ -47,15 +47,14 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     if sampling.greedy:
         zeros = torch.zeros(len(logits), device=logits.device)
         return Drawn(scaled.argmax(-1), zeros, zeros)
-    peak = scaled.max(-1, keepdim=True).values
-    weights = torch.exp(scaled - peak)
+    below_peak = scaled - scaled.max(-1, keepdim=True).values
+    weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
-    normaliser = mass.log() + peak.squeeze(1)
-    logprobs = scaled.gather(1, tokens[:, None]).squeeze(1) - normaliser
+    logprobs = below_peak.gather(1, tokens[:, None]).squeeze(1) - mass.log()
     entropies = torch.zeros_like(logprobs)
     if sampling.entropy:
-        finite = scaled.masked_fill(scaled == float("-inf"), 0.0)
-        entropies = normaliser - torch.linalg.vecdot(weights, finite) / mass
+        finite = below_peak.masked_fill(below_peak == float("-inf"), 0.0)
+        entropies = mass.log() - torch.linalg.vecdot(weights, finite) / mass
     return Drawn(tokens, logprobs, entropies)
 
 

@@ -74,6 +74,8 @@ class TorchEngine:
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
+        if not len(prompt):
+            raise ValueError("a request needs a prompt of at least one token; this one is empty")
         room = self.runner.length - len(prompt)
         if room < 1:
             raise RequestTooLong(
@@ -103,6 +105,7 @@ class TorchEngine:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
             self._loop = None
+        self._fail(RuntimeError("the embedded engine was closed"))
         self.runner.deactivate()
 
     async def _serve(self) -> None:
@@ -118,11 +121,17 @@ class TorchEngine:
                 self._step()
                 await asyncio.sleep(0)
         except Exception as error:
-            self._failure = error
-            for request in (*self._running, *self._waiting):
-                if not request.done.done():
-                    request.done.set_exception(error)
-            self._idle.set()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody waits for an engine that has stopped."""
+        self._failure = error
+        for request in (*self._running, *self._waiting):
+            if not request.done.done():
+                request.done.set_exception(error)
+        self._running.clear()
+        self._waiting.clear()
+        self._idle.set()
 
     def _step(self) -> None:
         self._forget_cancelled()
@@ -133,25 +142,24 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Fill free slots from the queue, in order, within the prompt tokens of one step."""
-        admitted: list[_Request] = []
-        fresh: set[tuple[int, ...]] = set()
-        budget = self.prefill_tokens
-        while self._waiting and len(self._running) + len(admitted) < self.runner.slots:
+        prompts: list[Prompt] = []
+        seen: set[tuple[int, ...]] = set()
+        first, read = len(self._running), 0
+        while self._waiting and len(self._running) < self.runner.slots:
             request = self._waiting[0]
-            cost = 0 if request.prompt in fresh else len(request.prompt)
-            if fresh and cost > budget:
+            prompt = Prompt(len(self._running), request.prompt, request.session)
+            cost = 0 if request.prompt in seen else self.runner.unread(prompt)
+            if read and read + cost > self.prefill_tokens:
                 break
-            budget -= cost
-            fresh.add(request.prompt)
-            admitted.append(self._waiting.popleft())
-        if not admitted:
+            read += cost
+            seen.add(request.prompt)
+            prompts.append(prompt)
+            self._running.append(self._waiting.popleft())
+        if not prompts:
             return
-        first = len(self._running)
-        prompts = [Prompt(first + place, request.prompt, request.session) for place, request in enumerate(admitted)]
         logits = self.runner.prefill(prompts)
-        self.counters.prompt_tokens += sum(len(prompt) for prompt in fresh)
-        self._running += admitted
-        self._append(admitted, logits)
+        self.counters.prompt_tokens += read
+        self._append(self._running[first:], logits)
 
     def _decode(self) -> None:
         running = list(self._running)
@@ -181,8 +189,8 @@ class TorchEngine:
             return True
         if not request.sampling.stop_strings:
             return False
-        # A stop string can begin at most as many tokens back as it has characters, whatever the tokenizer.
-        reach = max(len(text) for text in request.sampling.stop_strings) + 4
+        # A token stands for at least one byte: a stop string begins at most as many tokens back as it has bytes.
+        reach = max(len(text.encode()) for text in request.sampling.stop_strings) + 4
         tail = self.tokenizer.decode(request.tokens[-reach:])
         return any(text in tail for text in request.sampling.stop_strings)
 

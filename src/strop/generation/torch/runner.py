@@ -33,6 +33,10 @@ class Runner(Protocol):
     slots: int
     length: int  # positions a slot can hold
 
+    def unread(self, prompt: Prompt) -> int:
+        """How many tokens of a prompt would have to be read."""
+        ...
+
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Read whole prompts into their slots; logits after each, [B, V]."""
         ...
@@ -89,11 +93,15 @@ class CachedRunner:
         on_cuda = network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if cuda_graphs and on_cuda else None
 
+    def unread(self, prompt: Prompt) -> int:
+        prefix = self.prefixes.find(prompt.tokens, prompt.session)
+        return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
+
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         found = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
-        missing = [prompt.tokens for prompt in prompts if not _complete(found[prompt.tokens], prompt.tokens)]
+        missing = [tokens for tokens, prefix in found.items() if prefix is None or prefix.length < len(tokens)]
         if missing:
-            found |= self._read(list(dict.fromkeys(missing)), found)
+            found |= self._read(missing, found)
         logits = []
         for prompt in prompts:
             prefix = found[prompt.tokens]
@@ -153,11 +161,7 @@ class CachedRunner:
 
     def deactivate(self) -> None:
         self.linears.switch_off()
-        self.network.use_own_attention()
-
-
-def _complete(prefix: Prefix | None, tokens: tuple[int, ...]) -> bool:
-    return prefix is not None and prefix.length == len(tokens) and prefix.logits is not None
+        self.network.use_learner_attention()
 
 
 class RecomputeRunner:
@@ -168,6 +172,9 @@ class RecomputeRunner:
         self.slots = max_slots
         self.length = length
         self._tokens: dict[int, list[int]] = {}
+
+    def unread(self, prompt: Prompt) -> int:
+        return len(prompt.tokens)
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         for prompt in prompts:
@@ -197,10 +204,10 @@ class RecomputeRunner:
         return None
 
     def activate(self) -> None:
-        return None
+        self.network.use_own_attention()
 
     def deactivate(self) -> None:
-        return None
+        self.network.use_learner_attention()
 
 
 class _Recorder:
@@ -225,7 +232,7 @@ def cache_shape(network: Network) -> CacheShape:
     network.use_planned_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
-    network.use_own_attention()
+    network.use_learner_attention()
     shapes = {shape[1:] for shape in recorder.seen}
     if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
         raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")

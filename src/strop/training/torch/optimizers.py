@@ -42,10 +42,18 @@ def make_scheduler(schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer) 
         raise ValueError(
             f"policy.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
         )
-    built = [
-        _resolve(entry["name"], "policy.scheduler.name", LRScheduler)(optimizer, **entry.get("kwargs", {})) for entry in stages
-    ]
+    built = [_stage(entry["name"], entry.get("kwargs", {}), optimizer) for entry in stages]
     return built[0] if len(built) == 1 else SequentialLR(optimizer, built, milestones)
+
+
+def _stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    factory = _resolve(name, "policy.scheduler.name", LRScheduler)
+    known = inspect.signature(factory).parameters
+    for key in kwargs:
+        if key not in known:
+            raise ValueError(f"policy.scheduler.kwargs.{key}: {name} takes {sorted(set(known) - {'optimizer'})}")
+    scheduler: LRScheduler = factory(optimizer, **kwargs)
+    return scheduler
 
 
 def _resolve(name: str, key: str, base: type) -> Any:

@@ -1,0 +1,112 @@
+"""The engine on a GPU: graphs change nothing, memory keeps its bound, and the learner agrees."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strop.generation.torch.runner import CachedRunner, cache_shape
+from strop.models.network import Network
+from strop.sampling import Sampling, mix_seed
+from strop.training.torch.learner import FrozenScorer
+from support.engine import Request, answers, cached_runner, engine_on, tokens_of
+from support.models import FAMILIES, build
+from support.rollouts import group_of, packed, rollout_of, turn_of
+
+pytestmark = pytest.mark.gpu
+
+FLOAT32 = 1e-4
+BFLOAT16 = 0.15
+
+
+def requests(count: int = 12) -> list[Request]:
+    options = [Sampling(), Sampling(temperature=0.7, top_k=40), Sampling(top_p=0.9), Sampling(temperature=0.0)]
+    return [
+        Request(
+            [(7 * (place % 4) + 3 * step) % 300 + 4 for step in range(1 + 4 * (place % 4))],
+            replace(options[place % len(options)], max_new_tokens=1 + 5 * place % 19),
+            mix_seed(3, place),
+        )
+        for place in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_give_the_same_tokens_and_log_probabilities(family: str) -> None:
+    network = Network(build(family).to("cuda"))
+    plain = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=False)), requests())
+    graphs = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=True)), requests())
+    assert tokens_of(graphs) == tokens_of(plain)
+    for left, right in zip(graphs, plain, strict=True):
+        assert torch.allclose(left.logprobs, right.logprobs, atol=FLOAT32)
+
+
+def test_graphs_follow_new_weights() -> None:
+    """A recorded graph reads the memory of weights or of their copies: both are refreshed in place."""
+    for precision in (torch.float32, torch.bfloat16):
+        network = Network(build("llama").to("cuda"), precision=precision)
+        runner = cached_runner(network, slots=5, cuda_graphs=True)
+        before = answers(engine_on(runner), requests())
+        with torch.no_grad():
+            for parameter in network.model.parameters():
+                parameter.mul_(1.3)
+        after = answers(engine_on(runner), requests())
+        fresh = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=False)), requests())
+        assert tokens_of(after) != tokens_of(before)
+        assert tokens_of(after) == tokens_of(fresh), precision
+
+
+def test_slots_and_neighbours_do_not_matter_on_the_gpu() -> None:
+    network = Network(build("llama").to("cuda"))
+    wanted = [answers(engine_on(cached_runner(network, slots=1)), [request])[0] for request in requests()]
+    for slots in (2, 12):
+        assert tokens_of(answers(engine_on(cached_runner(network, slots=slots)), requests())) == tokens_of(wanted)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_sampler_and_learner_agree_on_the_gpu(precision: torch.dtype, cuda_graphs: bool) -> None:
+    network = Network(build("mistral").to("cuda"), precision=precision)
+    sampling = Sampling(max_new_tokens=20, temperature=0.8)
+    asked = [Request([5, 40, 200, 31, 7, 7, 90], sampling, seed) for seed in range(6)]
+    found = answers(engine_on(cached_runner(network, cuda_graphs=cuda_graphs)), asked)
+    batch = packed([group_of(*(rollout_of(request.prompt, turn_of(done)) for request, done in zip(asked, found, strict=True)))])
+    scores = asyncio.run(FrozenScorer(network, sampling, score_tokens=60).score(batch))
+    bound = FLOAT32 if precision == torch.float32 else BFLOAT16
+    assert float((scores.logprobs - batch.sampler_logprobs).abs().max()) < bound
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_little(cuda_graphs: bool) -> None:
+    network = Network(build("llama").to("cuda"))
+    memory = 32 * 2**20
+    length = memory // cache_shape(network).bytes_per_token // 8  # eight slots fill it
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    runner = CachedRunner(network, memory_bytes=memory, max_slots=64, length=length, cuda_graphs=cuda_graphs)
+    assert runner.slots == 8
+    assert torch.cuda.memory_allocated() - before <= memory + 2**20
+    torch.cuda.reset_peak_memory_stats()
+    answers(engine_on(runner), requests(30))
+    held = sum(entry.keys.nbytes + entry.values.nbytes for entry in runner.prefixes._entries.values())
+    assert runner.cache.keys.nbytes + runner.cache.values.nbytes + held <= memory
+    # Besides the cache: activations of small batches, and what graphs and libraries keep.
+    assert torch.cuda.max_memory_allocated() - before < memory + 64 * 2**20
+
+
+def test_draws_on_the_gpu_are_those_on_the_cpu() -> None:
+    from strop.generation.torch.draw import draw
+    from strop.sampling import uniform
+
+    logits = 2 * torch.randn(500, 1000, generator=torch.Generator().manual_seed(0))
+    numbers = [uniform(1, row) for row in range(500)]
+    for sampling in (Sampling(entropy=True), Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, entropy=True)):
+        cpu = draw(logits, [sampling] * 500, numbers)
+        gpu = draw(logits.cuda(), [sampling] * 500, numbers)
+        same = cpu.tokens == gpu.tokens.cpu()
+        assert float(same.float().mean()) > 0.99, "a number may fall on the boundary between two tokens"
+        assert torch.allclose(cpu.logprobs[same], gpu.logprobs.cpu()[same], atol=1e-5)
+        assert torch.allclose(cpu.entropies, gpu.entropies.cpu(), atol=1e-4)

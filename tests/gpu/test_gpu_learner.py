@@ -1,0 +1,106 @@
+"""The learner on a GPU says what it says on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.grpo import GRPO
+from strop.data.packing import pack
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.types import Batch
+from support.models import FAMILIES, build, exact, gradients, largest_difference
+from support.rollouts import simple_groups
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((11, (9, 1, 14)), (2, (5,)), (5, (20, 3)))
+FLOAT32 = 1e-4  # other kernels, other orders of addition
+OPTIONS: dict[str, dict[str, Any]] = {
+    "token_mean": {},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "sequence_ratio": {"sequence_ratio": True},
+    "kl_in_the_loss": {"kl_penalty": 0.2},
+    "overlong_filtering": {"overlong_filtering": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Any:
+    """TensorFloat-32 off, so that float32 means float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def batch_of(algorithm: GRPO) -> Batch:
+    batch = pack(simple_groups(*SHAPES), algorithm)
+    return algorithm.credit(batch.with_extra("reference_logprobs", batch.sampler_logprobs - 0.2))
+
+
+def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
+    model = exact(build("llama")).to(device)
+    network = Network(model, precision=torch.float64, packed=packed, chunk=13)
+    learner = TorchLearner(network, Sampling(temperature=0.9), TorchLearnerOptions(train_tokens=budget))
+    result = asyncio.run(learner.forward_backward(batch_of(algorithm), algorithm.loss))
+    return {name: tensor.cpu() for name, tensor in gradients(model).items()}, result
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_and_metrics_on_the_gpu_are_those_on_the_cpu(options: dict[str, Any]) -> None:
+    """float64: 1e-9 relative, however the batch is cut."""
+    algorithm = GRPO(**options)
+    wanted, result = gradient_on("cpu", algorithm)
+    for budget in (10**9, 20):
+        for packed in (True, False):
+            found, other = gradient_on("cuda", algorithm, budget=budget, packed=packed)
+            assert largest_difference(found, wanted) < 1e-9, (budget, packed)
+            assert other.metrics["loss"].value == pytest.approx(result.metrics["loss"].value, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
+    batch = batch_of(GRPO())
+    found = []
+    for device in ("cpu", "cuda"):
+        network = Network(build(family).to(device))
+        assert network.packed, network.fallback
+        with torch.no_grad():
+            outputs = network.outputs(batch, Sampling(temperature=0.8, top_k=100))
+        found.append((outputs.logprobs.cpu(), outputs.entropy.cpu()))
+    assert float((found[0][0] - found[1][0]).abs().max()) < FLOAT32
+    assert float((found[0][1] - found[1][1]).abs().max()) < FLOAT32
+
+
+def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() -> None:
+    batch = batch_of(GRPO())
+    stays = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30)
+    leaves = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30, offload=True)
+    assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}
+    found = asyncio.run(leaves.score(batch))
+    assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}
+    assert torch.equal(found.logprobs, asyncio.run(stays.score(batch)).logprobs)
+
+
+def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
+    """4,096 tokens x 50,000 words are 820 MB of float32 logits; chunks of 256 rows are 51 MB each."""
+    from strop.models.heads import Head, token_logprobs
+
+    rows, words, width, chunk = 4096, 50_000, 64, 256
+    hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
+    head = Head(torch.randn(words, width, device="cuda", requires_grad=True), None)
+    target = torch.randint(words, (rows,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = token_logprobs(hidden, target, head, Sampling(temperature=0.9), chunk)
+    (outputs.logprobs.sum() - 0.1 * outputs.entropy.sum()).backward()
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown < 8 * chunk * words * 4, "a few chunks at a time"
+    assert grown < rows * words * 4 * 0.6

@@ -1,0 +1,218 @@
+"""Whole runs on the tiny model: what they leave behind, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from loop.runs import grpo, metrics_of, overrides, strop, tiny_config
+from strop.tracking.rollouts import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+
+# The tags of the interface that every GRPO run with a reference and validation has in metrics.jsonl.
+TAGS = [
+    "train/reward",
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/kl_penalty",
+    "train/token_mult_prob_error",
+    "train/gen_kl_error",
+    "train/mean_gen_tokens_per_sample",
+    "validation/accuracy",
+    "timing/train/total_step_time",
+    "timing/train/generation",
+    "timing/train/policy_training",
+    "performance/tokens_per_sec",
+]
+
+
+def without_network() -> None:
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ["WANDB_SILENT"] = "true"
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory) -> Path:
+    """Trackers on, two epochs of two mini-batches, a reference, plain console."""
+    folder = tmp_path_factory.mktemp("run")
+    changes = {
+        "grpo.update_epochs": 2,
+        "policy.train_global_batch_size": 16,
+        "grpo.max_num_steps": 4,
+        "grpo.val_at_start": True,
+        "grpo.val_num_generations_per_prompt": 2,
+        "logger.console": "plain",
+        "logger.tensorboard_enabled": True,
+        "logger.wandb_enabled": True,
+        "logger.num_val_samples_to_print": 2,
+    }
+    outcome = grpo(tiny, folder, before=without_network, **changes)
+    assert outcome.code == 0, outcome.err
+    (folder / "console").write_text(outcome.out + outcome.err)
+    return folder
+
+
+def test_every_step_has_the_metrics_of_the_interface(run):
+    metrics = metrics_of(run / "logs")
+    assert list(metrics) == [0, 1, 2, 3, 4]
+    for step in range(1, 5):
+        assert not set(TAGS) - metrics[step].keys()
+        assert all(isinstance(value, float) for value in metrics[step].values())
+    assert all(name.startswith("validation/") for name in metrics[0])
+    assert {"validation/avg@2", "validation/pass@1", "validation/pass@2", "validation/cons@2"} <= metrics[0].keys()
+
+
+def test_the_phases_of_a_step_add_up_to_its_time(run):
+    for step, line in metrics_of(run / "logs").items():
+        if step:
+            total = line["timing/train/total_step_time"]
+            phases = [value for name, value in line.items() if name.startswith("timing/train/") and "total" not in name]
+            assert 0.85 * total <= sum(phases) <= total
+
+
+def test_sampler_and_learner_agree(run):
+    for step, line in metrics_of(run / "logs").items():
+        if step:
+            assert 1 <= line["train/token_mult_prob_error"] < 1.0001 and abs(line["train/gen_kl_error"]) < 1e-8
+
+
+def test_every_rollout_is_stored_with_what_both_networks_thought_of_it(run):
+    records = list(RolloutStore(run / "logs").read_all())
+    assert len(records) == 4 * 4 * 8
+    for record in records:
+        assert record.learner_logprobs == pytest.approx(record.sampler_logprobs, abs=1e-4)
+        assert "<|im_start|>user" in record.prompt and len(record.tokens) == len(record.versions) == len(record.sampled)
+        assert set(record.versions) == {record.step - 1} and record.rewards.keys() == {"correct"}
+
+
+def test_the_plain_console_says_what_runs_and_one_line_a_step(run):
+    text = (run / "console").read_text()
+    assert "policy      " in text and "tasks       arithmetic" in text
+    for step in range(1, 5):
+        assert f"step {step}/4  reward" in text
+    assert "(accuracy " in text and "done after step 4; metrics in logs" in text
+    assert "Traceback" not in text and "Writing model shards" not in text
+
+
+def test_the_configuration_is_saved_with_the_run_and_loads_again(run):
+    outcome = strop("grpo", "--config", "logs/config.yaml", "--dry-run", folder=run)
+    assert outcome.code == 0 and outcome.out.startswith((run / "logs" / "config.yaml").read_text())
+
+
+def test_a_run_leaves_tensorboard_events(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs" / "tensorboard"))
+    events.Reload()
+    known = metrics_of(run / "logs")
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
+    for event in events.Scalars("validation/accuracy"):
+        assert event.value == pytest.approx(known[event.step]["validation/accuracy"])
+
+
+def test_a_run_leaves_an_offline_run_of_weights_and_biases(run):
+    (offline,) = (run / "logs" / "wandb").glob("offline-run-*")
+    assert next(offline.glob("*.wandb")).stat().st_size > 1000
+    assert "off for the rest of this run" not in (run / "console").read_text()
+
+
+def test_the_curves_of_a_run_are_drawn(run):
+    outcome = strop("plot", "logs", folder=run)
+    assert outcome.code == 0, outcome.err
+    picture = run / outcome.out.strip()
+    assert picture.suffix == ".png" and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------------------
+
+
+def evaluation(model: Path, **changes) -> list[str]:
+    settings = {
+        "generation.model_name": str(model),
+        "generation.vllm_cfg.max_model_len": 64,
+        "generation.precision": "float32",
+        "generation.device": "cpu",
+        "generation.num_threads": 1,
+        "generation.temperature": 1.0,
+        "generation.max_new_tokens": 4,
+        "generation.torch_cfg.kv_cache_memory_gb": 0.01,
+        "eval.num_tests_per_prompt": 4,
+        "eval.k_value": 2,
+        "eval.save_path": "evaluation",
+        "data.env_name": "arithmetic",
+        "data.max_input_seq_length": 60,
+        "data.size": 8,
+        "env.arithmetic.max_operand": 3,
+        "env.arithmetic.wording": "{expression}=",
+    }
+    return overrides({**settings, **changes})
+
+
+@pytest.mark.parametrize(("metric", "headline"), [("pass@k", "pass@2"), ("avg@n", "avg@4"), ("cons@k", "cons@2")])
+def test_a_checkpoint_is_evaluated(run, metric, headline):
+    model = run / "results" / "step_4" / "policy" / "weights"
+    outcome = strop("eval", *evaluation(model, **{"eval.metric": metric}), folder=run)
+    assert outcome.code == 0, outcome.err
+    written = json.loads((run / "evaluation" / "step_000000.json").read_text())
+    assert len(written["tasks"]) == 8 and all(len(task["samples"]) == 4 for task in written["tasks"])
+    assert {"accuracy", "pass@1", "pass@2", "pass@4", "avg@4", "cons@2", "cons@4"} <= written["metrics"].keys()
+    assert f"\n{headline} = {written['metrics'][headline]:.4f}\n" in outcome.out
+
+
+def test_an_evaluation_is_repeated_exactly_and_its_batching_changes_nothing(run):
+    model, found = run / "results" / "step_4" / "policy" / "weights", []
+    for folder, changes in [("a", {}), ("b", {}), ("c", {"generation.num_prompts_per_step": 3})]:
+        outcome = strop("eval", *evaluation(model, **{"eval.save_path": folder, **changes}), folder=run)
+        assert outcome.code == 0, outcome.err
+        found.append(json.loads((run / folder / "step_000000.json").read_text()))
+    assert found[0] == found[1]
+    assert [task["samples"] for task in found[2]["tasks"]] == [task["samples"] for task in found[0]["tasks"]]
+
+
+def test_validation_in_a_run_is_the_evaluation_of_its_checkpoint(tiny, tmp_path):
+    """Greedy, so that the two may seed their samples as they like."""
+    changes = {"grpo.max_num_steps": 2, "policy.generation.val_temperature": 0.0, "grpo.val_period": 2}
+    assert grpo(tiny, tmp_path, **changes).code == 0
+    model = tmp_path / "results" / "step_2" / "policy" / "weights"
+    arguments = evaluation(model, **{"generation.temperature": 0.0, "eval.num_tests_per_prompt": 1, "eval.k_value": 1})
+    assert strop("eval", *arguments, folder=tmp_path).code == 0
+    inside = json.loads((tmp_path / "logs" / "validation" / "step_000002.json").read_text())
+    alone = json.loads((tmp_path / "evaluation" / "step_000000.json").read_text())
+    for one, other in zip(inside["tasks"], alone["tasks"], strict=True):
+        assert (one["task"], one["samples"]) == (other["task"], other["samples"])
+
+
+# --- the scripts of examples/ ---------------------------------------------------------------------------------------------------------
+
+
+def script(name: str, *arguments: str, folder: Path) -> str:
+    """``python examples/NAME ARGUMENTS`` in ``folder``."""
+    done = strop(str(ROOT / "examples" / name), *arguments, folder=folder)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def test_the_training_scripts_are_strop_grpo(tiny, tmp_path):
+    arguments = ["--dry-run", *overrides(tiny_config(tiny))]
+    config = ROOT / "examples" / "configs" / "grpo_math_1B.yaml"
+    arguments[1:1] = ["data.train.split_validation_size=0", "data.train.dataset_name=null", "data.default.prompt_file=null"]
+    command = strop("grpo", "--config", str(config), *arguments, folder=tmp_path)
+    assert command.code == 0, command.err
+    assert "policy      " in command.out and "grad_norm: 1.0" in command.out
+    for name in ("run_grpo.py", "run_grpo_math.py"):
+        assert script(name, *arguments, folder=tmp_path) == command.out
+
+
+def test_the_evaluation_script_is_strop_eval(run, tmp_path):
+    model = run / "results" / "step_4" / "policy" / "weights"
+    out = script("run_eval.py", *evaluation(model, **{"data.dataset_name": None}), folder=tmp_path)
+    assert "pass@2 = " in out
+    command = strop("eval", *evaluation(model, **{"eval.save_path": "again"}), folder=tmp_path)
+    assert command.code == 0, command.err
+    saved = [json.loads((tmp_path / folder / "step_000000.json").read_text()) for folder in ("evaluation", "again")]
+    assert saved[0] == saved[1]

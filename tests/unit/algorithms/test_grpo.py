@@ -1,0 +1,177 @@
+"""GRPO's settings: what each changes, on batches small enough to work out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.base import TokenOutputs
+from strop.algorithms.grpo import GRPO
+from strop.data.packing import pack
+from strop.types import Batch, Ending, Group
+from support.rollouts import group_of, packed, rollout_of, sampled, simple_groups
+
+
+def outputs(logprobs: torch.Tensor) -> TokenOutputs:
+    return TokenOutputs(logprobs, torch.zeros_like(logprobs))
+
+
+def rewarded(*rewards: float, endings: dict[int, Ending] | None = None) -> Group:
+    rollouts = [
+        rollout_of([5, 6], sampled([7 + place] * (place + 1)), reward=reward, ending=(endings or {}).get(place, Ending.STOP))
+        for place, reward in enumerate(rewards)
+    ]
+    return group_of(*rollouts)
+
+
+def loss_of(algorithm: GRPO, batch: Batch, logprobs: torch.Tensor) -> tuple[float, dict[str, float]]:
+    value, logged = algorithm.loss(outputs(logprobs), batch)
+    return float(value), {name: metric.value for name, metric in logged.items()}
+
+
+def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_ratio_one() -> None:
+    batch = pack([rewarded(0.0, 1.0)], GRPO())
+    value, logged = loss_of(GRPO(), batch, torch.tensor([-1.0, -2.0, -3.0]))
+    assert value == pytest.approx(-(-1.0 + 1.0 + 1.0) / 3, rel=1e-5)
+    assert logged["probs_ratio"] == pytest.approx(1.0)
+    assert logged["ratio_outside_clip"] == 0.0
+    assert logged["loss"] == value
+
+
+def test_its_slope_on_policy_is_the_policy_gradient() -> None:
+    batch = pack([rewarded(0.0, 1.0)], GRPO())
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    GRPO().loss(outputs(logprobs), batch)[0].backward()
+    assert logprobs.grad is not None
+    assert torch.allclose(logprobs.grad, -batch.advantages / 3)
+
+
+def test_the_ratio_is_to_the_policy_before_the_update() -> None:
+    batch = pack([rewarded(0.0, 1.0)], GRPO())
+    before = torch.tensor([-1.0, -2.0, -3.0])
+    batch = batch.with_extra("policy_logprobs", before)
+    shift = torch.tensor([0.1, 0.5, -0.5])
+    value, logged = loss_of(GRPO(clip_high=0.3), batch, before + shift)
+    ratios = shift.exp().tolist()
+    wanted = -(min(-ratios[0], -ratios[0]) + min(ratios[1], 1.3) + min(ratios[2], 0.8)) / 3
+    assert value == pytest.approx(wanted, rel=1e-5)
+    assert logged["probs_ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-6)
+    assert logged["probs_ratio_max"] == pytest.approx(ratios[1], rel=1e-6)
+    assert logged["ratio_outside_clip"] == pytest.approx(2 / 3, rel=1e-6)
+    assert loss_of(GRPO(on_policy_ratio=True), batch, before + shift)[0] == pytest.approx(-1 / 3, rel=1e-5)
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
+    batch = pack([rewarded(0.0, 1.0)], GRPO()).with_extra("policy_logprobs", torch.zeros(3))
+    logprobs = torch.tensor([0.05, 0.02, 0.10], requires_grad=True)
+    value, logged = GRPO(sequence_ratio=True).loss(outputs(logprobs), batch)
+    geometric = math.exp((0.02 + 0.10) / 2)
+    assert float(value.detach()) == pytest.approx(-(-math.exp(0.05) + 2 * geometric) / 3, rel=1e-5)
+    assert logged["probs_ratio_max"].value == pytest.approx(geometric, rel=1e-6)
+    value.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[1] == logprobs.grad[2], "each token of a rollout gets the same slope"
+
+
+def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
+    algorithm = GRPO(kl_penalty=0.5, kl_estimator="k2")
+    assert algorithm.requires == {"reference_logprobs"}
+    assert GRPO().requires == frozenset()
+    batch = pack([rewarded(1.0, 1.0)], algorithm).with_extra("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
+    value, logged = loss_of(algorithm, batch, torch.tensor([-1.0, -3.0, -2.0]))
+    kl = (0 + 0.5 + 2.0) / 3
+    assert logged["kl_penalty"] == pytest.approx(kl, rel=1e-6)
+    assert value == pytest.approx(0.5 * kl, rel=1e-6)
+
+
+def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
+    algorithm = GRPO(kl_penalty=0.5, kl_in_reward=True, kl_estimator="k1", normalize=False)
+    batch = pack([rewarded(0.0, 1.0), rewarded(2.0, 2.0)], algorithm)
+    reference = batch.sampler_logprobs - torch.tensor([0.2, 0.4, 0.6, 0.0, 0.0, 0.0])
+    credited = algorithm.credit(batch.with_extra("reference_logprobs", reference))
+    rewards = [0.0 - 0.5 * 0.2, 1.0 - 0.5 * (0.4 + 0.6)]
+    mean = sum(rewards) / 2
+    wanted = [rewards[0] - mean, *[rewards[1] - mean] * 2, 0.0, 0.0, 0.0]
+    assert credited.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
+    plain = replace(algorithm, kl_penalty=0.0)
+    on_policy = torch.full((6,), -1.0)
+    assert loss_of(algorithm, credited, on_policy)[0] == pytest.approx(loss_of(plain, credited, on_policy)[0])
+    with pytest.raises(KeyError, match="reference_logprobs"):
+        algorithm.credit(batch)
+
+
+def test_advantages_can_be_bounded() -> None:
+    group = rewarded(1.0, *[0.0] * 15)
+    found = GRPO(advantage_low=-0.1, advantage_high=2.0).advantages(group)
+    assert float(found.max()) == 2.0
+    assert float(found.min()) == pytest.approx(-0.1)
+
+
+def test_dynamic_sampling_keeps_only_groups_that_vary() -> None:
+    assert GRPO().keep(rewarded(1.0, 1.0))
+    filtering = GRPO(drop_constant_groups=True)
+    assert not filtering.keep(rewarded(1.0, 1.0))
+    assert not filtering.keep(rewarded(0.3, 0.1 + 0.2))
+    assert filtering.keep(rewarded(1.0, 0.0))
+
+
+def test_overlong_filtering_keeps_a_truncated_rollout_in_the_baseline_and_out_of_the_loss() -> None:
+    group = rewarded(0.0, 1.0, 1.0, endings={2: Ending.LENGTH})
+    algorithm = GRPO(overlong_filtering=True)
+    batch = pack([group], algorithm)
+    assert batch.mask.tolist() == [1, 1, 1, 0, 0, 0]
+    assert (batch.totals.tokens, batch.totals.sequences, batch.totals.groups) == (3, 2, 1)
+    assert torch.allclose(algorithm.advantages(group), GRPO().advantages(group))
+    logprobs = torch.zeros(6, requires_grad=True)
+    algorithm.loss(outputs(logprobs), batch)[0].backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[3:].tolist() == [0.0, 0.0, 0.0]
+    assert bool((logprobs.grad[:3] != 0).all())
+
+
+def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
+    group = rewarded(0.0, 1.0, endings={0: Ending.LENGTH, 1: Ending.CONTEXT})
+    for aggregation in ("token_mean", "sequence_mean", "sequence_sum"):
+        algorithm = GRPO(overlong_filtering=True, aggregation=aggregation)
+        value, _ = loss_of(algorithm, pack([group], algorithm), torch.zeros(3))
+        assert value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({}, [True, True, False, False]),
+        ({"kl_penalty": 0.1}, [False] * 4),
+        ({"kl_penalty": 0.1, "kl_in_reward": True}, [True, True, False, False]),
+        ({"sequence_ratio": True, "dual_clip": 2.0}, [True, True, False, False]),
+        ({"overlong_filtering": True}, [True, True, False, True]),
+    ],
+)
+def test_rollouts_said_to_be_idle_have_no_gradient_and_the_others_have(options: dict[str, Any], idle: list[bool]) -> None:
+    algorithm = GRPO(**options)
+    groups = [rewarded(1.0, 1.0), rewarded(0.0, 1.0, endings={1: Ending.LENGTH})]
+    batch = pack(groups, algorithm).with_extra("reference_logprobs", torch.full((6,), -0.3))
+    assert algorithm.idle(batch).tolist() == idle
+    logprobs = torch.linspace(-2, -1, 6).requires_grad_()
+    algorithm.loss(outputs(logprobs), batch)[0].backward()
+    assert logprobs.grad is not None
+    moved = torch.zeros(4).index_add(0, batch.sequence, logprobs.grad.abs())
+    assert (moved == 0).tolist() == idle
+
+
+def test_a_micro_batch_without_a_predicted_token_has_a_loss_of_zero() -> None:
+    """A rollout whose policy never spoke may be alone in its micro-batch."""
+    batch = packed(simple_groups((3, (2,))))
+    empty = replace(
+        batch,
+        **{
+            name: getattr(batch, name)[:0]
+            for name in ("source", "target", "sequence", "sampler_logprobs", "versions", "advantages", "mask")
+        },
+    )
+    value, _ = loss_of(GRPO(), empty, torch.zeros(0))
+    assert value == 0.0

@@ -1,0 +1,186 @@
+"""Groups -> batch -> parts: every predicted token stands in exactly one part and sees what it saw in its rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.algorithms.grpo import GRPO
+from strop.data.packing import Part, micro_batches, mini_batches, pack, select
+from strop.types import Batch, Group, Totals
+from support.rollouts import GroupShape, batch_shapes, group_of, groups_of, rollout_of, sampled, simple_groups
+
+properties = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def history(batch: Batch, predicted: int) -> list[int]:
+    """The tokens that the network has read when it predicts token ``predicted``, by the batch's own structure."""
+    source = int(batch.source[predicted])
+    segment = int((batch.segment_start <= source).nonzero().max())
+    while int(batch.segment_length[segment]) == 0:
+        segment -= 1  # empty segments share their start with the next one
+    start = int(batch.segment_start[segment])
+    tokens = batch.tokens[start : source + 1].tolist()
+    segment = int(batch.segment_parent[segment])
+    while segment != -1:
+        start = int(batch.segment_start[segment])
+        tokens = batch.tokens[start : start + int(batch.segment_length[segment])].tolist() + tokens
+        segment = int(batch.segment_parent[segment])
+    return tokens
+
+
+def expected(groups: Sequence[Group]) -> list[tuple[list[int], int, int, float]]:
+    """(history, target, place of the rollout, sampler log-probability) of every sampled token, straight from the rollouts."""
+    found = []
+    place = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            tokens = rollout.tokens().tolist()
+            position = len(rollout.prompt)
+            for turn in rollout.turns:
+                for offset, logprob in enumerate(turn.logprobs.tolist()):
+                    if turn.sampled:
+                        found.append((tokens[: position + offset], tokens[position + offset], place, logprob))
+                position += len(turn.tokens)
+            place += 1
+    return found
+
+
+def described(batch: Batch) -> list[tuple[list[int], int, int, float]]:
+    return [
+        (history(batch, place), int(batch.target[place]), int(batch.sequence[place]), float(batch.sampler_logprobs[place]))
+        for place in range(len(batch.target))
+    ]
+
+
+@properties
+@given(shapes=batch_shapes, seed=st.integers(0, 3), share=st.booleans())
+def test_every_sampled_token_is_predicted_once_after_exactly_its_own_history(
+    shapes: list[GroupShape], seed: int, share: bool
+) -> None:
+    groups = groups_of(shapes, seed)
+    batch = pack(groups, GRPO(), share_prefixes=share)
+    assert described(batch) == expected(groups)
+    for place in range(len(batch.target)):
+        assert int(batch.positions[batch.source[place]]) == len(history(batch, place)) - 1, "positions continue from the parent"
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert torch.equal(batch.rewards, torch.tensor([rollout.reward for rollout in rollouts]))
+    assert batch.totals == Totals(len(batch.target), len(rollouts), len(groups))
+    assert int(batch.segment_length.sum()) == len(batch.tokens)
+
+
+@properties
+@given(shapes=batch_shapes, seed=st.integers(0, 3), budget=st.integers(1, 60), share=st.booleans(), padded=st.booleans())
+def test_micro_batches_hold_every_token_once_with_its_history_and_the_whole_totals(
+    shapes: list[GroupShape], seed: int, budget: int, share: bool, padded: bool
+) -> None:
+    batch = pack(groups_of(shapes, seed), GRPO(overlong_filtering=True), share_prefixes=share)
+    batch = batch.with_extra("mark", torch.arange(len(batch.target)).float())
+    whole = described(batch)
+    parts = micro_batches(batch, budget, padded=padded)
+    held = torch.cat([part.index for part in parts])
+    assert sorted(held.tolist()) == list(range(len(batch.target)))
+    for part in parts:
+        assert part.batch.totals == batch.totals
+        assert torch.equal(part.batch.extras["mark"], part.index.float())
+        for column in ("target", "sampler_logprobs", "versions", "advantages", "mask"):
+            assert torch.equal(getattr(part.batch, column), getattr(batch, column)[part.index])
+        for own, place in zip(described(part.batch), part.index.tolist(), strict=True):
+            assert (own[0], own[1], own[3]) == (whole[place][0], whole[place][1], whole[place][3])
+        rewards = part.batch.rewards[part.batch.sequence]
+        assert torch.equal(rewards, batch.rewards[batch.sequence[part.index]])
+        assert _within(part, budget, padded)
+
+
+def _within(part: Part, budget: int, padded: bool) -> bool:
+    """At most the budget is read, unless a single rollout is larger."""
+    if part.batch.num_sequences == 1:
+        return True
+    read = part.batch.num_sequences * (int(part.batch.positions.max()) + 1) if padded else len(part.batch.tokens)
+    return read <= budget
+
+
+@properties
+@given(shapes=batch_shapes, budget=st.integers(1, 60))
+def test_cutting_is_repeatable(shapes: list[GroupShape], budget: int) -> None:
+    batch = pack(groups_of(shapes, 0), GRPO())
+    first, again = (micro_batches(batch, budget) for _ in range(2))
+    assert [part.index.tolist() for part in first] == [part.index.tolist() for part in again]
+
+
+def test_a_batch_within_the_budget_is_one_part() -> None:
+    batch = pack(simple_groups((4, (3, 3)), (5, (2, 8))), GRPO())
+    assert len(micro_batches(batch, len(batch.tokens))) == 1
+    assert len(micro_batches(batch, len(batch.tokens) - 1)) == 2
+
+
+def test_a_group_that_fits_is_not_cut_and_one_that_does_not_repeats_its_prompt() -> None:
+    batch = pack(simple_groups((10, (5, 5, 5, 5))), GRPO())
+    assert len(batch.tokens) == 10 + 4 * 4, "the prompt once, and each completion without its last token"
+    parts = micro_batches(batch, 18)
+    assert [len(part.batch.tokens) for part in parts] == [18, 18]
+    assert [part.batch.num_sequences for part in parts] == [2, 2]
+
+
+def test_a_prompt_is_read_once_a_group() -> None:
+    groups = simple_groups((50, (3, 3, 3)))
+    assert len(pack(groups, GRPO()).tokens) == 56
+    assert len(pack(groups, GRPO(), share_prefixes=False).tokens) == 156
+
+
+def test_idle_groups_are_read_apart_from_those_with_a_gradient() -> None:
+    from dataclasses import replace
+
+    batch = pack(simple_groups((4, (3, 3)), (4, (3, 3)), (4, (2,))), GRPO())
+    batch = replace(batch, idle=torch.tensor([False, False, True, True, True]))
+    parts = micro_batches(batch, 1000)
+    assert len(parts) == 2
+    assert [part.batch.idle.tolist() for part in parts if part.batch.idle is not None] == [[False, False], [True, True, True]]
+    assert sorted(torch.cat([part.index for part in parts]).tolist()) == list(range(len(batch.target)))
+
+
+def test_tokens_after_the_last_sampled_one_are_not_read() -> None:
+    rollout = rollout_of([5, 6], sampled([7, 8]))
+    batch = pack([group_of(rollout)], GRPO())
+    assert batch.tokens.tolist() == [5, 6, 7]
+
+
+def test_mini_batches_are_equal_counts_of_groups_in_order_with_totals_of_their_own() -> None:
+    groups = simple_groups((4, (3, 1)), (2, (6,)), (3, (1, 2, 3)), (9, (5,)))
+    batch = pack(groups, GRPO())
+    parts = mini_batches(batch, 2)
+    assert torch.cat([part.index for part in parts]).tolist() == list(range(len(batch.target)))
+    assert [part.batch.totals for part in parts] == [Totals(10, 3, 2), Totals(11, 4, 2)]
+    assert [part.batch.num_groups for part in parts] == [2, 2]
+    assert described(parts[0].batch) == expected(groups[:2])
+    with pytest.raises(ValueError, match="4 groups cannot be cut into 3 equal mini-batches"):
+        mini_batches(batch, 3)
+
+
+@properties
+@given(shapes=batch_shapes, data=st.data())
+def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], data: st.DataObject) -> None:
+    batch = pack(groups_of(shapes, 0), GRPO())
+    chosen = data.draw(st.lists(st.sampled_from(range(batch.num_sequences)), min_size=1, unique=True).map(sorted))
+    again = data.draw(st.lists(st.sampled_from(range(len(chosen))), min_size=1, unique=True).map(sorted))
+    twice = select(select(batch, chosen).batch, again)
+    once = select(batch, [chosen[place] for place in again])
+    assert described(twice.batch) == described(once.batch)
+    assert torch.equal(twice.batch.tokens, once.batch.tokens)
+
+
+def test_a_batch_of_empty_rollouts_is_refused() -> None:
+    with pytest.raises(ValueError, match="every rollout is empty"):
+        pack([group_of(rollout_of([4, 5]))], GRPO())
+
+
+def test_columns_of_the_wrong_length_and_missing_columns_are_named() -> None:
+    batch = pack(simple_groups((4, (3,))), GRPO())
+    with pytest.raises(ValueError, match="'short' has 2 entries, but 3 tokens are predicted"):
+        batch.with_extra("short", torch.zeros(2))
+    with pytest.raises(KeyError, match="no column 'values'; it has \\['known'\\]"):
+        batch.with_extra("known", torch.zeros(3)).extra("values")
