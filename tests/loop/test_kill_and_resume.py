@@ -101,7 +101,7 @@ CHAINS = {
         Kill("at the log", 2, "after"),
         HalfALine(1),
     ],
-    "at any flush": [Kill("at a flush to disk", n) for n in (1, 25, 14, 31)],
+    "at any flush": [Kill("at a flush to disk", n) for n in (31, 25, 14, 1)],
 }
 
 

@@ -373,7 +373,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(tmp_path):
         assert set(phases) >= {
             f"timing/train/{name}" for name in ("generation", "policy_training", "validation", "checkpointing")
         }
-        assert 0.8 * total <= sum(phases.values()) <= total
+        assert 0.7 * total <= sum(phases.values()) <= total
         assert logged["performance/tokens_per_sec"] > 0
 
 
