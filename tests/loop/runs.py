@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,21 @@ def _main(arguments: list[str], folder: str, before: Callable[[], None] | None) 
     from strop.cli import main
 
     sys.exit(main(arguments))
+
+
+@dataclass(frozen=True)
+class Environ:
+    """For ``before``: environment variables. (What is called there must be importable in the new process; test modules are not.)"""
+
+    variables: dict[str, str]
+
+    def __call__(self) -> None:
+        os.environ.update(self.variables)
+
+
+def heed_interrupts() -> None:
+    """For ``before``: a test runner that was started in the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:

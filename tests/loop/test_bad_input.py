@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loop.runs import Outcome, grpo, metrics_of, overrides, strop
+from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.tracking.rollouts import RolloutStore
 
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
@@ -227,13 +227,9 @@ def test_an_environment_that_has_no_tasks_to_give_is_refused(refused):
     assert "env.mine: Mine.tasks raised KeyError: 'the table of answers is gone'" in message
 
 
-def show_where_errors_come_from() -> None:
-    os.environ["STROP_LOG"] = "debug"
-
-
 def test_whoever_asks_is_shown_where_an_error_was_raised(tiny, tmp_path):
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    outcome = grpo(tiny, tmp_path, before=show_where_errors_come_from, **MINE)
+    outcome = grpo(tiny, tmp_path, before=Environ({"STROP_LOG": "debug"}), **MINE)
     assert outcome.code == 1 and 'raise KeyError("the table of answers is gone")' in outcome.err
 
 
@@ -258,10 +254,6 @@ def test_an_option_that_the_environment_does_not_have_is_named(refused):
 # --- models and checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def without_network() -> None:
-    os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
-
-
 def test_a_model_folder_that_is_not_there_is_named(refused):
     assert "policy.model_name: there is no folder ./no/such/model" in refused(1, **{"policy.model_name": "./no/such/model"})
 
@@ -271,7 +263,7 @@ def test_a_folder_that_holds_no_model_is_named(refused, tmp_path):
 
 
 def test_a_hub_name_without_network_says_what_was_tried(refused):
-    said = refused(1, before=without_network, **{"policy.model_name": "acme/never-heard-of"})
+    said = refused(1, before=Environ({"HF_ENDPOINT": "http://127.0.0.1:9"}), **{"policy.model_name": "acme/never-heard-of"})
     assert "acme/never-heard-of is neither a folder here nor in the local hub cache" in said
     assert "set policy.model_name to a folder with the model" in said
 

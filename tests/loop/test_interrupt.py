@@ -6,18 +6,13 @@ import os
 import signal
 import time
 
-from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
-
-
-def listen() -> None:
-    """A test runner that was started in the background ignores Ctrl-C, and so would its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+from loop.runs import grpo, heed_interrupts, metrics_of, overrides, repeatable, start, tiny_config
 
 
 def test_an_interrupted_run_says_how_to_continue_and_continues(tiny, tmp_path):
     changes = {"grpo.max_num_steps": 16, "checkpointing.save_period": 4, "logger.console": "plain"}
     arguments = ["grpo", *overrides(tiny_config(tiny, **changes))]
-    running = start(arguments, tmp_path / "parts", before=listen)
+    running = start(arguments, tmp_path / "parts", before=heed_interrupts)
     deadline = time.monotonic() + 60
     while not (tmp_path / "parts" / "results" / "step_4").exists():
         assert time.monotonic() < deadline and running.process.is_alive()

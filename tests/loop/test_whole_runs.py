@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from loop.runs import grpo, metrics_of, overrides, strop, tiny_config
+from loop.runs import Environ, grpo, metrics_of, overrides, strop, tiny_config
 from strop.tracking.rollouts import RolloutStore
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +30,6 @@ TAGS = [
 ]
 
 
-def without_network() -> None:
-    os.environ["WANDB_MODE"] = "offline"
-    os.environ["WANDB_SILENT"] = "true"
-
-
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory) -> Path:
     """Trackers on, two epochs of two mini-batches, a reference, plain console."""
@@ -51,7 +45,7 @@ def run(tiny, tmp_path_factory) -> Path:
         "logger.wandb_enabled": True,
         "logger.num_val_samples_to_print": 2,
     }
-    outcome = grpo(tiny, folder, before=without_network, **changes)
+    outcome = grpo(tiny, folder, before=Environ({"WANDB_MODE": "offline", "WANDB_SILENT": "true"}), **changes)
     assert outcome.code == 0, outcome.err
     (folder / "console").write_text(outcome.out + outcome.err)
     return folder
