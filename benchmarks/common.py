@@ -145,8 +145,8 @@ def padded_pairs(rows: int, length: int) -> int:
 
 # Patterns of torch's operator names, in the order in which they are tried. What a fused kernel contains counts where the kernel is.
 OPERATORS: tuple[tuple[str, str], ...] = (
-    ("attention", r"scaled_dot_product|flash_attention"),
-    ("matrix products", r"addmm|::mm|bmm|linear|matmul|mmbackward"),
+    ("attention", r"scaled_dot_product|flash_attention|bmm|::_softmax"),  # the output layer has neither
+    ("matrix products", r"addmm|::mm|linear|matmul|mmbackward"),
     ("optimizer", r"adam|_foreach|clip_grad|optimizer"),
     ("reordering weights", r"reorder"),
     ("casts and copies", r"copy|::to$|clone|contiguous|::cat|::stack"),

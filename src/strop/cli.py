@@ -80,6 +80,7 @@ def grpo(arguments: Sequence[str], typed: str, default_config: Path | None = Non
     from strop.config import ConfigError, GrpoRunConfig, load_config
 
     options = _run_parser("grpo", "Train a language model with GRPO.", default_config).parse_intermixed_args(arguments)
+    loaded: Loaded[GrpoRunConfig] | None = None
     try:
         loaded = load_config(options.config, options.overrides, root=GrpoRunConfig)
         _warn(loaded)
@@ -91,9 +92,17 @@ def grpo(arguments: Sequence[str], typed: str, default_config: Path | None = Non
     except ConfigError as error:
         return _refuse(error)
     except KeyboardInterrupt:
+        if loaded is None:
+            return _interrupted("Nothing had begun.")
         saving = loaded.config.checkpointing
         if saving.enabled and saving.save_period > 0 and saving.resume:
-            hint = f"Start the same command again to continue from the newest checkpoint in {saving.checkpoint_dir}:\n    {typed}"
+            there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
+            where = (
+                f"from the newest checkpoint in {saving.checkpoint_dir}"
+                if there_is
+                else "from the beginning (nothing was saved yet)"
+            )
+            hint = f"Start the same command again to continue {where}:\n    {typed}"
         else:
             hint = "Checkpoints or checkpointing.resume are off, so the same command starts from the beginning."
         return _interrupted(hint)

@@ -69,6 +69,8 @@ def _locate(name: str) -> tuple[str, str | None]:
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file.name for file in path.glob("*.gguf")]
+        if not files and not (path / "config.json").exists():
+            raise ModelNotFound(f"policy.model_name: the folder {name} holds no model (no config.json, no .gguf file)")
         return str(path), files[0] if files and not (path / "config.json").exists() else None
     if path.is_absolute() or name.startswith("."):
         raise ModelNotFound(f"policy.model_name: there is no folder {name}")

@@ -83,8 +83,9 @@ class CachedRunner:
         if self.slots < 1:
             needed = length * self.shape.bytes_per_token / 2**30
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, "
-                f"but one sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower the second"
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, but one "
+                f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
+                "the second"
             )
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, length)

@@ -139,11 +139,7 @@ class TorchLearner:
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, in place: whoever shares the module sees the restored weights."""
-        from safetensors.torch import load_model
-
-        files = sorted((folder / "weights").glob("*.safetensors"))
-        for file in files:
-            load_model(self.model, file, strict=len(files) == 1)
+        load_weights(self.model, folder / "weights")
         path = folder / "optimizer.pt"
         if not path.exists():
             raise FileNotFoundError(
@@ -153,6 +149,24 @@ class TorchLearner:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Fill a module, in place, from the safetensors of a Hugging Face folder. Raises ValueError unless every weight is there.
+
+    A weight that is tied to another is stored once.
+    """
+    from safetensors.torch import load_file
+
+    stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    missing, unexpected = model.load_state_dict(stored, strict=False)
+    own = model.state_dict()
+    filled = {own[name].data_ptr() for name in stored if name in own}
+    missing = [name for name in missing if own[name].data_ptr() not in filled]
+    if missing or unexpected:
+        raise ValueError(
+            f"the weights in {folder} do not fit the model: missing {missing[:3]}, not of the model {unexpected[:3]}"
+        )
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
