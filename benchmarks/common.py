@@ -263,6 +263,7 @@ class Settings:
     seed: int
     trl_rows: int  # rows of one of TRL's micro-batches
     trl_bf16_weights: bool
+    trl_reuse_memory: bool
     profile: bool
 
     @property

@@ -120,6 +120,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
 
     from strop.environments.answers import last_number
     from strop.models.loading import load_model, load_tokenizer
+    from strop.models.memory import reuse_freed_memory
 
     torch.set_num_threads(settings.threads)
     tasks = training_rows(settings)
@@ -185,6 +186,8 @@ def trl_side(settings: Settings, baton: Connection) -> None:
             foreign=laps.foreign(),
         )
 
+    if settings.trl_reuse_memory:
+        reuse_freed_memory()
     model = load_model(settings.model)
     if settings.trl_bf16_weights:
         model = model.to(torch.bfloat16)
@@ -657,6 +660,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="SECONDS",
         help="before each step, wait this long for other processes to rest",
     )
+    parser.add_argument(
+        "--trl-reuse-memory", action="store_true", help="give TRL's process Strop's setting of malloc too (strop.models.memory)"
+    )
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything measured to this file")
     options = parser.parse_args(arguments)
@@ -687,6 +693,7 @@ def settings_of(options: argparse.Namespace, dtype: str, model: str, folder: str
         seed=options.seed,
         trl_rows=options.trl_rows or options.prompts * options.completions,
         trl_bf16_weights=options.trl_bf16_weights,
+        trl_reuse_memory=options.trl_reuse_memory,
         profile=options.profile,
     )
 

@@ -15,11 +15,14 @@ from strop.algorithms.base import LossFn
 from strop.data.packing import Part, micro_batches
 from strop.metrics import Metrics
 from strop.models.loading import quiet
+from strop.models.memory import give_back_freed_memory
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.base import BackwardResult, Scores
 from strop.training.torch.optimizers import make_optimizer, make_scheduler
 from strop.types import Batch
+
+STEPS_BETWEEN_TRIMS = 10  # optimizer steps after which unused memory goes back to the system, on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class TorchLearner:
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(options.optimizer, self.parameters, options.optimizer_kwargs)
         self.scheduler = make_scheduler(options.schedule, self.optimizer)
+        self._steps = 0
 
     async def score(self, batch: Batch) -> Scores:
         return score(self.network, batch, self.sampling, self.options.score_tokens)
@@ -117,6 +121,9 @@ class TorchLearner:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
+            give_back_freed_memory()
         return {
             "grad_norm": metrics.mean(norm.item(), 1),
             "lr": metrics.mean(rate, 1),
