@@ -177,10 +177,12 @@ def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Prob
     """Set one key, making sections on the way and merging a mapping into a section."""
     values = _copy(source.values)
     target: Any = values
+    made: list[KeyPath] = []
     for depth, name in enumerate(path[:-1], 1):
         index = _index(target, name)
         if index is None and isinstance(target, dict) and target.get(name) is None:
             target[name] = {}
+            made.append(path[:depth])
         inner = target[index] if index is not None else (target.get(name) if isinstance(target, dict) else None)
         if not isinstance(inner, dict | list):
             return _not_a_section(path, depth, inner, target, origin), source
@@ -193,7 +195,8 @@ def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Prob
     else:
         below = target.get(last)
         target[last] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return None, Source(values, {**source.origins, path: origin, **dict.fromkeys(_inside(path, value), origin)}, source.files)
+    written = dict.fromkeys((*made, path, *_inside(path, value)), origin)
+    return None, Source(values, {**source.origins, **written}, source.files)
 
 
 def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: Origin) -> Problem:

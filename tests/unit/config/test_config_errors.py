@@ -112,3 +112,13 @@ def test_a_key_of_another_system_that_asks_for_nothing_is_left_out_with_a_warnin
 def test_a_key_of_another_system_that_asks_for_something_is_an_error(tmp_path: Path) -> None:
     message = str(failure(tmp_path, "grpo: {reward_shaping: {enabled: true}}"))
     assert "grpo.reward_shaping" in message and "not in this version" in message
+
+
+def test_a_misspelled_section_in_an_override_is_reported_as_of_the_command_line_and_beside_other_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("policy:\n  model_name: m\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["policy.optimzer.kwargs.lr=1e-4", "grpo.num_prompts_per_step=abc"], root=GrpoRunConfig)
+    assert "command line: policy.optimzer: there is no such key" in str(caught.value)
+    assert "Did you mean policy.optimizer" in str(caught.value)
+    assert "grpo.num_prompts_per_step: found 'abc'" in str(caught.value)
