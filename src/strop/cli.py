@@ -100,7 +100,7 @@ def grpo(arguments: Sequence[str], typed: str, default_config: Path | None = Non
             where = (
                 f"from the newest checkpoint in {saving.checkpoint_dir}"
                 if there_is
-                else "from the beginning (nothing was saved yet)"
+                else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
             )
             hint = f"Start the same command again to continue {where}:\n    {typed}"
         else:
