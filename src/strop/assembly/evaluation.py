@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
 from strop.assembly.describe import describe
-from strop.assembly.grpo import MISTAKES, _show_warnings_as_lines, say_mistake
+from strop.assembly.mistakes import run_to_end
 from strop.assembly.roles import load_policy, make_engine
 from strop.assembly.tasks import validation_tasks
 from strop.config import EvalRunConfig
@@ -19,13 +18,7 @@ from strop.tracking.console import open_console
 
 def run_evaluation(config: EvalRunConfig) -> int:
     """Evaluate as configured; 0 on success, 1 after an error that was printed."""
-    _show_warnings_as_lines()
-    try:
-        asyncio.run(_run(config))
-    except MISTAKES as error:
-        say_mistake(error)
-        return 1
-    return 0
+    return run_to_end(_run(config))
 
 
 async def _run(config: EvalRunConfig) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import random
-import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +13,16 @@ import numpy
 import torch
 
 from strop.assembly.describe import describe
+from strop.assembly.mistakes import run_to_end
 from strop.assembly.roles import load_training_policy, make_algorithm, make_engine, make_learner, make_reference, tokenizer_saver
 from strop.assembly.tasks import training_tasks, validation_tasks
 from strop.checkpointing.base import RunState
-from strop.checkpointing.folders import CheckpointError, CheckpointFolders
+from strop.checkpointing.folders import CheckpointFolders
 from strop.config import ConfigError, GrpoRunConfig, dump_config, load_config
-from strop.data.errors import DataError
-from strop.environments.base import EnvironmentConfigError
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
-from strop.loop import LoopOptions, OutOfTasks, Run, TooManyDropped, reached, train
-from strop.models.loading import ModelNotFound
+from strop.loop import LoopOptions, Run, reached, train
 from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
 from strop.rollouts.stream import RolloutStream, StreamState, renewed
 from strop.rollouts.template import ChatTemplate
@@ -42,31 +36,10 @@ from strop.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
 
-# What a run may end with that is the user's to mend: the message is enough.
-MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, OutOfTasks, CheckpointError, ValueError, OSError)
-
 
 def run_grpo(config: GrpoRunConfig, command: str) -> int:
     """Train as configured; 0 on success, 1 after an error that was printed. ``command`` is what the user typed."""
-    _show_warnings_as_lines()
-    try:
-        asyncio.run(_run(config, command))
-    except MISTAKES as error:
-        say_mistake(error)
-        return 1
-    return 0
-
-
-def say_mistake(error: Exception) -> None:
-    """The message; where it comes from too, if that was asked for."""
-    print(f"error: {error}", file=sys.stderr)
-    log.debug("where it was raised", exc_info=error)
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
-    if raised and not log.isEnabledFor(logging.DEBUG):
-        print("STROP_LOG=debug before the command shows where errors of environments were raised.", file=sys.stderr)
+    return run_to_end(_run(config, command))
 
 
 async def _run(config: GrpoRunConfig, command: str) -> None:
@@ -346,12 +319,3 @@ def _seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _show_warnings_as_lines() -> None:
-    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
-        print(f"warning: {message}", file=sys.stderr)
-
-    warnings.showwarning = show  # type: ignore[assignment]
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)

@@ -12,7 +12,7 @@ def reuse_freed_memory() -> bool:
     """Keep freed memory instead of giving it back to the system, where the C library is glibc; says whether it is.
 
     glibc maps every large block anew and unmaps it when it is freed, so a training step touches gigabytes of fresh pages, and each
-    first touch of a page is a trap into the kernel: a third of a step on a small machine. A process that repeats the same step needs
+    first touch of a page is a trap into the kernel: a fifth of a step on a small machine. A process that repeats the same step needs
     the same blocks again. The price is memory: holes that no later block fits stay with the process until ``give_back_freed_memory``.
     """
     if platform.libc_ver()[0] != "glibc":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,6 @@ def _on(batch: Batch, device: torch.device) -> Batch:
     """The columns a loss reads on the learner's device."""
     if device.type == "cpu":
         return batch
-    from dataclasses import replace
-
     names = ("target", "sequence", "sampler_logprobs", "versions", "advantages", "mask", "group", "rewards")
     moved = {name: getattr(batch, name).to(device) for name in names}
     return replace(batch, **moved, extras={name: column.to(device) for name, column in batch.extras.items()})

@@ -1,0 +1,54 @@
+"""How a command ends: done, or with a message that says what to mend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Coroutine
+from typing import Any
+
+from strop.checkpointing.folders import CheckpointError
+from strop.data.errors import DataError
+from strop.environments.base import EnvironmentConfigError
+from strop.loop import OutOfTasks, TooManyDropped
+from strop.models.loading import ModelNotFound
+
+log = logging.getLogger(__name__)
+
+# What a run may end with that is the user's to mend: the message is enough.
+MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, OutOfTasks, CheckpointError, ValueError, OSError)
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> int:
+    """Run a command's work; 0 when it is done, 1 after a mistake that was printed."""
+    _show_warnings_as_lines()
+    try:
+        asyncio.run(work)
+    except MISTAKES as error:
+        _say_mistake(error)
+        return 1
+    return 0
+
+
+def _say_mistake(error: Exception) -> None:
+    """The message; where it comes from too, if that was asked for."""
+    print(f"error: {error}", file=sys.stderr)
+    log.debug("where it was raised", exc_info=error)
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
+    if raised and not log.isEnabledFor(logging.DEBUG):
+        print("STROP_LOG=debug before the command shows where errors of environments were raised.", file=sys.stderr)
+
+
+def _show_warnings_as_lines() -> None:
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)
