@@ -18,7 +18,7 @@ PACKAGE = ROOT / "strop"
 
 # Who may import whom: a part imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "metrics", "sampling"),
+    ("types", "metrics", "sampling", "stopping"),
     ("algorithms",),
     ("data",),
     ("environments", "models", "tracking", "config"),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.mixture import TaskSource
@@ -67,6 +67,14 @@ def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence
         for k in voters:
             found[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
     return found
+
+
+class Validation(Protocol):
+    """Whatever measures the policy between steps."""
+
+    async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
+        """Metrics under ``validation/``."""
+        ...
 
 
 @dataclass(kw_only=True)

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from strop import metrics
-from strop.algorithms.base import Algorithm
+from strop.algorithms.base import Algorithm, Outputs, TokenOutputs
 from strop.checkpointing.base import Checkpoints, RunState
 from strop.data.packing import mini_batches, pack
-from strop.evaluation import Evaluator
+from strop.evaluation import Validation
 from strop.reports import batch_metrics, group_metrics
 from strop.rollouts.stream import EndOfTasks, GroupStream, StreamState
+from strop.stopping import EarlyStop
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
-from strop.training.base import Learner, Scorer
+from strop.training.base import ColumnSource, Learner, token_outputs
 from strop.types import Batch, Group
 from strop.weights.base import WeightSync
 
@@ -51,8 +50,6 @@ class LoopOptions:
     val_at_start: bool = False
     val_at_end: bool = False
     save_period: int = 0
-    stop_at_metric: str | None = None  # stop when this metric ...
-    stop_at_value: float | None = None  # ... reaches this value
     share_prefixes: bool = True
 
 
@@ -64,12 +61,13 @@ class Run:
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, Learner]
-    scorers: Mapping[str, Scorer]  # batch column -> who fills it
+    scorers: Mapping[str, ColumnSource]  # what an algorithm requires -> who fills it
     weights: WeightSync
     tracker: Tracker
     rollouts: RolloutStore
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
-    evaluator: Evaluator | None = None
+    evaluator: Validation | None = None
+    early_stop: EarlyStop | None = None
     checkpoints: Checkpoints | None = None
     step: int = 0
     done: bool = False
@@ -100,23 +98,23 @@ async def train(run: Run) -> None:
         with clock("packing"):
             batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
         with clock("logprobs"):
-            for column in sorted(run.algorithm.requires):
-                batch = batch.with_extra(column, (await run.scorers[column].score(batch)).logprobs)
+            for required in sorted(run.algorithm.requires):
+                batch = batch.with_extras(await run.scorers[required].columns(batch, groups))
         batch = run.algorithm.credit(batch)
         with clock("policy_training"):
-            learner_logprobs, trained = await update(run, batch)
+            before, trained = await update(run, batch)
         run.step += 1
         with clock("weight_sync"):
             synced = await run.weights.publish(run.step)
         run.stream.release(len(groups))
         with clock("storing"):
-            run.rollouts.write(run.step, records_of_step(run, groups, batch, learner_logprobs))
+            run.rollouts.write(run.step, records_of_step(run, groups, batch, before))
         run.logged = {**logged, **trained, **metrics.values(synced)}
-        run.done = reached(run, run.logged)
+        run.done = stops(run, run.logged)
         with clock("validation"):
             validated = await validate_if_due(run)
         run.logged = {**run.logged, **validated}
-        run.done |= reached(run, validated)
+        run.done |= stops(run, validated)
         with clock("checkpointing"):
             save_if_due(run, run.stream.state())
         run.tracker.log(run.step, {**run.logged, **clock.metrics(run, batch)})
@@ -170,7 +168,7 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
     staleness = [run.step - group.version for group in kept]
     if staleness and max(staleness) > run.options.max_staleness:
         raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
-    return kept, group_metrics(kept, run.dropped, staleness)
+    return kept, group_metrics(kept, run.dropped, staleness, recorded=run.algorithm.recorded)
 
 
 def _stop_if_hopeless(run: Run, kept: int) -> None:
@@ -196,12 +194,12 @@ def _reasons(run: Run) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-async def update(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """Epochs of mini-batches, one optimizer step each; returns the log-probabilities [N] before the first step, and metrics."""
-    options = run.options
+async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
+    """Epochs of mini-batches, one optimizer step each; returns what the policy says of the batch before the first step, and metrics."""
+    options, losses = run.options, run.algorithm.losses(run.step)
     several = options.steps_per_batch * options.update_epochs > 1
-    before = await run.learners["policy"].score(batch) if several else None
-    if before is not None:
+    before = await run.learners["policy"].score(batch) if several or "policy" not in losses else None
+    if isinstance(before, TokenOutputs):
         batch = batch.with_extra("policy_logprobs", before.logprobs)
     logged: list[metrics.Metrics] = []
     steps = 0
@@ -209,21 +207,32 @@ async def update(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         for part in mini_batches(batch, options.steps_per_batch):
             steps += 1
             run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
-            for name, loss in run.algorithm.losses().items():
-                seen = replace(part.batch, idle=run.algorithm.idle(part.batch, name))
+            surveyed = await survey(run, part.batch)
+            for name, loss in losses.items():
+                seen = replace(surveyed, idle=run.algorithm.idle(surveyed, name))
                 result = await run.learners[name].forward_backward(seen, loss)
                 prefix = "" if name == "policy" else f"{name}_"
                 measured = {**result.metrics, **await run.learners[name].step()}
                 logged.append({prefix + key: metrics.per_step(metric) for key, metric in measured.items()})
                 if name == "policy" and before is None:
-                    before = result.scores
+                    before = result.outputs
     assert before is not None
     trained = {f"train/{name}": value for name, value in metrics.values(metrics.merge(*logged)).items()}
-    return before.logprobs, {**trained, **batch_metrics(batch, before)}
+    recorded = run.algorithm.recorded
+    return before, {**trained, **run.algorithm.report(batch), **batch_metrics(batch, before, recorded=recorded)}
 
 
-def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, learner_logprobs: Tensor) -> list[RolloutRecord]:
-    """Every rollout of this step as it will be stored, the dropped ones too."""
+async def survey(run: Run, batch: Batch) -> Batch:
+    """What an algorithm must know of a whole optimizer step, as columns, before the step is cut."""
+    outputs = await run.learners["policy"].score(batch) if run.algorithm.surveys else None
+    return run.algorithm.survey(batch, None if outputs is None else token_outputs(outputs))
+
+
+def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, before: Outputs) -> list[RolloutRecord]:
+    """Every rollout of this step as it will be stored, the dropped ones too; none of recorded data, which is stored already."""
+    if run.algorithm.recorded:
+        return []
+    learner_logprobs = token_outputs(before).logprobs
     credit = by_rollout(batch.advantages, batch, groups)
     return records_of(
         run.step,
@@ -255,23 +264,20 @@ def save_if_due(run: Run, stream: StreamState) -> None:
     if run.checkpoints is None or not period or not (run.step % period == 0 or run.finished):
         return
     run.tracker.progress("saving a checkpoint")
-    path = run.checkpoints.save(RunState(step=run.step, stream=stream, logged=run.logged), run.learners)
+    state = RunState(step=run.step, stream=stream, logged=run.logged, early_stop=run.early_stop)
+    path = run.checkpoints.save(state, run.learners)
     run.saved = run.step
     run.tracker.note(f"checkpoint: {path}")
 
 
-def reached(run: Run, logged: Mapping[str, float]) -> bool:
-    """Whether the metric that was to be reached has been. Raises ValueError for one that a validation does not report."""
-    name, value = run.options.stop_at_metric, run.options.stop_at_value
-    if name is None or value is None or not logged:
+def stops(run: Run, logged: Mapping[str, float]) -> bool:
+    """Whether what was measured ends the run early; says so."""
+    if run.early_stop is None:
         return False
-    kind = name.partition("/")[0] + "/"
-    if name not in logged and any(other.startswith(kind) for other in logged):
-        there_are = ", ".join(sorted(other for other in logged if other.startswith(kind)))
-        raise ValueError(f"grpo.stop_at_validation_metric: there is no metric {name}; there are {there_are}")
-    if name not in logged or logged[name] < value:
+    before, run.early_stop = run.early_stop, run.early_stop.seen(logged)
+    if run.early_stop.reason is None or run.early_stop is before:
         return False
-    run.tracker.note(f"{name} = {logged[name]:.4g} reached {value:g}: training ends")
+    run.tracker.note(f"{run.early_stop.reason}: training ends")
     return True
 
 
@@ -297,6 +303,10 @@ class Stopwatch:
             **timing,
             "timing/train/total_step_time": total,
             "performance/tokens_per_sec": len(batch.tokens) / busy,
-            "performance/generation_tokens_per_sec": sampled / max(self.seconds["generation"], 1e-9),
+            **(
+                {}
+                if run.algorithm.recorded
+                else {"performance/generation_tokens_per_sec": sampled / max(self.seconds["generation"], 1e-9)}
+            ),
             "performance/training_tokens_per_sec": len(batch.tokens) / max(self.seconds["policy_training"], 1e-9),
         }

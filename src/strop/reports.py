@@ -7,20 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strop.algorithms.base import Outputs, TokenOutputs
 from strop.algorithms.functional import varies
-from strop.training.base import Scores
 from strop.types import Batch, Ending, Group
 
 
-def group_metrics(kept: Sequence[Group], dropped: Sequence[tuple[Group, object]], staleness: Sequence[int]) -> dict[str, float]:
-    """Means are over the rollouts that are trained on; ``groups_dropped`` counts the others by reason."""
+def group_metrics(
+    kept: Sequence[Group], dropped: Sequence[tuple[Group, object]], staleness: Sequence[int], *, recorded: bool = False
+) -> dict[str, float]:
+    """Means are over the rollouts that are trained on; ``groups_dropped`` counts the others by reason. Of ``recorded`` groups there is
+    nothing to say about rewards, endings and age."""
     logged = {
         "train/groups_dropped": float(len(dropped)),
         "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
         "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
     }
-    if not kept:
-        return logged
+    if not kept or recorded:
+        return {**logged, "train/examples": float(len(kept))} if kept else logged
     rollouts = [rollout for group in kept for rollout in group.rollouts]
     count = len(rollouts)
     sampled = [rollout.sampled_tokens for rollout in rollouts]
@@ -46,23 +49,27 @@ def group_metrics(kept: Sequence[Group], dropped: Sequence[tuple[Group, object]]
     }
 
 
-def batch_metrics(batch: Batch, before: Scores) -> dict[str, float]:
-    """How sampler and learner agree on the sampled tokens, by the learner's weights before this step's updates; means over tokens.
+def batch_metrics(batch: Batch, before: Outputs, *, recorded: bool = False) -> dict[str, float]:
+    """What the learner's weights before this step's updates say of the batch; means over tokens. Where tokens were sampled, how sampler
+    and learner agree on them.
 
     token_mult_prob_error: mean of exp(|difference of log-probabilities|); 1 is perfect. gen_kl_error: the k3 estimate of
     KL(sampler || learner).
     """
     counted = batch.mask > 0
+    logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
+    if not isinstance(before, TokenOutputs):
+        return logged
+    logged |= {"train/entropy": _mean(before.entropy[counted]), "train/logprob": _mean(before.logprobs[counted])}
+    if recorded:
+        return logged
     difference = (before.logprobs - batch.sampler_logprobs)[counted]
     return {
+        **logged,
         "train/token_mult_prob_error": _mean(difference.abs().exp()),
         "train/token_mult_prob_error_max": float(difference.abs().exp().max()) if len(difference) else 1.0,
         "train/gen_kl_error": _mean(torch.expm1(difference) - difference),
-        "train/entropy": _mean(before.entropy[counted]),
-        "train/logprob": _mean(before.logprobs[counted]),
         "train/advantages_abs": _mean(batch.advantages[counted].abs()),
-        "train/tokens_read": float(len(batch.tokens)),
-        "train/tokens_trained": float(counted.sum()),
     }
 
 

@@ -159,6 +159,7 @@ class Group:
     environment: str
     version: int  # the weight version the generators held when the group was started
     rollouts: tuple[Rollout, ...]
+    baseline: Rollout | None = None  # sampled greedily where an algorithm compares with it; never trained on
 
     @property
     def task(self) -> Task:
@@ -169,8 +170,13 @@ class Group:
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
 
     @property
+    def lengths(self) -> Tensor:  # [G] float64: sampled tokens
+        return torch.tensor([rollout.sampled_tokens for rollout in self.rollouts], dtype=torch.float64)
+
+    @property
     def errors(self) -> tuple[str, ...]:
-        return tuple(rollout.error for rollout in self.rollouts if rollout.error is not None)
+        everyone = self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
+        return tuple(rollout.error for rollout in everyone if rollout.error is not None)
 
 
 @dataclass(frozen=True)
@@ -209,11 +215,11 @@ class Batch:
 
     leaf: Tensor  # [S] int64: the segment in which the rollout ends
     group: Tensor  # [S] int64: the group's place in this batch
-    rewards: Tensor  # [S] float32
+    rewards: Tensor  # [S] float64, as the algorithm sees them
 
     totals: Totals
     idle: Tensor | None = None  # [S] bool: rollouts whose loss has no gradient at all; they are read without one
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] float32
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
     def __post_init__(self) -> None:
         predicted = len(self.target)
@@ -248,4 +254,7 @@ class Batch:
         return self.extras[name]
 
     def with_extra(self, name: str, column: Tensor) -> Batch:
-        return replace(self, extras={**self.extras, name: column})
+        return self.with_extras({name: column})
+
+    def with_extras(self, columns: Mapping[str, Tensor]) -> Batch:
+        return replace(self, extras={**self.extras, **columns}) if columns else self

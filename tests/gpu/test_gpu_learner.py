@@ -14,6 +14,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
+from support.algorithms import grpo
 from support.models import FAMILIES, build, exact, gradients, largest_difference
 from support.rollouts import simple_groups
 
@@ -55,7 +56,7 @@ def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bo
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_gradients_and_metrics_on_the_gpu_are_those_on_the_cpu(options: dict[str, Any]) -> None:
     """float64: 1e-9 relative, however the batch is cut."""
-    algorithm = GRPO(**options)
+    algorithm = grpo(**options)
     wanted, result = gradient_on("cpu", algorithm)
     for budget in (10**9, 20):
         for packed in (True, False):
@@ -66,7 +67,7 @@ def test_gradients_and_metrics_on_the_gpu_are_those_on_the_cpu(options: dict[str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
-    batch = batch_of(GRPO())
+    batch = batch_of(grpo())
     found = []
     for device in ("cpu", "cuda"):
         network = Network(build(family).to(device))
@@ -79,7 +80,7 @@ def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
 
 
 def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() -> None:
-    batch = batch_of(GRPO())
+    batch = batch_of(grpo())
     stays = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30)
     leaves = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30, offload=True)
     assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}

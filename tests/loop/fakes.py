@@ -14,7 +14,6 @@ import torch
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
-from strop.algorithms.grpo import GRPO
 from strop.checkpointing.base import RunState
 from strop.data.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
@@ -26,10 +25,12 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
+from strop.stopping import EarlyStop
 from strop.tracking.rollouts import RolloutStore
-from strop.training.base import BackwardResult, Scores
+from strop.training.base import BackwardResult
 from strop.types import Batch, Group, Rollout, Task
 from strop.weights.shared import SharedWeights
+from support.algorithms import grpo
 
 T = TypeVar("T")
 
@@ -144,9 +145,9 @@ class FakeLearner:
     def _logprobs(self, batch: Batch) -> torch.Tensor:
         return batch.sampler_logprobs + self.shift
 
-    async def score(self, batch: Batch) -> Scores:
+    async def score(self, batch: Batch) -> TokenOutputs:
         self.scored += 1
-        return Scores(logprobs=self._logprobs(batch), entropy=torch.ones(len(batch.target)))
+        return TokenOutputs(logprobs=self._logprobs(batch), entropy=torch.ones(len(batch.target)))
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         self.batches.append(batch)
@@ -154,7 +155,9 @@ class FakeLearner:
         value, logged = loss(TokenOutputs(logprobs, torch.ones(len(batch.target))), batch)
         value.backward()
         self.outputs.append(logprobs.detach())
-        return BackwardResult(metrics=logged, scores=Scores(logprobs=logprobs.detach(), entropy=torch.ones(len(batch.target))))
+        return BackwardResult(
+            metrics=logged, outputs=TokenOutputs(logprobs=logprobs.detach(), entropy=torch.ones(len(batch.target)))
+        )
 
     async def step(self) -> Metrics:
         self.on_step()
@@ -236,6 +239,7 @@ def make_run(
     tasks: int | None = None,
     validation: int = 0,
     checkpoints: Any = None,
+    early_stop: EarlyStop | None = None,
     store: str = "none",
     scorers: Mapping[str, Any] | None = None,
     latency: Callable[[int], float] = lambda seed: 0.0,
@@ -262,7 +266,7 @@ def make_run(
     slots = (options.max_staleness + 1) * options.groups_per_step
     run = Run(
         options=options,
-        algorithm=algorithm or GRPO(),
+        algorithm=algorithm or grpo(),
         stream=RolloutStream(group, slots=slots, size=tasks, ahead=options.max_staleness > 0),
         learners=learners or {"policy": FakeLearner()},
         scorers=scorers or {},
@@ -270,6 +274,7 @@ def make_run(
         tracker=tracker,
         rollouts=RolloutStore(folder, store),  # type: ignore[arg-type]
         evaluator=evaluator,
+        early_stop=early_stop,
         checkpoints=checkpoints,
     )
     return run, generator, tracker

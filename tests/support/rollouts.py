@@ -10,10 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.grpo import GRPO
 from strop.data.packing import pack
 from strop.generation.base import Completion
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation
+from support.algorithms import grpo
 from support.models import VOCABULARY
 
 
@@ -134,4 +134,4 @@ def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
 
 def packed(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
     """The groups as a batch of GRPO with ``options``."""
-    return pack(groups, GRPO(**options), share_prefixes=share_prefixes)
+    return pack(groups, grpo(**options), share_prefixes=share_prefixes)

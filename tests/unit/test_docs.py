@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.assembly.roles import make_algorithm
+from strop.assembly.grpo import algorithm_of
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.data.packing import micro_batches, pack
 from strop.environments.base import Environment
@@ -163,7 +163,7 @@ def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
 def trains_with(algorithm: str) -> None:
     """The configuration takes it, it gives credit, and its loss does not depend on how the batch is cut."""
     overrides = ["policy.model_name=none", "data.train.env_name=arithmetic", "env.arithmetic={}", f"algorithm.name={algorithm}"]
-    made = make_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
+    made = algorithm_of(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
     group = Group(index=0, environment="arithmetic", version=0, rollouts=tuple(rollout(place) for place in range(4)))
     batch = made.credit(pack([group], made))
     assert float(batch.advantages.abs().max()) > 0

@@ -13,8 +13,9 @@ from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.grpo import GRPO
-from strop.loop import LoopOptions, OutOfTasks, TooManyDropped, collect, reached, train, update
-from strop.training.base import Scores
+from strop.loop import LoopOptions, OutOfTasks, TooManyDropped, collect, stops, train, update
+from strop.stopping import EarlyStop
+from support.algorithms import grpo
 
 TOKENIZER = tiny_tokenizer()
 
@@ -70,10 +71,11 @@ def test_a_stream_that_broke_its_promise_stops_the_run(tmp_path):
 
 def test_the_columns_an_algorithm_requires_are_scored_before_its_credit(tmp_path):
     class Reference:
-        async def score(self, batch):
-            return Scores(logprobs=batch.sampler_logprobs - 0.5, entropy=torch.zeros(len(batch.target)))
+        async def columns(self, batch, groups):
+            assert len(groups) == batch.num_groups
+            return {"reference_logprobs": batch.sampler_logprobs - 0.5}
 
-    algorithm = GRPO(kl_penalty=0.1, kl_estimator="k1")
+    algorithm = grpo(kl_penalty=0.1, kl_estimator="k1")
     run, _, tracker = make_run(
         TOKENIZER, tmp_path, options(max_steps=1), algorithm=algorithm, scorers={"reference_logprobs": Reference()}
     )
@@ -91,7 +93,7 @@ def test_groups_that_fail_or_do_not_vary_are_replaced_and_counted(tmp_path):
         tmp_path,
         options(max_steps=2),
         environment=environment,
-        algorithm=GRPO(drop_constant_groups=True),
+        algorithm=grpo(drop_constant_groups=True),
         store="jsonl",
         samples=8,
     )
@@ -139,7 +141,7 @@ def test_too_many_filtered_groups_stop_the_run_and_say_on_which_side_they_are(tm
         tmp_path,
         options(max_groups_per_step=6),
         environment=Letters(constant=tuple(range(100))),
-        algorithm=GRPO(drop_constant_groups=True),
+        algorithm=grpo(drop_constant_groups=True),
     )
     with pytest.raises(TooManyDropped) as caught:
         trained(run)
@@ -153,7 +155,7 @@ def test_as_many_groups_as_allowed_are_enough_if_the_last_one_completes_the_batc
         tmp_path,
         options(max_steps=1, max_groups_per_step=5),
         environment=Letters(constant=(0, 1)),
-        algorithm=GRPO(drop_constant_groups=True),
+        algorithm=grpo(drop_constant_groups=True),
         samples=8,
     )
     assert trained(run).step == 1
@@ -248,7 +250,7 @@ def test_metrics_of_several_optimizer_steps_are_averaged(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorCritic(GRPO):
-    def losses(self):
+    def losses(self, step):
         return {"policy": self.loss, "value": self.value_loss}
 
     def value_loss(self, outputs: TokenOutputs, batch):
@@ -279,7 +281,7 @@ def test_the_log_probabilities_of_the_learner_are_those_before_the_update(tmp_pa
         return batch, (await update(run, batch))[0]
 
     batch, logprobs = asyncio.run(one())
-    assert torch.equal(logprobs, batch.sampler_logprobs + 0.5)
+    assert torch.equal(logprobs.logprobs, batch.sampler_logprobs + 0.5)
 
 
 # --- when things happen -----------------------------------------------------------------------------------------------------------
@@ -323,12 +325,13 @@ def test_checkpoints_are_saved_when_due_and_after_the_last_step(tmp_path, period
 
 
 def test_a_run_stops_at_the_metric_that_was_to_be_reached(tmp_path):
-    changes = {"max_steps": 100, "stop_at_metric": "train/grad_norm", "stop_at_value": 3.0}
+    early_stop = EarlyStop(metric="train/grad_norm", threshold=3.0)
     checkpoints = FakeCheckpoints()
     run, _, tracker = make_run(
         TOKENIZER,
         tmp_path,
-        options(**changes, save_period=50, val_at_end=True),
+        options(max_steps=100, save_period=50, val_at_end=True),
+        early_stop=early_stop,
         checkpoints=checkpoints,
         validation=1,
     )
@@ -338,17 +341,17 @@ def test_a_run_stops_at_the_metric_that_was_to_be_reached(tmp_path):
 
 
 def test_a_run_stops_at_a_validation_metric(tmp_path):
-    changes = {"max_steps": 100, "val_period": 2, "stop_at_metric": "validation/accuracy", "stop_at_value": 0.0}
-    run, _, _ = make_run(TOKENIZER, tmp_path, options(**changes), validation=2)
+    early_stop = EarlyStop(metric="validation/accuracy", threshold=0.0)
+    run, _, _ = make_run(TOKENIZER, tmp_path, options(max_steps=100, val_period=2), validation=2, early_stop=early_stop)
     assert trained(run).step == 2
 
 
 def test_a_metric_to_stop_at_that_no_validation_reports_is_an_error(tmp_path):
-    changes = {"val_period": 1, "stop_at_metric": "validation/acuracy", "stop_at_value": 0.5}
-    run, _, _ = make_run(TOKENIZER, tmp_path, options(**changes), validation=2)
+    early_stop = EarlyStop(metric="validation/acuracy", threshold=0.5)
+    run, _, _ = make_run(TOKENIZER, tmp_path, options(val_period=1), validation=2, early_stop=early_stop)
     with pytest.raises(ValueError, match=r"no metric validation/acuracy; there are validation/accuracy"):
         trained(run)
-    assert not reached(run, {"train/loss": 1.0}), "before the first validation nothing is known"
+    assert not stops(run, {"train/loss": 1.0}), "before the first validation nothing is known"
 
 
 def test_no_step_is_trained_where_none_is_wanted(tmp_path):

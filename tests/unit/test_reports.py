@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.base import TokenOutputs
 from strop.data.packing import pack
 from strop.reports import batch_metrics, group_metrics
-from strop.training.base import Scores
 from strop.types import Ending, Group, Rollout, Task, Turn, observation
+from support.algorithms import grpo
 
 
 def rollout(
@@ -87,18 +87,18 @@ def test_a_step_that_kept_nothing_reports_what_was_dropped():
 
 
 def test_agreement_is_perfect_where_the_log_probabilities_are_equal():
-    batch = pack(KEPT, GRPO())
-    found = batch_metrics(batch, Scores(logprobs=batch.sampler_logprobs, entropy=torch.full((len(batch.target),), 0.5)))
+    batch = pack(KEPT, grpo())
+    found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs, entropy=torch.full((len(batch.target),), 0.5)))
     assert (found["train/token_mult_prob_error"], found["train/token_mult_prob_error_max"]) == (1.0, 1.0)
     assert found["train/gen_kl_error"] == 0 and found["train/entropy"] == 0.5 and found["train/logprob"] == -1
     assert found["train/tokens_trained"] == 2 + 4 + 2 + 3 and found["train/tokens_read"] == len(batch.tokens)
 
 
 def test_disagreement_is_measured_in_both_directions():
-    batch = pack(KEPT, GRPO())
+    batch = pack(KEPT, grpo())
     shift = torch.zeros(len(batch.target))
     shift[0], shift[1] = 0.3, -0.3
-    found = batch_metrics(batch, Scores(logprobs=batch.sampler_logprobs + shift, entropy=shift))
+    found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs + shift, entropy=shift))
     count = len(batch.target)
     assert found["train/token_mult_prob_error"] == pytest.approx((2 * math.exp(0.3) + count - 2) / count)
     assert found["train/token_mult_prob_error_max"] == pytest.approx(math.exp(0.3))
@@ -107,8 +107,8 @@ def test_disagreement_is_measured_in_both_directions():
 
 
 def test_tokens_that_do_not_count_are_left_out():
-    batch = pack(KEPT, GRPO(overlong_filtering=True))
+    batch = pack(KEPT, grpo(overlong_filtering=True))
     wrong = torch.where(batch.mask > 0, 0.0, 5.0)
-    found = batch_metrics(batch, Scores(logprobs=batch.sampler_logprobs + wrong, entropy=wrong))
+    found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs + wrong, entropy=wrong))
     assert found["train/token_mult_prob_error"] == 1 and found["train/entropy"] == 0
     assert found["train/tokens_trained"] == 7

@@ -82,10 +82,14 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: fl
     return objective
 
 
+def sequence_sum(values: Tensor, batch: Batch) -> Tensor:
+    """Sums over each rollout's counted tokens, [N] -> [S]."""
+    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask.to(values.dtype))
+
+
 def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
     """Each rollout's mean over its counted tokens, [N] -> [S]; 0 for a rollout without any."""
-    sums = values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask)
-    return sums / batch.sequence_lengths.clamp(min=1)
+    return sequence_sum(values, batch) / batch.sequence_lengths.clamp(min=1)
 
 
 def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:

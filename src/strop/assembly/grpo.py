@@ -12,9 +12,13 @@ from typing import Any
 import numpy
 import torch
 
+from strop.algorithms.base import Algorithm, Plan
+from strop.algorithms.kl import REFERENCE
+from strop.assembly.algorithms import make_algorithm, refuse_nonsense
 from strop.assembly.describe import describe
 from strop.assembly.mistakes import run_to_end
-from strop.assembly.roles import load_training_policy, make_algorithm, make_engine, make_learner, make_reference, tokenizer_saver
+from strop.assembly.roles import load_training_policy, make_engine, make_learner, make_reference, tokenizer_saver
+from strop.assembly.settings import policy_gradient_settings
 from strop.assembly.tasks import training_tasks, validation_tasks
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointFolders
@@ -22,15 +26,17 @@ from strop.config import ConfigError, GrpoRunConfig, dump_config, load_config
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
-from strop.loop import LoopOptions, Run, reached, train
+from strop.loop import LoopOptions, Run, train
 from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
 from strop.rollouts.stream import RolloutStream, StreamState, renewed
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
+from strop.stopping import EarlyStop
 from strop.tracking.base import Tracker, Trackers
 from strop.tracking.console import open_console
 from strop.tracking.jsonl import FILE_NAME, JsonlTracker
 from strop.tracking.rollouts import RolloutStore
+from strop.training.base import LogprobColumn
 from strop.types import Group
 from strop.weights.shared import SharedWeights
 
@@ -61,7 +67,7 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
     _seed(config.grpo.seed)
     for line in describe(config).splitlines():
         tracker.note(line)
-    algorithm = make_algorithm(config)
+    algorithm = algorithm_of(config)
     train_source = training_tasks(
         config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
     )
@@ -69,9 +75,9 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
     policy = load_training_policy(config.policy)
     sampling = Sampling(**config.policy.generation.sampling_options())
     engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
-    reference = make_reference(policy, config.policy, sampling) if "reference_logprobs" in algorithm.requires else None
+    reference = make_reference(policy, config.policy, sampling) if REFERENCE in algorithm.requires else None
     learner = make_learner(policy, config.policy, sampling)
-    unknown = algorithm.requires - {"reference_logprobs"}
+    unknown = algorithm.requires - {REFERENCE}
     if unknown:
         raise ValueError(
             f"algorithm.name: {config.algorithm.name} requires the columns {sorted(unknown)}, which nothing here scores"
@@ -81,7 +87,11 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts)
     state = _restore(config, checkpoints, learner, tracker, store)
     rules = episode_rules(config)
-    options = loop_options(config, share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed)
+    options = loop_options(
+        config,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+        filters=type(algorithm).keep is not Algorithm.keep and getattr(algorithm, "drop_constant_groups", True),
+    )
     stream_state = None
     if state is not None:
         stream_state = renewed(
@@ -94,18 +104,34 @@ def build_run(config: GrpoRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
         algorithm=algorithm,
         stream=stream,
         learners={"policy": learner},
-        scorers={"reference_logprobs": reference} if reference else {},
+        scorers={REFERENCE: LogprobColumn(REFERENCE, reference)} if reference else {},
         weights=SharedWeights([engine]),
         tracker=tracker,
         rollouts=store,
         decode=policy.tokenizer.decode,
         evaluator=evaluator,
+        early_stop=early_stop(config),
         checkpoints=checkpoints if config.checkpointing.enabled else None,
     )
     if state is not None:
         run.step, run.saved, run.logged = state.step, state.step, state.logged
-        run.done = reached(run, state.logged)
+        run.early_stop = state.early_stop or run.early_stop
+        run.done = run.early_stop is not None and run.early_stop.reason is not None
     return run, engine
+
+
+def algorithm_of(config: GrpoRunConfig) -> Algorithm:
+    """The algorithm of a run. Raises ValueError where it, its parts and the run do not go together."""
+    settings = policy_gradient_settings("grpo", config.grpo, config.loss_fn)
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings)
+    options = loop_options(config, share_prefixes=True)
+    plan = Plan(
+        group_size=config.grpo.num_generations_per_prompt,
+        optimizer_steps=options.steps_per_batch * options.update_epochs,
+        max_staleness=options.max_staleness,
+    )
+    refuse_nonsense(algorithm, plan)
+    return algorithm
 
 
 def make_stream(
@@ -186,28 +212,35 @@ def episode_rules(config: GrpoRunConfig) -> EpisodeRules:
     )
 
 
-def loop_options(config: GrpoRunConfig, *, share_prefixes: bool) -> LoopOptions:
+def loop_options(config: GrpoRunConfig, *, share_prefixes: bool, filters: bool = False) -> LoopOptions:
     grpo = config.grpo
     global_batch = config.policy.train_global_batch_size or grpo.rollouts_per_step
-    metric = grpo.stop_at_validation_metric
     return LoopOptions(
         max_steps=grpo.max_num_steps,
         groups_per_step=grpo.num_prompts_per_step,
         steps_per_batch=grpo.rollouts_per_step // global_batch,
         update_epochs=grpo.update_epochs,
         max_staleness=grpo.max_staleness,
-        max_groups_per_step=grpo.num_prompts_per_step * grpo.dynamic_sampling_max_gen_batches
-        if grpo.use_dynamic_sampling
-        else 1 << 60,
+        max_groups_per_step=grpo.num_prompts_per_step * grpo.dynamic_sampling_max_gen_batches if filters else 1 << 60,
         max_errors_in_a_row=grpo.max_errors_in_a_row,
         val_period=grpo.val_period,
         val_start_at=grpo.val_start_at,
         val_at_start=grpo.val_at_start,
         val_at_end=grpo.val_at_end,
         save_period=config.checkpointing.save_period,
-        stop_at_metric=None if metric is None else metric_tag(metric, "validation"),
-        stop_at_value=grpo.stop_at_validation_threshold,
         share_prefixes=share_prefixes,
+    )
+
+
+def early_stop(config: GrpoRunConfig) -> EarlyStop | None:
+    grpo = config.grpo
+    if grpo.stop_at_validation_metric is None:
+        return None
+    return EarlyStop(
+        metric=metric_tag(grpo.stop_at_validation_metric, "validation"),
+        higher_is_better=grpo.stop_at_validation_higher_is_better,
+        threshold=grpo.stop_at_validation_threshold,
+        patience=grpo.stop_at_validation_patience,
     )
 
 

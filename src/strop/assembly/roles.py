@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
-from strop.algorithms.base import Algorithm
-from strop.algorithms.grpo import GRPO
 from strop.config.generation import GenerationConfig
 from strop.config.policy import PolicyConfig
-from strop.config.schema import GrpoRunConfig
-from strop.data.errors import nearest
-from strop.environments.registry import import_attribute
 from strop.generation.torch.engine import TorchEngine
 from strop.generation.torch.runner import CachedRunner, RecomputeRunner, Runner
 from strop.models.loading import load_model, load_tokenizer, stop_tokens
@@ -136,66 +130,6 @@ def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchE
         log.warning("the embedded engine reads every sequence again at every token: %s", policy.network.fallback)
         runner = RecomputeRunner(policy.network, max_slots=options.max_num_seqs, length=length)
     return TorchEngine(runner, policy.tokenizer, stop_ids=policy.stop_ids, prefill_tokens=options.prefill_tokens)
-
-
-def make_algorithm(config: GrpoRunConfig) -> Algorithm:
-    """GRPO as the sections ``grpo`` and ``loss_fn`` set it, or a class from outside. Raises ValueError for what it does not take."""
-    name = config.algorithm.name
-    kind = GRPO if name == "grpo" else import_attribute(name) if ":" in name else None
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise ValueError(f"algorithm.name: {name!r} is neither grpo nor module:Class of a strop.algorithms.base.Algorithm")
-    if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which an algorithm must")
-    if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
-        raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
-    known = {item.name: item for item in fields(kind) if item.init}
-    for key in config.algorithm.kwargs:
-        if key not in known:
-            raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{nearest(key, known)}")
-    given = {key: _as_annotated(kind, key, value) for key, value in config.algorithm.kwargs.items()}
-    values = {**(_grpo_fields(config) if issubclass(kind, GRPO) else {}), **given}
-    missing = [
-        key for key, item in known.items() if key not in values and item.default is MISSING and item.default_factory is MISSING
-    ]
-    if missing:
-        raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
-    algorithm: Algorithm = kind(**values)
-    return algorithm
-
-
-def _as_annotated(kind: type, key: str, value: Any) -> Any:
-    """A value of ``algorithm.kwargs`` as its field's type, which YAML may spell with a list. Raises ValueError for another type."""
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(get_type_hints(kind)[key]).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        raise ValueError(f"algorithm.kwargs.{key}: found {value!r}: {error.errors()[0]['msg']}") from error
-
-
-def _grpo_fields(config: GrpoRunConfig) -> dict[str, Any]:
-    grpo, loss = config.grpo, config.loss_fn
-    return {
-        "baseline": grpo.minus_baseline,
-        "leave_one_out": grpo.use_leave_one_out_baseline,
-        "normalize": grpo.normalize_rewards,
-        "advantage_low": grpo.advantage_clip_low,
-        "advantage_high": grpo.advantage_clip_high,
-        "clip_low": loss.ratio_clip_min,
-        "clip_high": loss.ratio_clip_max,
-        "dual_clip": loss.ratio_clip_c,
-        "on_policy_ratio": loss.force_on_policy_ratio,
-        "sequence_ratio": loss.sequence_level_importance_ratios,
-        "aggregation": loss.resolved_aggregation,
-        "constant_length": loss.constant_length,
-        "kl_penalty": loss.reference_policy_kl_penalty,
-        "kl_estimator": loss.reference_policy_kl_type,
-        "kl_in_reward": loss.use_kl_in_reward,
-        "kl_input_clamp": loss.kl_input_clamp_value,
-        "kl_output_clamp": loss.kl_output_clamp_value,
-        "drop_constant_groups": grpo.use_dynamic_sampling,
-        "overlong_filtering": grpo.overlong_filtering,
-    }
 
 
 def tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from strop.rollouts.stream import StreamState
+from strop.stopping import EarlyStop
 from strop.training.base import Learner
 
 
@@ -18,6 +19,7 @@ class RunState:
     step: int
     stream: StreamState
     logged: Mapping[str, float]  # the step's metrics: the record of a step that was saved but not yet written down
+    early_stop: EarlyStop | None = None
 
 
 class Checkpoints(Protocol):

@@ -38,7 +38,12 @@ VALIDATION_METRICS = ("accuracy", "reward", "avg_length")
 
 def group_size(config: GrpoRunConfig) -> Problems:
     grpo, key = config.grpo, "grpo.num_generations_per_prompt"
-    if grpo.num_generations_per_prompt > 1:
+    if (
+        grpo.num_generations_per_prompt > 1
+        or config.algorithm.name != "grpo"
+        or grpo.adv_estimator.name
+        or config.algorithm.kwargs
+    ):
         return
     if grpo.use_leave_one_out_baseline:
         yield Problem(
@@ -46,13 +51,13 @@ def group_size(config: GrpoRunConfig) -> Problems:
             "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and there are none",
             "Set it to 2 or more, or grpo.use_leave_one_out_baseline=false.",
         )
-    elif grpo.minus_baseline:
+    elif grpo.minus_baseline is not False:
         yield Problem(
             key,
             "found 1, but a rollout minus the mean of its group of one is always 0, so nothing would be learned",
             "Set it to 2 or more, or grpo.minus_baseline=false and grpo.normalize_rewards=false.",
         )
-    elif grpo.normalize_rewards:
+    elif grpo.normalize_rewards is not False:
         yield Problem(
             key,
             "found 1, but a group of one has no standard deviation to normalise by",
@@ -104,13 +109,14 @@ def on_policy_ratio(config: GrpoRunConfig) -> Problems:
 
 def aggregation(config: GrpoRunConfig) -> Problems:
     loss = config.loss_fn
-    if loss.resolved_aggregation == "constant_length" and loss.constant_length is None:
+    how = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
+    if how == "constant_length" and loss.constant_length is None:
         yield Problem(
             "loss_fn.constant_length",
             "found null, but loss_fn.aggregation is constant_length, which divides by it",
             "Set it, for instance to ${policy.generation.max_new_tokens}.",
         )
-    if loss.sequence_level_importance_ratios and loss.resolved_aggregation == "token_mean":
+    if loss.sequence_level_importance_ratios and how == "token_mean":
         yield Problem(
             "loss_fn.sequence_level_importance_ratios",
             "found true, but a ratio per sequence and a mean over tokens weigh long sequences twice",
@@ -134,13 +140,19 @@ def ranges(config: GrpoRunConfig) -> Problems:
 
 
 def early_stop(config: GrpoRunConfig) -> Problems:
-    metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
-    if (metric is None) != (threshold is None):
-        key, other = ("threshold", "metric") if threshold is None else ("metric", "threshold")
+    grpo = config.grpo
+    ends = [name for name in ("threshold", "patience") if getattr(grpo, f"stop_at_validation_{name}") is not None]
+    if grpo.stop_at_validation_metric is None and ends:
         yield Problem(
-            f"grpo.stop_at_validation_{key}",
-            f"found null, but grpo.stop_at_validation_{other} is set",
+            "grpo.stop_at_validation_metric",
+            f"found null, but grpo.stop_at_validation_{ends[0]} is set",
             "Set both, or both to null.",
+        )
+    elif grpo.stop_at_validation_metric is not None and not ends:
+        yield Problem(
+            "grpo.stop_at_validation_threshold",
+            "found null, but grpo.stop_at_validation_metric is set",
+            "Set it, or grpo.stop_at_validation_patience, or all three to null.",
         )
 
 

@@ -28,14 +28,14 @@ class Foreign:
 
 
 FOREIGN = (
+    Foreign(
+        "grpo.adv_estimator.*",
+        "grpo.adv_estimator.name chooses it; its options are grpo.normalize_rewards, grpo.use_leave_one_out_baseline, grpo.minus_baseline "
+        "and algorithm.kwargs.advantage",
+        tuning=True,
+    ),
     Foreign("grpo.val_batch_size", "validation goes through the same engine, which batches by itself", tuning=True),
     Foreign("grpo.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full", tuning=True),
-    Foreign(
-        "grpo.adv_estimator",
-        "use grpo.normalize_rewards, grpo.use_leave_one_out_baseline and grpo.minus_baseline; another estimator is an "
-        "algorithm.name",
-    ),
-    Foreign("grpo.reward_shaping", f"{LATER}; shape the reward in the environment"),
     Foreign("grpo.seq_logprob_error_threshold", LATER),
     Foreign("grpo.invalid_tool_call_advantage", f"{LATER}; give the reward in the environment"),
     Foreign("grpo.malformed_thinking_advantage", f"{LATER}; give the reward in the environment"),
@@ -43,14 +43,6 @@ FOREIGN = (
     Foreign("grpo.async_grpo.in_flight_weight_updates", LATER),
     Foreign("grpo.async_grpo.recompute_kv_cache_after_weight_updates", LATER),
     Foreign("reward_penalties", f"{LATER}; give the penalty in the environment"),
-    Foreign("loss_fn.use_on_policy_kl_approximation", LATER),
-    Foreign("loss_fn.use_importance_sampling_correction", LATER),
-    Foreign("loss_fn.truncated_importance_sampling_*", LATER),
-    Foreign("loss_fn.use_cispo", f"{LATER}; an algorithm of your own is algorithm.name=module:Class"),
-    Foreign(
-        "loss_fn.disable_ppo_ratio", f"{LATER}; with one optimizer step per batch, loss_fn.force_on_policy_ratio=true is close"
-    ),
-    Foreign("loss_fn.positive_example_nll_weight", LATER),
     Foreign("checkpointing.checkpoint_must_save_by", LATER),
     Foreign("checkpointing.model_save_format", "weights are saved as safetensors", tuning=True),
     Foreign("checkpointing.save_consolidated", "every checkpoint can be exported to a Hugging Face folder"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
 from strop.config.generation import Device, GenerationConfig, Precision
 from strop.config.model import Model, follows, subsection
@@ -21,21 +21,62 @@ class TokenizerConfig(Model):
     )
 
 
-class OptimizerConfig(Model):
-    """A torch optimizer."""
+class OptimizerGroupConfig(Model):
+    """Parameters with a learning rate or a weight decay of their own."""
 
-    name: str = Field("torch.optim.AdamW", min_length=1, description="Dotted name of the optimizer class.")
+    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        ..., description="Patterns of parameter names, as in no_decay."
+    )
+    lr: float | None = Field(None, ge=0, description="Learning rate, which the scheduler scales; null is that of kwargs.")
+    weight_decay: float | None = Field(None, ge=0, description="Weight decay; null is that of kwargs.")
+
+    @model_validator(mode="after")
+    def _differs(self) -> OptimizerGroupConfig:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("the group sets neither lr nor weight_decay, so it changes nothing; set one of them, or remove it")
+        return self
+
+
+class OptimizerConfig(Model):
+    """An optimizer."""
+
+    name: str = Field(
+        "torch.optim.AdamW",
+        min_length=1,
+        description="Dotted name of the optimizer class: torch's, or an installed package's, such as bitsandbytes.optim.AdamW8bit "
+        "or torchao.optim.AdamW8bit.",
+    )
     kwargs: dict[str, Any] = Field(
         default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
         description="Its arguments; lr must be among them. Setting kwargs in a file replaces this default as a whole.",
     )
+    no_decay: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (),
+        description="Patterns of the names of parameters without weight decay, such as [bias, norm, embed]: a part of the name, or, "
+        "with * ? or [, all of it. One that matches nothing is an error.",
+    )
+    groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
+        (),
+        description="Entries {match: [pattern, ...], lr, weight_decay} for parameters with values of their own; a parameter is of "
+        "the first that matches it, and no_decay goes before any.",
+    )
 
 
 class ScheduleStageConfig(Model):
-    """One torch learning-rate scheduler."""
+    """One learning-rate schedule."""
 
-    name: str = Field(..., min_length=1, description="Dotted name of the scheduler class.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its arguments.")
+    name: str = Field(
+        ...,
+        min_length=1,
+        description="constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd (warm-up, stable, decay), or the "
+        "dotted name of a torch scheduler class.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Its arguments. Every named schedule takes warmup_steps or warmup_ratio, and total_steps (optimizer steps; null "
+        "is all of the run, or up to the next milestone); all but constant take min_ratio; cosine_with_restarts takes cycles, "
+        "polynomial power, inverse_sqrt timescale (steps), wsd decay_steps or decay_ratio and decay (linear, cosine, sqrt).",
+    )
 
 
 class SchedulerConfig(Model):
@@ -144,6 +185,19 @@ class DynamicBatchingConfig(Model):
     )
 
 
+class EmaConfig(Model):
+    """An exponential moving average of the trained weights, saved beside them."""
+
+    enabled: bool = Field(False, description="Keep it, in float32, and save it as a Hugging Face folder policy/ema.")
+    decay: float = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="What is left of the average after an optimizer step; the rest are the new weights (fraction).",
+    )
+    start_step: int = Field(0, ge=0, description="Until then the average is the weights themselves (optimizer steps).")
+
+
 class ReferenceConfig(Model):
     """The frozen copy of the policy that the KL term measures distance to."""
 
@@ -160,7 +214,12 @@ class PolicyConfig(Model):
     )
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
-    precision: Precision = Field("bfloat16", description="bfloat16 (autocast over float32 weights) or float32.")
+    precision: Precision = Field("bfloat16", description="What is computed in: bfloat16 (autocast) or float32.")
+    weights_dtype: Precision = Field(
+        "float32",
+        description="The weights that are trained and sampled with: float32, or bfloat16, of which the optimizer keeps float32 "
+        "masters: half the memory of the weights in the forward pass.",
+    )
     max_total_sequence_length: int = Field(
         512, ge=2, description="Longest prompt and completion together, over all turns (tokens)."
     )
@@ -191,12 +250,25 @@ class PolicyConfig(Model):
     optimizer: OptimizerConfig = subsection(OptimizerConfig)
     scheduler: SchedulerConfig | None = Field(
         None,
-        description="Learning rate over optimizer steps: one {name, kwargs}, or a list of them ending in {milestones: [...]}; "
-        "null is constant.",
+        description="Learning rate over optimizer steps: one {name, kwargs}, such as {name: cosine, kwargs: {warmup_steps: 50, "
+        "min_ratio: 0.1}}, or a list of them ending in {milestones: [...]}. Names: constant, linear, cosine, cosine_with_restarts, "
+        "polynomial, inverse_sqrt, wsd, or a dotted torch class. kwargs: warmup_steps or warmup_ratio, total_steps (null is the "
+        "run's), min_ratio, and the schedule's own. null is constant.",
     )
+    ema: EmaConfig = subsection(EmaConfig)
     dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
     megatron_cfg: MegatronConfig = subsection(MegatronConfig)
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
+
+    @field_validator("weights_dtype")
+    @classmethod
+    def _no_finer_than_its_weights(cls, weights_dtype: str, values: ValidationInfo) -> str:
+        if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
+            raise ValueError(
+                "with bfloat16 weights nothing is computed in float32, which policy.precision asks for; set policy.precision=bfloat16, "
+                "or policy.weights_dtype=float32"
+            )
+        return weights_dtype

@@ -24,4 +24,10 @@ BUILTIN = {
     "AIME2025": Builtin("opencompass/AIME2025", "test", "question", subset="AIME2025-I"),
     "math500": Builtin("HuggingFaceH4/MATH-500", "test"),
     "gsm8k": Builtin("openai/gsm8k", input_key="question", subset="main", answer_marker="####"),
+    # Recorded answers and preferences: what their columns mean is read off the columns (strop.data.layouts).
+    "squad": Builtin("rajpurkar/squad", input_key="question", output_key="answers.text.0"),
+    "tulu3_sft_mixture": Builtin("allenai/tulu-3-sft-mixture"),
+    "HelpSteer3": Builtin("nvidia/HelpSteer3", subset="preference"),
+    "Tulu3Preference": Builtin("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    "HuggingFaceH4/ultrafeedback_binarized": Builtin("HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
 }

@@ -47,10 +47,11 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
     for place, group in enumerate(groups):
         advantages = algorithm.advantages(group)
         trained = algorithm.trains(group)
+        credit = zip(group.rollouts, algorithm.rewards(group).tolist(), advantages.tolist(), trained.tolist(), strict=True)
         shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
         root = flat.segment(group.rollouts[0].prompt, -1, 0) if shared else -1
-        for rollout, advantage, trains in zip(group.rollouts, advantages.tolist(), trained.tolist(), strict=True):
-            leaf, source, target, sampled = _lay_rollout(flat, rollout, root)
+        for rollout, reward, advantage, trains in credit:
+            leaf, source, target, sampled = _lay_rollout(flat, rollout, root, ends=algorithm.places == "ends")
             predicted = len(target)
             columns["source"].append(source)
             columns["target"].append(target)
@@ -61,7 +62,7 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             columns["mask"].append(torch.full((predicted,), float(trains)))
             leaves.append(leaf)
             owners.append(place)
-            rewards.append(rollout.reward)
+            rewards.append(reward)
     joined = {name: torch.cat(parts) for name, parts in columns.items()}
     if not len(joined["target"]):
         raise ValueError("no token of this batch was sampled by the policy: every rollout is empty")
@@ -80,7 +81,7 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             mask=joined["mask"],
             leaf=torch.tensor(leaves),
             group=torch.tensor(owners),
-            rewards=torch.tensor(rewards),
+            rewards=torch.tensor(rewards, dtype=torch.float64),
             totals=Totals(0, 0, 0),
         )
     )
@@ -94,12 +95,17 @@ def with_totals(batch: Batch) -> Batch:
     return replace(batch, totals=Totals(tokens, sequences, groups))
 
 
-def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Append one rollout; returns (leaf segment, source [n], target [n], which continuation tokens were sampled)."""
+def _lay_rollout(flat: _Flat, rollout: Rollout, root: int, *, ends: bool) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Append one rollout; returns (leaf segment, source [n], target [n], which continuation tokens were sampled).
+
+    ``ends``: the batch asks about one place, the rollout's last token, which is then read too; n is 1 and target that token.
+    """
     prompt = len(rollout.prompt)
     continuation = torch.cat([turn.tokens for turn in rollout.turns]) if rollout.turns else torch.zeros(0, dtype=torch.int64)
     sampled = _sampled(rollout)
     last = int(sampled.nonzero().max()) if bool(sampled.any()) else 0
+    if ends and bool(sampled.any()):
+        return _lay_end(flat, rollout, root, continuation[: last + 1], sampled)
     if root >= 0:
         start = flat.length
         leaf = flat.segment(continuation[:last], root, prompt)
@@ -112,6 +118,18 @@ def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, Tensor,
     if len(source):
         source[0] = before
     return leaf, source[sampled], continuation[sampled], sampled
+
+
+def _lay_end(
+    flat: _Flat, rollout: Rollout, root: int, continuation: Tensor, sampled: Tensor
+) -> tuple[int, Tensor, Tensor, Tensor]:
+    if root >= 0:
+        leaf = flat.segment(continuation, root, len(rollout.prompt))
+    else:
+        leaf = flat.segment(torch.cat([rollout.prompt, continuation]), -1, 0)
+    only = torch.zeros_like(sampled)
+    only[len(continuation) - 1] = True
+    return leaf, torch.tensor([flat.length - 1]), continuation[-1:], only
 
 
 def _sampled(rollout: Rollout) -> Tensor:  # [L] bool
@@ -173,18 +191,21 @@ def select(batch: Batch, sequences: Sequence[int]) -> Part:
     return Part(part, index)
 
 
-def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False) -> list[Part]:
+def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[Part]:
     """Cut a batch so that each part reads at most ``token_budget`` tokens, at group boundaries where a group fits.
 
     A group over the budget is cut between its rollouts, its prompt standing once in each part; a single rollout over the
     budget is a part of its own. First fit, longest first: few parts, and the same ones every time. ``padded``: each rollout will be
-    a row as long as the longest, and counts as that. Groups that are idle do not share a part with others.
+    a row as long as the longest, and counts as that. Groups that are idle do not share a part with others. ``whole_groups``: a group is
+    never cut, for a loss that compares its rollouts.
     """
     lengths = batch.segment_length.tolist()
-    units = [unit for members in _members(batch) for unit in _cut(members, batch, lengths, token_budget)]
+    budget = 1 << 62 if whole_groups else token_budget
+    units = [unit for members in _members(batch) for unit in _cut(members, batch, lengths, budget)]
     if padded:
         longest = int(batch.positions.max()) + 1
-        units = [([sequence], longest) for sequence in range(batch.num_sequences)]
+        rows = _members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
+        units = [(sequences, longest * len(sequences)) for sequences in rows]
     idle = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
     parted = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
     return [select(batch, sequences) for kind in parted for sequences in _first_fit(kind, token_budget)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -37,6 +37,11 @@ class DataSource:
     split: str | None = None  # default: the built-in's, else "train"
     input_key: str | None = None  # default: the built-in's, else "problem"; dots reach inside: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer"
+    messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
+    chosen_key: str | None = None  # of a pair, the better completion; default: chosen
+    rejected_key: str | None = None  # of a pair, the worse completion; default: rejected
+    label_key: str | None = None  # of a judged completion, whether it is desirable; default: label
+    margin_key: str | None = None  # of a pair, by how much the chosen one is better; default: margin, where there is one
     prompt_file: str | None = None  # a text with {question} (or {}) where the question goes
     system_prompt: str | None = None
     system_prompt_file: str | None = None
@@ -72,30 +77,31 @@ class DataSource:
 
     def rows(self) -> Sequence[Row]:
         """The rows, read when they are asked for. Raises DataError for data that cannot be used."""
-        builtin, records = self._open()
+        builtin, records = self.open()
         question_key = self.input_key or builtin.input_key
-        indices: Sequence[int] = range(len(records))
-        if self.part != "all" and self.split_validation_size:
-            train, validation = partition(records.column(question_key, "input_key"), self.split_validation_size, self.seed)
-            indices = train if self.part == "train" else validation
         rows = Rows(
             records=records,
-            indices=indices[: self.size],
+            indices=self.select(range(len(records)), lambda: records.column(question_key, "input_key")),
             repeat=self.repeat,
             input_key=question_key,
             output_key=self.output_key or builtin.output_key,
             answer_marker=builtin.answer_marker,
         )
-        # A file's records may differ from each other: each is looked at now, not in the middle of a run.
-        # Tables have one schema: their first row stands for all.
-        for index in range(len(rows.indices) if Path(records.name).suffix in (".jsonl", ".json") else 1):
-            rows[index]
+        look_at(rows, len(rows.indices), records)
         return rows
 
-    def _open(self) -> tuple[Builtin, Records]:
+    def select(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
+        """Of the records ``indices``, those of this part, at most ``size``; ``questions()`` are what each of them asks."""
+        if self.part != "all" and self.split_validation_size:
+            train, validation = partition(questions(), self.split_validation_size, self.seed)
+            indices = [indices[place] for place in (train if self.part == "train" else validation)]
+        return indices[: self.size]
+
+    def open(self) -> tuple[Builtin, Records]:
+        """The records of the dataset, and what is known of it by its name. Raises DataError."""
         name = self.dataset_name
         if name is None:
-            raise DataError("this environment reads a dataset, and dataset_name is not set: name a file or a dataset of the hub")
+            raise DataError("a dataset is to be read here, and dataset_name is not set: name a file or a dataset of the hub")
         if name in BUILTIN:
             builtin = BUILTIN[name]
         elif Path(name).suffix in SUFFIXES or Path(name).exists():
@@ -107,6 +113,15 @@ class DataSource:
         from strop.data.hub import open_hub
 
         return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
+
+
+def look_at(rows: Sequence[object], count: int, records: Records) -> None:
+    """Read the first ``count`` of ``rows``, so that what is wrong with them is said now and not in the middle of a run.
+
+    A file's records may differ from each other. Tables have one schema: their first row stands for all.
+    """
+    for index in range(count if Path(records.name).suffix in (".jsonl", ".json") else 1):
+        rows[index]
 
 
 def train_and_validation(data: DataSource) -> tuple[DataSource, DataSource]:

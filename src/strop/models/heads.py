@@ -60,17 +60,45 @@ def head_of(model: nn.Module) -> Head:
     )
 
 
-def token_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int) -> TokenOutputs:
+def token_logprobs(
+    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int, candidates: Tensor | None = None
+) -> TokenOutputs:
     """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
 
-    ``chunk`` rows of float32 logits are held at once. Both outputs are differentiable; a gradient that is not asked for costs nothing.
+    ``candidates`` [N, K] are token ids whose log-probabilities are wanted too. ``chunk`` rows of float32 logits are held at once. All
+    outputs are differentiable; a gradient that is not asked for costs nothing.
     """
+    if candidates is not None:
+        return _with_candidates(hidden, target, head, sampling, chunk, candidates)
     pieces = [
         _chunk_logprobs(rows, wanted, head, sampling)
         for rows, wanted in zip(hidden.split(chunk), target.split(chunk), strict=True)
     ]
     logprobs, entropies = (torch.cat(column) for column in zip(*pieces, strict=True))
     return TokenOutputs(logprobs, entropies)
+
+
+def _with_candidates(
+    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int, candidates: Tensor
+) -> TokenOutputs:
+    pieces = []
+    for rows, wanted, chosen in zip(hidden.split(chunk), target.split(chunk), candidates.split(chunk), strict=True):
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(_autograd_candidates, rows, wanted, chosen, head, sampling, use_reentrant=False))
+        else:
+            pieces.append(_autograd_candidates(rows, wanted, chosen, head, sampling))
+    return TokenOutputs(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+
+
+def _autograd_candidates(
+    hidden: Tensor, target: Tensor, candidates: Tensor, head: Head, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    logs = filtered_logits(head.logits(hidden), sampling, target).log_softmax(-1)
+    return logs.gather(1, target[:, None]).squeeze(1), _entropy(logs), logs.gather(1, candidates)
+
+
+def _entropy(logs: Tensor) -> Tensor:
+    return -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
 
 
 def _chunk_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -87,8 +115,7 @@ def _chunk_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampli
 def _autograd_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """The same by autograd alone, for every head and filter."""
     logs = filtered_logits(head.logits(hidden), sampling, target).log_softmax(-1)
-    entropy = -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
-    return logs.gather(1, target[:, None]).squeeze(1), entropy
+    return logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)
 
 
 class _ChunkLogprobs(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.algorithms.base import TokenOutputs
+from strop.algorithms.base import CANDIDATES, TokenOutputs
 from strop.models.attention import IMPLEMENTATION, TreePlan
 from strop.models.heads import Head, head_of, token_logprobs
 from strop.sampling import Sampling, at_least_float32
@@ -65,11 +65,14 @@ class Network:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
-        """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device."""
+        """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and those of the tokens in
+        its column ``candidates``, if there is one."""
+        candidates = batch.extras.get(CANDIDATES)
         with self.autocast():
             hidden = self.hidden(batch)
             target = batch.target.to(self.device)
-            return token_logprobs(hidden, target, self.head, sampling, self.chunk)
+            chosen = None if candidates is None else candidates.to(self.device)
+            return token_logprobs(hidden, target, self.head, sampling, self.chunk, chosen)
 
     def hidden(self, batch: Batch) -> Tensor:  # [N, H]
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
@@ -101,7 +104,7 @@ class Network:
     @torch.no_grad()
     def _probe(self) -> bool:
         """Whether packed rows give this model the same log-probabilities as one sequence at a time through its own attention."""
-        batch = _probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
+        batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
         own = _own_attention(self.model)
         try:
             self.model.set_attn_implementation(own)
@@ -158,7 +161,7 @@ def _logprobs_of(network: Network, hidden: Tensor, batch: Batch, *, direct: bool
     return torch.stack(found)
 
 
-def _probe_batch(vocabulary: int) -> Batch:
+def probe_batch(vocabulary: int) -> Batch:
     """Two groups with shared prompts of different lengths, made without an algorithm."""
     from strop.types import Totals
 

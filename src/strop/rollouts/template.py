@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from strop.types import Message, Messages
+from strop.types import Message, Messages, assistant, user
 
 # A reply whose text no template changes and no conversation contains; the rendering around it is what surrounds any reply.
 _REPLY = "\u241e\u2418\u241e"
+_LOOK_BACK = 64  # characters before a piece of text that can change how it is tokenised
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a recorded conversation, and whether the policy is taught to say it."""
+
+    tokens: list[int]
+    taught: bool
+    text: str
+
+
+class ConversationError(ValueError):
+    """A recorded conversation that this chat template cannot cut into what the policy says and what it reads."""
 
 
 class ChatTemplate:
@@ -53,6 +70,84 @@ class ChatTemplate:
         ids = self._encode(rest)
         return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
 
+    def conversation(self, messages: Messages, *, taught_from: int = 0) -> list[Span]:
+        """A recorded conversation in spans whose texts join to its rendering: a prompt, then what is taught and what is read.
+
+        Taught are the assistant's messages from place ``taught_from`` on, save one that opens the conversation: each begins where sampling
+        would, after the prompt that ``prompt(messages before it)`` gives, and ends with the special token that the template ends a
+        turn with, if it has one. The first span is that prompt for the first of them, token for token. Raises ConversationError where
+        the template renders a turn otherwise than the policy would have met it.
+        """
+        turns = [place for place, message in enumerate(messages) if message.role == "assistant" and place >= max(taught_from, 1)]
+        if not turns:
+            raise ConversationError(
+                "the conversation has no message of the assistant's that answers another; there is nothing to teach"
+            )
+        if self.plain:
+            return self._plain_spans(messages, turns)
+        whole = self._render(messages, open_turn=False)
+        cuts = [cut for turn in turns for cut in self._bounds(messages, turn, whole)]
+        if any(left > right for left, right in pairwise(cuts)):
+            raise ConversationError(_rewritten(messages, turns[0]))
+        return self._spans([whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])], self._encode(whole[: cuts[0]]))
+
+    def _bounds(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
+        """Where in the rendering the policy's words of message ``turn`` begin and end."""
+        before = self._render(messages[:turn], open_turn=True)
+        upto = whole if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
+        after, said = self._after_reply
+        end = len(upto) - len(after)
+        if not upto.startswith(before):
+            raise ConversationError(_opened_otherwise(turn, before, upto))
+        if not upto.endswith(after) or end < len(before):
+            raise ConversationError(
+                f"the chat template ends message {turn + 1} with {upto[-40:]!r}, and other replies with {after[-40:]!r}: it cannot be "
+                "told where the reply ends; set policy.tokenizer.chat_template to one that ends each alike"
+            )
+        end += said
+        if not whole.startswith(upto[:end]):
+            raise ConversationError(_rewritten(messages, turn))
+        return len(before), end
+
+    @cached_property
+    def _after_reply(self) -> tuple[str, int]:
+        """What the template writes after a reply, and how many characters of it the policy says: up to the first special token."""
+        rendered = self._render([user("?"), assistant(_REPLY)], open_turn=False)
+        _, found, after = rendered.rpartition(_REPLY)
+        if not found:
+            raise ConversationError(
+                "the chat template does not render an assistant's message as it is written; "
+                "set policy.tokenizer.chat_template to one that does"
+            )
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        start, length = min(((after.index(token), -len(token)) for token in special if token and token in after), default=(0, 0))
+        return after, start - length
+
+    def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[Span]:
+        """Text as ``prompt`` and ``observation`` join it: replies follow what they answer, and stand on lines of their own after that."""
+        pieces = [_joined(messages[: turns[0]])]
+        for turn, following in pairwise([*turns, len(messages)]):
+            between = messages[turn + 1 : following]
+            pieces += [messages[turn].content, f"\n{_joined(between)}\n" if between or following < len(messages) else ""]
+        return self._spans(pieces, self.prompt(messages[: turns[0]]))
+
+    def _spans(self, pieces: Sequence[str], prompt: list[int]) -> list[Span]:
+        """Every second piece is taught. An empty last piece is left out."""
+        spans = [Span(prompt, False, pieces[0])]
+        for place, (before, text) in enumerate(pairwise(pieces), start=1):
+            spans.append(Span(self._continue(before, text), place % 2 == 1, text))
+        return spans if pieces[-1] else spans[:-1]
+
+    def _continue(self, before: str, text: str) -> list[int]:
+        """``text`` in tokens as it stands after ``before``, and alone where the two would share a token.
+
+        Some tokenizers mark the start of whatever they are given as the start of a word, which a continuation is not.
+        """
+        before = before[-_LOOK_BACK:]
+        context, joined = self._encode(before), self._encode(before + text)
+        return joined[len(context) :] if joined[: len(context)] == context else self._encode(text)
+
     def _render(self, messages: Messages, *, open_turn: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
             [message.as_dict() for message in messages], add_generation_prompt=open_turn, tokenize=False, **self.options
@@ -66,3 +161,20 @@ class ChatTemplate:
 
 def _joined(messages: Messages) -> str:
     return "\n".join(message.content for message in messages)
+
+
+def _opened_otherwise(turn: int, before: str, rendered: str) -> str:
+    common = next((place for place, (left, right) in enumerate(zip(before, rendered, strict=False)) if left != right), 0)
+    return (
+        f"the chat template opens message {turn + 1} with {before[common:][-40:]!r} when it is to be sampled, and renders it as "
+        f"{rendered[common:][:40]!r}: what would be taught is not what the policy would say there. Begin the message as the template "
+        "opens it, or set policy.tokenizer.chat_template_kwargs (such as enable_thinking: false) or policy.tokenizer.chat_template"
+    )
+
+
+def _rewritten(messages: Messages, turn: int) -> str:
+    return (
+        f"the chat template renders message {turn + 1} of {len(messages)} otherwise once the conversation goes on, as templates do "
+        "that drop earlier reasoning: what would be taught is not what the policy would say there. Teach the last turn alone "
+        "(sft.only_unmask_final=true), or set policy.tokenizer.chat_template to a template that leaves earlier turns as they were"
+    )

@@ -13,6 +13,7 @@ from strop.algorithms.base import TokenOutputs
 from strop.algorithms.grpo import GRPO
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
+from support.algorithms import grpo
 from support.rollouts import group_of, packed, rollout_of, sampled, simple_groups
 
 
@@ -34,8 +35,8 @@ def loss_of(algorithm: GRPO, batch: Batch, logprobs: torch.Tensor) -> tuple[floa
 
 
 def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_ratio_one() -> None:
-    batch = pack([rewarded(0.0, 1.0)], GRPO())
-    value, logged = loss_of(GRPO(), batch, torch.tensor([-1.0, -2.0, -3.0]))
+    batch = pack([rewarded(0.0, 1.0)], grpo())
+    value, logged = loss_of(grpo(), batch, torch.tensor([-1.0, -2.0, -3.0]))
     assert value == pytest.approx(-(-1.0 + 1.0 + 1.0) / 3, rel=1e-5)
     assert logged["probs_ratio"] == pytest.approx(1.0)
     assert logged["ratio_outside_clip"] == 0.0
@@ -43,32 +44,32 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_ratio_one() -> N
 
 
 def test_its_slope_on_policy_is_the_policy_gradient() -> None:
-    batch = pack([rewarded(0.0, 1.0)], GRPO())
+    batch = pack([rewarded(0.0, 1.0)], grpo())
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    GRPO().loss(outputs(logprobs), batch)[0].backward()
+    grpo().loss(outputs(logprobs), batch)[0].backward()
     assert logprobs.grad is not None
     assert torch.allclose(logprobs.grad, -batch.advantages / 3)
 
 
 def test_the_ratio_is_to_the_policy_before_the_update() -> None:
-    batch = pack([rewarded(0.0, 1.0)], GRPO())
+    batch = pack([rewarded(0.0, 1.0)], grpo())
     before = torch.tensor([-1.0, -2.0, -3.0])
     batch = batch.with_extra("policy_logprobs", before)
     shift = torch.tensor([0.1, 0.5, -0.5])
-    value, logged = loss_of(GRPO(clip_high=0.3), batch, before + shift)
+    value, logged = loss_of(grpo(clip_high=0.3), batch, before + shift)
     ratios = shift.exp().tolist()
     wanted = -(min(-ratios[0], -ratios[0]) + min(ratios[1], 1.3) + min(ratios[2], 0.8)) / 3
     assert value == pytest.approx(wanted, rel=1e-5)
     assert logged["probs_ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-6)
     assert logged["probs_ratio_max"] == pytest.approx(ratios[1], rel=1e-6)
     assert logged["ratio_outside_clip"] == pytest.approx(2 / 3, rel=1e-6)
-    assert loss_of(GRPO(on_policy_ratio=True), batch, before + shift)[0] == pytest.approx(-1 / 3, rel=1e-5)
+    assert loss_of(grpo(on_policy_ratio=True), batch, before + shift)[0] == pytest.approx(-1 / 3, rel=1e-5)
 
 
 def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
-    batch = pack([rewarded(0.0, 1.0)], GRPO()).with_extra("policy_logprobs", torch.zeros(3))
+    batch = pack([rewarded(0.0, 1.0)], grpo()).with_extra("policy_logprobs", torch.zeros(3))
     logprobs = torch.tensor([0.05, 0.02, 0.10], requires_grad=True)
-    value, logged = GRPO(sequence_ratio=True).loss(outputs(logprobs), batch)
+    value, logged = grpo(sequence_ratio=True).loss(outputs(logprobs), batch)
     geometric = math.exp((0.02 + 0.10) / 2)
     assert float(value.detach()) == pytest.approx(-(-math.exp(0.05) + 2 * geometric) / 3, rel=1e-5)
     assert logged["probs_ratio_max"].value == pytest.approx(geometric, rel=1e-6)
@@ -78,9 +79,9 @@ def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
 
 
 def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
-    algorithm = GRPO(kl_penalty=0.5, kl_estimator="k2")
+    algorithm = grpo(kl_penalty=0.5, kl_estimator="k2")
     assert algorithm.requires == {"reference_logprobs"}
-    assert GRPO().requires == frozenset()
+    assert grpo().requires == frozenset()
     batch = pack([rewarded(1.0, 1.0)], algorithm).with_extra("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
     value, logged = loss_of(algorithm, batch, torch.tensor([-1.0, -3.0, -2.0]))
     kl = (0 + 0.5 + 2.0) / 3
@@ -89,7 +90,7 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
 
 
 def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
-    algorithm = GRPO(kl_penalty=0.5, kl_in_reward=True, kl_estimator="k1", normalize=False)
+    algorithm = grpo(kl_penalty=0.5, kl_in_reward=True, kl_estimator="k1", normalize=False)
     batch = pack([rewarded(0.0, 1.0), rewarded(2.0, 2.0)], algorithm)
     reference = batch.sampler_logprobs - torch.tensor([0.2, 0.4, 0.6, 0.0, 0.0, 0.0])
     credited = algorithm.credit(batch.with_extra("reference_logprobs", reference))
@@ -97,7 +98,7 @@ def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
     mean = sum(rewards) / 2
     wanted = [rewards[0] - mean, *[rewards[1] - mean] * 2, 0.0, 0.0, 0.0]
     assert credited.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
-    plain = replace(algorithm, kl_penalty=0.0)
+    plain = replace(algorithm, kl=None)
     on_policy = torch.full((6,), -1.0)
     assert loss_of(algorithm, credited, on_policy)[0] == pytest.approx(loss_of(plain, credited, on_policy)[0])
     with pytest.raises(KeyError, match="reference_logprobs"):
@@ -106,14 +107,15 @@ def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
 
 def test_advantages_can_be_bounded() -> None:
     group = rewarded(1.0, *[0.0] * 15)
-    found = GRPO(advantage_low=-0.1, advantage_high=2.0).advantages(group)
+    algorithm = grpo(advantage_low=-0.1, advantage_high=2.0)
+    found = algorithm.credit(pack([group], algorithm)).advantages
     assert float(found.max()) == 2.0
     assert float(found.min()) == pytest.approx(-0.1)
 
 
 def test_dynamic_sampling_keeps_only_groups_that_vary() -> None:
-    assert GRPO().keep(rewarded(1.0, 1.0))
-    filtering = GRPO(drop_constant_groups=True)
+    assert grpo().keep(rewarded(1.0, 1.0))
+    filtering = grpo(drop_constant_groups=True)
     assert not filtering.keep(rewarded(1.0, 1.0))
     assert not filtering.keep(rewarded(0.3, 0.1 + 0.2))
     assert filtering.keep(rewarded(1.0, 0.0))
@@ -121,11 +123,11 @@ def test_dynamic_sampling_keeps_only_groups_that_vary() -> None:
 
 def test_overlong_filtering_keeps_a_truncated_rollout_in_the_baseline_and_out_of_the_loss() -> None:
     group = rewarded(0.0, 1.0, 1.0, endings={2: Ending.LENGTH})
-    algorithm = GRPO(overlong_filtering=True)
+    algorithm = grpo(overlong_filtering=True)
     batch = pack([group], algorithm)
     assert batch.mask.tolist() == [1, 1, 1, 0, 0, 0]
     assert (batch.totals.tokens, batch.totals.sequences, batch.totals.groups) == (3, 2, 1)
-    assert torch.allclose(algorithm.advantages(group), GRPO().advantages(group))
+    assert torch.allclose(algorithm.advantages(group), grpo().advantages(group))
     logprobs = torch.zeros(6, requires_grad=True)
     algorithm.loss(outputs(logprobs), batch)[0].backward()
     assert logprobs.grad is not None
@@ -136,7 +138,7 @@ def test_overlong_filtering_keeps_a_truncated_rollout_in_the_baseline_and_out_of
 def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
     group = rewarded(0.0, 1.0, endings={0: Ending.LENGTH, 1: Ending.CONTEXT})
     for aggregation in ("token_mean", "sequence_mean", "sequence_sum"):
-        algorithm = GRPO(overlong_filtering=True, aggregation=aggregation)
+        algorithm = grpo(overlong_filtering=True, aggregation=aggregation)
         value, _ = loss_of(algorithm, pack([group], algorithm), torch.zeros(3))
         assert value == 0.0
 
@@ -152,7 +154,7 @@ def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
     ],
 )
 def test_rollouts_said_to_be_idle_have_no_gradient_and_the_others_have(options: dict[str, Any], idle: list[bool]) -> None:
-    algorithm = GRPO(**options)
+    algorithm = grpo(**options)
     groups = [rewarded(1.0, 1.0), rewarded(0.0, 1.0, endings={1: Ending.LENGTH})]
     batch = pack(groups, algorithm).with_extra("reference_logprobs", torch.full((6,), -0.3))
     assert algorithm.idle(batch).tolist() == idle
@@ -173,5 +175,5 @@ def test_a_micro_batch_without_a_predicted_token_has_a_loss_of_zero() -> None:
             for name in ("source", "target", "sequence", "sampler_logprobs", "versions", "advantages", "mask")
         },
     )
-    value, _ = loss_of(GRPO(), empty, torch.zeros(0))
+    value, _ = loss_of(grpo(), empty, torch.zeros(0))
     assert value == 0.0

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from loop.fakes import FakeLearner, Recorder
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.clip import Clip
+from strop.algorithms.grpo import GRPO, GroupRelative
+from strop.algorithms.kl import Kl
 from strop.assembly.grpo import (
     _changed_settings,
     _restore,
+    algorithm_of,
     episode_rules,
     loop_options,
     make_checkpoints,
     make_tracker,
     metric_tag,
 )
-from strop.assembly.roles import make_algorithm
 from strop.assembly.tasks import training_tasks, validation_tasks
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
@@ -63,10 +65,10 @@ def test_the_loop_is_set_as_the_configuration_says():
             "checkpointing.save_period=7",
         ),
         share_prefixes=False,
+        filters=True,
     )
     assert (found.groups_per_step, found.steps_per_batch, found.update_epochs, found.max_staleness) == (6, 3, 2, 3)
     assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
-    assert (found.stop_at_metric, found.stop_at_value) == ("validation/accuracy", 0.9)
 
 
 def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():
@@ -81,25 +83,21 @@ def test_rewards_are_scaled_only_where_that_is_on():
 
 
 def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
-    found = make_algorithm(
+    found = algorithm_of(
         config(
             "grpo.use_leave_one_out_baseline=true",
             "grpo.normalize_rewards=false",
             "loss_fn.ratio_clip_max=0.28",
             "loss_fn.token_level_loss=false",
             "loss_fn.reference_policy_kl_penalty=0.0",
-            "algorithm.kwargs.clip_low=0.1",
+            "algorithm.kwargs.objective.low=0.1",
         )
     )
     assert found == GRPO(
-        leave_one_out=True,
-        normalize=False,
-        clip_low=0.1,
-        clip_high=0.28,
+        advantage=GroupRelative(leave_one_out=True, normalize=False),
+        objective=Clip(low=0.1, high=0.28),
         aggregation="sequence_mean",
-        kl_penalty=0.0,
-        kl_input_clamp=20.0,
-        kl_output_clamp=10.0,
+        kl=Kl(weight=0.0),
     )
 
 

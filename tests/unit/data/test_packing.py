@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.grpo import GRPO
 from strop.data.packing import Part, micro_batches, mini_batches, pack, select
 from strop.types import Batch, Group, Totals
+from support.algorithms import grpo
 from support.rollouts import GroupShape, batch_shapes, group_of, groups_of, rollout_of, sampled, simple_groups
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
@@ -63,12 +63,12 @@ def test_every_sampled_token_is_predicted_once_after_exactly_its_own_history(
     shapes: list[GroupShape], seed: int, share: bool
 ) -> None:
     groups = groups_of(shapes, seed)
-    batch = pack(groups, GRPO(), share_prefixes=share)
+    batch = pack(groups, grpo(), share_prefixes=share)
     assert described(batch) == expected(groups)
     for place in range(len(batch.target)):
         assert int(batch.positions[batch.source[place]]) == len(history(batch, place)) - 1, "positions continue from the parent"
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert torch.equal(batch.rewards, torch.tensor([rollout.reward for rollout in rollouts]))
+    assert batch.rewards.tolist() == [rollout.reward for rollout in rollouts]
     assert batch.totals == Totals(len(batch.target), len(rollouts), len(groups))
     assert int(batch.segment_length.sum()) == len(batch.tokens)
 
@@ -78,7 +78,7 @@ def test_every_sampled_token_is_predicted_once_after_exactly_its_own_history(
 def test_micro_batches_hold_every_token_once_with_its_history_and_the_whole_totals(
     shapes: list[GroupShape], seed: int, budget: int, share: bool, padded: bool
 ) -> None:
-    batch = pack(groups_of(shapes, seed), GRPO(overlong_filtering=True), share_prefixes=share)
+    batch = pack(groups_of(shapes, seed), grpo(overlong_filtering=True), share_prefixes=share)
     batch = batch.with_extra("mark", torch.arange(len(batch.target)).float())
     whole = described(batch)
     parts = micro_batches(batch, budget, padded=padded)
@@ -107,19 +107,19 @@ def _within(part: Part, budget: int, padded: bool) -> bool:
 @properties
 @given(shapes=batch_shapes, budget=st.integers(1, 60))
 def test_cutting_is_repeatable(shapes: list[GroupShape], budget: int) -> None:
-    batch = pack(groups_of(shapes, 0), GRPO())
+    batch = pack(groups_of(shapes, 0), grpo())
     first, again = (micro_batches(batch, budget) for _ in range(2))
     assert [part.index.tolist() for part in first] == [part.index.tolist() for part in again]
 
 
 def test_a_batch_within_the_budget_is_one_part() -> None:
-    batch = pack(simple_groups((4, (3, 3)), (5, (2, 8))), GRPO())
+    batch = pack(simple_groups((4, (3, 3)), (5, (2, 8))), grpo())
     assert len(micro_batches(batch, len(batch.tokens))) == 1
     assert len(micro_batches(batch, len(batch.tokens) - 1)) == 2
 
 
 def test_a_group_that_fits_is_not_cut_and_one_that_does_not_repeats_its_prompt() -> None:
-    batch = pack(simple_groups((10, (5, 5, 5, 5))), GRPO())
+    batch = pack(simple_groups((10, (5, 5, 5, 5))), grpo())
     assert len(batch.tokens) == 10 + 4 * 4, "the prompt once, and each completion without its last token"
     parts = micro_batches(batch, 18)
     assert [len(part.batch.tokens) for part in parts] == [18, 18]
@@ -128,14 +128,14 @@ def test_a_group_that_fits_is_not_cut_and_one_that_does_not_repeats_its_prompt()
 
 def test_a_prompt_is_read_once_a_group() -> None:
     groups = simple_groups((50, (3, 3, 3)))
-    assert len(pack(groups, GRPO()).tokens) == 56
-    assert len(pack(groups, GRPO(), share_prefixes=False).tokens) == 156
+    assert len(pack(groups, grpo()).tokens) == 56
+    assert len(pack(groups, grpo(), share_prefixes=False).tokens) == 156
 
 
 def test_idle_groups_are_read_apart_from_those_with_a_gradient() -> None:
     from dataclasses import replace
 
-    batch = pack(simple_groups((4, (3, 3)), (4, (3, 3)), (4, (2,))), GRPO())
+    batch = pack(simple_groups((4, (3, 3)), (4, (3, 3)), (4, (2,))), grpo())
     batch = replace(batch, idle=torch.tensor([False, False, True, True, True]))
     parts = micro_batches(batch, 1000)
     assert len(parts) == 2
@@ -145,13 +145,13 @@ def test_idle_groups_are_read_apart_from_those_with_a_gradient() -> None:
 
 def test_tokens_after_the_last_sampled_one_are_not_read() -> None:
     rollout = rollout_of([5, 6], sampled([7, 8]))
-    batch = pack([group_of(rollout)], GRPO())
+    batch = pack([group_of(rollout)], grpo())
     assert batch.tokens.tolist() == [5, 6, 7]
 
 
 def test_mini_batches_are_equal_counts_of_groups_in_order_with_totals_of_their_own() -> None:
     groups = simple_groups((4, (3, 1)), (2, (6,)), (3, (1, 2, 3)), (9, (5,)))
-    batch = pack(groups, GRPO())
+    batch = pack(groups, grpo())
     parts = mini_batches(batch, 2)
     assert torch.cat([part.index for part in parts]).tolist() == list(range(len(batch.target)))
     assert [part.batch.totals for part in parts] == [Totals(10, 3, 2), Totals(11, 4, 2)]
@@ -164,7 +164,7 @@ def test_mini_batches_are_equal_counts_of_groups_in_order_with_totals_of_their_o
 @properties
 @given(shapes=batch_shapes, data=st.data())
 def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], data: st.DataObject) -> None:
-    batch = pack(groups_of(shapes, 0), GRPO())
+    batch = pack(groups_of(shapes, 0), grpo())
     chosen = data.draw(st.lists(st.sampled_from(range(batch.num_sequences)), min_size=1, unique=True).map(sorted))
     again = data.draw(st.lists(st.sampled_from(range(len(chosen))), min_size=1, unique=True).map(sorted))
     twice = select(select(batch, chosen).batch, again)
@@ -175,11 +175,11 @@ def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], dat
 
 def test_a_batch_of_empty_rollouts_is_refused() -> None:
     with pytest.raises(ValueError, match="every rollout is empty"):
-        pack([group_of(rollout_of([4, 5]))], GRPO())
+        pack([group_of(rollout_of([4, 5]))], grpo())
 
 
 def test_columns_of_the_wrong_length_and_missing_columns_are_named() -> None:
-    batch = pack(simple_groups((4, (3,))), GRPO())
+    batch = pack(simple_groups((4, (3,))), grpo())
     with pytest.raises(ValueError, match="'short' has 2 entries, but 3 tokens are predicted"):
         batch.with_extra("short", torch.zeros(2))
     with pytest.raises(KeyError, match="no column 'values'; it has \\['known'\\]"):

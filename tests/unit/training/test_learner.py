@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.grpo import GRPO
 from strop.data.packing import pack
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
+from support.algorithms import grpo
 from support.models import build, exact, gradients, largest_difference
 from support.rollouts import simple_groups
 
@@ -31,14 +31,14 @@ def make_learner(family: str = "llama", *, seed: int = 0, **options: Any) -> Tor
 
 
 def batch_of(seed: int) -> Batch:
-    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), GRPO())
+    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
 
 
 def train(learner: TorchLearner, batch: Batch, scale: float = 1.0) -> dict[str, float]:
     """One optimizer step; the metrics of both halves."""
 
     def loss(outputs: Any, part: Batch) -> Any:
-        value, logged = GRPO().loss(outputs, part)
+        value, logged = grpo().loss(outputs, part)
         return value * scale, logged
 
     async def step() -> dict[str, Any]:
@@ -126,9 +126,9 @@ def test_the_logged_rate_is_the_one_the_step_was_taken_with() -> None:
 
 def test_gradients_accumulate_until_a_step_and_not_beyond() -> None:
     learner = make_learner()
-    asyncio.run(learner.forward_backward(batch_of(0), GRPO().loss))
+    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
     once = gradients(learner.model)
-    asyncio.run(learner.forward_backward(batch_of(0), GRPO().loss))
+    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
     twice = gradients(learner.model)
     assert largest_difference({name: 2 * tensor for name, tensor in once.items()}, twice) < 1e-5
     asyncio.run(learner.step())
@@ -143,8 +143,8 @@ def test_activation_checkpointing_gives_the_same_gradient(packed: bool) -> None:
         model = exact(build("llama"))
         network = Network(model, precision=torch.float64, packed=packed)
         learner = TorchLearner(network, Sampling(), TorchLearnerOptions(activation_checkpointing=checkpointing, train_tokens=25))
-        result = asyncio.run(learner.forward_backward(batch_of(0), GRPO().loss))
-        found.append((gradients(model), result.scores.logprobs))
+        result = asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+        found.append((gradients(model), result.outputs.logprobs))
     assert largest_difference(found[0][0], found[1][0]) < 1e-12
     assert torch.equal(found[0][1], found[1][1])
 

@@ -22,6 +22,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Ending, Group
+from support.algorithms import grpo
 from support.models import build, exact, gradients, largest_difference
 from support.rollouts import GroupShape, batch_shapes, groups_of, simple_groups, with_columns
 
@@ -82,7 +83,7 @@ def bench() -> Bench:
 
 def trainable(algorithm: GRPO, shapes: Sequence[GroupShape]) -> bool:
     """Whether this batch has a gradient to compare."""
-    if algorithm.leave_one_out and any(len(shape.rollouts) < 2 for shape in shapes):
+    if algorithm.advantage.leave_one_out and any(len(shape.rollouts) < 2 for shape in shapes):
         return False
     return not algorithm.overlong_filtering or any(not member.truncated for shape in shapes for member in shape.rollouts)
 
@@ -93,7 +94,7 @@ def trainable(algorithm: GRPO, shapes: Sequence[GroupShape]) -> bool:
 def test_the_gradient_is_the_same_however_the_batch_is_cut(
     bench: Bench, options: dict[str, Any], shapes: list[GroupShape], budget: int, seed: int
 ) -> None:
-    algorithm = GRPO(**options)
+    algorithm = grpo(**options)
     if not trainable(algorithm, shapes):
         return
     groups = groups_of(shapes, seed)
@@ -112,8 +113,8 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(
         for name, metric in result.metrics.items():
             # float32 counters (the share of clipped tokens) keep seven digits
             assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-7), (layout, name)
-        assert torch.allclose(other.scores.logprobs, result.scores.logprobs, atol=1e-6), layout
-        assert torch.allclose(other.scores.entropy, result.scores.entropy, atol=1e-6), layout
+        assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6), layout
+        assert torch.allclose(other.outputs.entropy, result.outputs.entropy, atol=1e-6), layout
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -121,7 +122,7 @@ def test_the_gradient_is_the_same_for_other_families_and_under_filters(family: s
     """Mistral's window of 7 is shorter than these sequences; the filters are those of a top-k, top-p request."""
     for sampling in (Sampling(), Sampling(temperature=1.3, top_k=200, top_p=0.99, min_p=1e-4)):
         bench = Bench(family, sampling)
-        algorithm = GRPO(kl_penalty=0.1)
+        algorithm = grpo(kl_penalty=0.1)
         groups = simple_groups((9, (6, 1, 11)), (1, (5, 12)), (14, (3,)))
         shared, alone = bench.batch(groups, algorithm), bench.batch(groups, algorithm, share_prefixes=False)
         wanted, _ = bench.gradient(alone, algorithm, packed=False)
@@ -134,7 +135,7 @@ def test_the_gradient_is_the_same_for_other_families_and_under_filters(family: s
 def test_the_gradient_is_that_of_the_formula_written_out(bench: Bench) -> None:
     """An oracle that knows no packing, chunks or totals: each rollout through the model alone, the loss token by token."""
     groups = simple_groups((4, (3, 5, 1)), (2, (6, 2)))
-    algorithm = GRPO(clip_high=0.28, kl_penalty=0.2, kl_input_clamp=None, kl_output_clamp=None)
+    algorithm = grpo(clip_high=0.28, kl_penalty=0.2, kl_input_clamp=None, kl_output_clamp=None)
     batch = bench.batch(groups, algorithm)
     found, result = bench.gradient(batch, algorithm, budget=9)
 
@@ -174,12 +175,12 @@ def test_reading_idle_rollouts_without_a_backward_pass_changes_nothing(
         groups[place] = replace(groups[place], rollouts=tuple(replace(rollout, reward=1.0) for rollout in groups[place].rollouts))
     first, *others = groups[1].rollouts
     groups[1] = replace(groups[1], rollouts=(replace(first, ending=Ending.LENGTH), *others))
-    algorithm = GRPO(**options)
+    algorithm = grpo(**options)
     batch = bench.batch(groups, algorithm)
     wanted, result = bench.gradient(batch, algorithm, budget=budget)
     found, other = bench.gradient(replace(batch, idle=algorithm.idle(batch)), algorithm, budget=budget)
     assert largest_difference(found, wanted) < EXACT
-    assert torch.allclose(other.scores.logprobs, result.scores.logprobs, atol=1e-6)
+    assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6)
     for name, metric in result.metrics.items():
         assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-6, abs=1e-7), name
 
@@ -189,7 +190,7 @@ def test_a_batch_that_is_all_idle_has_a_gradient_of_zero_and_still_steps_the_opt
         replace(group, rollouts=tuple(replace(rollout, reward=1.0) for rollout in group.rollouts))
         for group in simple_groups((4, (3, 5)))
     ]
-    algorithm = GRPO()
+    algorithm = grpo()
     batch = bench.batch(groups, algorithm)
     found, result = bench.gradient(replace(batch, idle=algorithm.idle(batch)), algorithm)
     assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
@@ -199,7 +200,7 @@ def test_a_batch_that_is_all_idle_has_a_gradient_of_zero_and_still_steps_the_opt
 
 def test_a_mini_batch_divides_by_its_own_counts(bench: Bench) -> None:
     """Each optimizer step of a batch is what it would be if its groups were the whole batch."""
-    algorithm = GRPO()
+    algorithm = grpo()
     groups = simple_groups((4, (3, 5)), (2, (6, 2)))
     whole = bench.batch(groups, algorithm)
     for part, own in zip(mini_batches(whole, 2), groups, strict=True):
@@ -212,7 +213,7 @@ def test_a_mini_batch_divides_by_its_own_counts(bench: Bench) -> None:
 
 def test_a_loss_divided_by_what_it_is_handed_would_be_caught(bench: Bench) -> None:
     """The comparison has teeth: dividing by the micro-batch's own count, the mistake of TRL#6024, moves the gradient by half."""
-    algorithm = GRPO()
+    algorithm = grpo()
     batch = bench.batch(simple_groups((4, (3, 5, 1)), (2, (6, 2))), algorithm)
 
     class Wrong(GRPO):

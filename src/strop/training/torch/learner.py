@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from strop import metrics
-from strop.algorithms.base import LossFn
+from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing import Part, micro_batches
 from strop.metrics import Metrics
 from strop.models.loading import quiet
 from strop.models.memory import give_back_freed_memory
-from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.training.base import BackwardResult, Scores
+from strop.training.base import BackwardResult
 from strop.training.torch.optimizers import make_optimizer, make_scheduler
 from strop.types import Batch
 
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps after which unused memory goes back to the system, on a CPU
+
+
+class TrainableNetwork(Protocol):
+    """What a learner trains: a language model (``strop.models.network``) or one with a scalar head (``strop.models.value``)."""
+
+    model: Any
+    device: torch.device
+    packed: bool
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +45,13 @@ class TorchLearnerOptions:
     train_tokens: int = 8192  # tokens read by one micro-batch, forward and backward
     score_tokens: int = 8192  # tokens read by one forward pass without gradient
     activation_checkpointing: bool = False
+    whole_groups: bool = False  # a micro-batch never cuts a group: the loss compares its rollouts
 
 
 class FrozenScorer:
     """A network that only scores: a reference policy. Its weights may wait on the CPU between uses."""
 
-    def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int, offload: bool = False) -> None:
+    def __init__(self, network: TrainableNetwork, sampling: Sampling, *, score_tokens: int, offload: bool = False) -> None:
         self.network = network
         self.sampling = sampling
         self.score_tokens = score_tokens
@@ -50,7 +60,7 @@ class FrozenScorer:
         if self.offload:
             network.model.to("cpu")
 
-    async def score(self, batch: Batch) -> Scores:
+    async def score(self, batch: Batch) -> Outputs:
         if self.offload:
             self.network.model.to(self.network.device)
         scores = score(self.network, batch, self.sampling, self.score_tokens)
@@ -60,20 +70,36 @@ class FrozenScorer:
 
 
 @torch.no_grad()
-def score(network: Network, batch: Batch, sampling: Sampling, token_budget: int) -> Scores:
-    """Log-probabilities and entropies [N] of a whole batch, micro-batch by micro-batch."""
-    logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
-    for part in micro_batches(batch, token_budget, padded=not network.packed):
-        outputs = network.outputs(part.batch, sampling)
-        logprobs[part.index] = outputs.logprobs.float().cpu()
-        entropy[part.index] = outputs.entropy.float().cpu()
-    return Scores(logprobs=logprobs, entropy=entropy)
+def score(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
+    """What a network says of a whole batch, micro-batch by micro-batch."""
+    parts = micro_batches(batch, token_budget, padded=not network.packed)
+    return joined([(part, _kept(network.outputs(part.batch, sampling))) for part in parts], len(batch.target))
+
+
+def _kept(outputs: Outputs) -> Outputs:
+    """Outputs without gradient, in float32 on the CPU."""
+    tensors = {item.name: getattr(outputs, item.name) for item in fields(outputs)}
+    kept: dict[str, Any] = {name: value.detach().float().cpu() for name, value in tensors.items() if value is not None}
+    return replace(outputs, **kept)
+
+
+def joined(pieces: Sequence[tuple[Part, Outputs]], size: int) -> Outputs:
+    """The outputs of parts as those of the whole batch of ``size`` predicted tokens."""
+    first = pieces[0][1]
+    columns: dict[str, Any] = {}
+    for item in fields(first):
+        if (example := getattr(first, item.name)) is not None:
+            column = torch.zeros(size, *example.shape[1:], dtype=example.dtype)
+            for part, outputs in pieces:
+                column[part.index] = getattr(outputs, item.name)
+            columns[item.name] = column
+    return replace(first, **columns)
 
 
 class TorchLearner:
     """One network on one device. Gradients accumulate until ``step``; the loss decides what they are divided by."""
 
-    def __init__(self, network: Network, sampling: Sampling, options: TorchLearnerOptions) -> None:
+    def __init__(self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions) -> None:
         """``sampling`` is the one rollouts are drawn with: log-probabilities are of that distribution (law 3)."""
         self.network = network
         self.sampling = sampling
@@ -87,30 +113,37 @@ class TorchLearner:
         self.scheduler = make_scheduler(options.schedule, self.optimizer)
         self._steps = 0
 
-    async def score(self, batch: Batch) -> Scores:
+    async def score(self, batch: Batch) -> Outputs:
         return score(self.network, batch, self.sampling, self.options.score_tokens)
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        logprobs, entropy = torch.zeros(len(batch.target)), torch.zeros(len(batch.target))
-        logged: list[Metrics] = []
-        for part in micro_batches(batch, self.options.train_tokens, padded=not self.network.packed):
-            outputs_metrics, part_logprobs, part_entropy = self._backward(part, loss)
-            logged.append(outputs_metrics)
-            logprobs[part.index] = part_logprobs
-            entropy[part.index] = part_entropy
+        result = self._run(batch, loss, self.options.train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:  # all idle: a zero gradient still moves the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
-        return BackwardResult(metrics=metrics.merge(*logged), scores=Scores(logprobs=logprobs, entropy=entropy))
+        return result
 
-    def _backward(self, part: Part, loss: LossFn) -> tuple[Metrics, Tensor, Tensor]:
-        idle = part.batch.idle is not None and bool(part.batch.idle.all())
+    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return self._run(batch, loss, self.options.score_tokens, backward=False)
+
+    def _run(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> BackwardResult:
+        logged: list[Metrics] = []
+        pieces: list[tuple[Part, Outputs]] = []
+        whole = self.options.whole_groups
+        for part in micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole):
+            outputs, measured = self._part(part, loss, backward=backward)
+            pieces.append((part, outputs))
+            logged.append(measured)
+        return BackwardResult(metrics=metrics.merge(*logged), outputs=joined(pieces, len(batch.target)))
+
+    def _part(self, part: Part, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
+        idle = not backward or (part.batch.idle is not None and bool(part.batch.idle.all()))
         with torch.set_grad_enabled(not idle):
             outputs = self.network.outputs(part.batch, self.sampling)
             value, logged = loss(outputs, _on(part.batch, self.network.device))
         if not idle:
             value.backward()
-        return logged, outputs.logprobs.detach().float().cpu(), outputs.entropy.detach().float().cpu()
+        return _kept(outputs), logged
 
     async def step(self) -> Metrics:
         limit = self.options.max_grad_norm

@@ -1,10 +1,16 @@
-"""Optimizers and schedules by name, as a configuration spells them."""
+"""Optimizers and schedules by name, as a configuration spells them.
+
+An optimizer is named by its class, torch's or another package's, with groups of parameters that have a learning rate or a weight
+decay of their own. A schedule is one of ``strop.training.torch.schedules``, or a class of torch.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,55 +18,173 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from strop.training.torch.schedules import follow, make_schedule
 
-def make_optimizer(name: str, parameters: Sequence[nn.Parameter], kwargs: Mapping[str, Any]) -> Optimizer:
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+# Packages with optimizers that are no part of Strop: what to install where one is asked for and missing.
+OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own; None leaves the optimizer's."""
+
+    match: Sequence[str]  # patterns of parameter names, as ``matches`` reads them
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def options(self) -> dict[str, float]:
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+def make_optimizer(
+    name: str,
+    named_parameters: NamedParameters,
+    kwargs: Mapping[str, Any],
+    *,
+    groups: Sequence[ParameterGroup] = (),
+    no_decay: Sequence[str] = (),
+    section: str = "policy",
+) -> Optimizer:
     """``torch.optim.AdamW`` and its like by dotted name. Raises ValueError naming the argument it does not take.
 
     Where the optimizer has a fused form and the configuration does not choose, the fused one is used: it passes over the weights once.
+    ``groups`` and ``no_decay`` are read by ``parameter_groups``.
     """
-    factory = _resolve(name, "policy.optimizer.name", Optimizer)
+    named_parameters = [one if isinstance(one, tuple) else (str(place), one) for place, one in enumerate(named_parameters)]
+    factory = _resolve(name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
-    for key in kwargs:
-        if key not in known:
-            raise ValueError(f"policy.optimizer.kwargs.{key}: {name} takes {sorted(set(known) - {'params'})}")
-    options = dict(kwargs)
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    if "fused" in known and options.get("fused") is None and options.get("foreach") is None:
-        options["fused"] = all(parameter.dtype in (torch.float32, torch.bfloat16, torch.float64) for parameter in parameters)
-    optimizer: Optimizer = factory(parameters, **options)
+    _refuse_unknown(kwargs, known, "params", f"{section}.optimizer.kwargs", name)
+    grouped = parameter_groups(named_parameters, groups, no_decay, section=section)
+    for options in grouped:
+        _refuse_unknown(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
+    chosen = dict(kwargs)
+    if "betas" in chosen:
+        chosen["betas"] = tuple(chosen["betas"])
+    if "fused" in known and chosen.get("fused") is None and chosen.get("foreach") is None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        chosen["fused"] = all(parameter.dtype in dtypes for _, parameter in named_parameters)
+    optimizer: Optimizer = factory(grouped, **chosen)
     return optimizer
 
 
-def make_scheduler(schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> LRScheduler | None:
-    """``[{name, kwargs}, ..., {milestones: [...]}]`` one after another, one entry alone, or none."""
+def parameter_groups(
+    named_parameters: NamedParameters, groups: Sequence[ParameterGroup], no_decay: Sequence[str], *, section: str = "policy"
+) -> list[dict[str, Any]]:
+    """Parameter groups as torch takes them: first those without options of their own, then those of each group in turn.
+
+    A parameter is of the first group that matches it. What ``no_decay`` matches is not decayed, whatever its group says.
+    Raises ValueError for a pattern that matches nothing and for a group that the ones before it leave nothing.
+    """
+    names = [name for name, _ in named_parameters]
+    _refuse_idle(no_decay, names, f"{section}.optimizer.no_decay")
+    for place, group in enumerate(groups):
+        _refuse_idle(group.match, names, f"{section}.optimizer.groups.{place}.match")
+    buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        place = next((place for place, group in enumerate(groups) if matches(name, group.match)), -1)
+        buckets.setdefault((place, matches(name, no_decay)), []).append((name, parameter))
+    for place, group in enumerate(groups):
+        if not {(place, False), (place, True)} & buckets.keys():
+            raise ValueError(
+                f"{section}.optimizer.groups.{place}: the groups before it have every parameter that {list(group.match)} match; "
+                "put it before them, or remove it"
+            )
+    return [
+        {
+            "params": [parameter for _, parameter in members],
+            "param_names": [name for name, _ in members],
+            **(groups[place].options() if place >= 0 else {}),
+            **({"weight_decay": 0.0} if undecayed else {}),
+        }
+        for (place, undecayed), members in sorted(buckets.items(), key=lambda item: item[0])
+    ]
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name contains one of the patterns; one with ``*``, ``?`` or ``[`` is a shell pattern of the whole name."""
+    return any(fnmatchcase(name, one) if any(sign in one for sign in "*?[") else one in name for one in patterns)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Restore a saved state. Raises ValueError where it belongs to other parameters or to other groups of them."""
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    named = all("param_names" in group for group in (*saved, *own))
+    if sizes[0] != sizes[1] or (named and [g["param_names"] for g in saved] != [g["param_names"] for g in own]):
+        raise ValueError(
+            f"the optimizer's state was saved with groups of {sizes[0]} parameters, and this run has groups of {sizes[1]}"
+            + (" with other names" if sizes[0] == sizes[1] else "")
+            + "; set optimizer.no_decay and optimizer.groups as they were"
+        )
+    optimizer.load_state_dict(dict(state))
+
+
+def make_scheduler(
+    schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, total_steps: int | None = None, section: str = "policy"
+) -> LRScheduler | None:
+    """``[{name, kwargs}, ..., {milestones: [...]}]`` one after another, one entry alone, or none.
+
+    ``total_steps`` is the run's number of optimizer steps, None where it is not known. A named schedule that is not given its own
+    ends there, or at the milestone where the next stage takes over.
+    """
     stages = [entry for entry in schedule if "name" in entry]
     milestones = [step for entry in schedule if "milestones" in entry for step in entry["milestones"]]
     if not stages:
         return None
     if len(milestones) != len(stages) - 1:
         raise ValueError(
-            f"policy.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
+            f"{section}.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
         )
-    built = [_stage(entry["name"], entry.get("kwargs", {}), optimizer) for entry in stages]
+    if total_steps is not None and milestones and milestones[-1] >= total_steps:
+        total_steps = None  # the last stage begins after the run: it has no length
+    lengths = [
+        None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
+    ]
+    built = [
+        _stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
+        for entry, length in zip(stages, lengths, strict=True)
+    ]
     return built[0] if len(built) == 1 else SequentialLR(optimizer, built, milestones)
 
 
-def _stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    factory = _resolve(name, "policy.scheduler.name", LRScheduler)
-    known = inspect.signature(factory).parameters
-    for key in kwargs:
-        if key not in known:
-            raise ValueError(f"policy.scheduler.kwargs.{key}: {name} takes {sorted(set(known) - {'optimizer'})}")
+def _stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: int | None, section: str) -> LRScheduler:
+    if "." not in name:
+        return follow(make_schedule(name, kwargs, total_steps=length, section=section), optimizer)
+    factory = _resolve(name, f"{section}.scheduler.name", LRScheduler)
+    _refuse_unknown(kwargs, inspect.signature(factory).parameters, "optimizer", f"{section}.scheduler.kwargs", name)
     scheduler: LRScheduler = factory(optimizer, **kwargs)
     return scheduler
 
 
+def _refuse_unknown(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
+    """Raises ValueError for an argument that ``name`` does not take; ``first`` is the one that is not the configuration's."""
+    for argument in sorted(given):
+        if argument not in known or argument == first:
+            raise ValueError(f"{key}.{argument}: {name} takes {sorted(set(known) - {first})}")
+
+
+def _refuse_idle(patterns: Sequence[str], names: Sequence[str], key: str) -> None:
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
+            raise ValueError(
+                f"{key}: {pattern!r} matches none of the {len(names)} trained parameters, which are called like "
+                f"{', '.join(names[:3])}; correct it, or remove it"
+            )
+
+
 def _resolve(name: str, key: str, base: type) -> Any:
     module, _, attribute = name.rpartition(".")
+    package = module.partition(".")[0]
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
+        if package in OPTIONAL_PACKAGES and getattr(error, "name", None) == package:
+            raise ValueError(
+                f"{key}: {name} needs the package {package}, which is not installed; run pip install {package}"
+            ) from error
         raise ValueError(f"{key}: {name!r} does not name a class ({error}); write it like torch.optim.AdamW") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}: {name} is not a {base.__name__}")

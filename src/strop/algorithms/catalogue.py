@@ -1,0 +1,68 @@
+"""Algorithms and their parts by name. Nothing is registered: an algorithm is a file of this package, and its name is the file's.
+
+gspo.py  ->  algorithm.name: gspo      the one Algorithm that is defined there
+         ->  {name: sequence_clip}     every part that is defined there
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+
+import strop.algorithms
+from strop.algorithms.base import Algorithm
+from strop.algorithms.parts import Part
+
+
+@cache
+def algorithms() -> dict[str, type[Algorithm]]:
+    """Every algorithm of the package by its file's name."""
+    found: dict[str, type[Algorithm]] = {}
+    for name, module in _modules():
+        own = [kind for kind in _defined(module, Algorithm) if not inspect.isabstract(kind) and not _is_base(kind)]
+        if len(own) > 1:
+            raise TypeError(
+                f"strop.algorithms.{name} defines {[kind.__name__ for kind in own]}: an algorithm has a file of its own"
+            )
+        if own:
+            found[name] = own[0]
+    return found
+
+
+@cache
+def parts() -> dict[str, type[Part]]:
+    """Every part of the package by its name."""
+    found: dict[str, type[Part]] = {}
+    for _, module in _modules():
+        for kind in _defined(module, Part):
+            if not inspect.isabstract(kind):
+                if (name := part_name(kind)) in found:
+                    raise TypeError(f"{kind.__module__} and {found[name].__module__} both define a part {name!r}")
+                found[name] = kind
+    return found
+
+
+def part_name(kind: type[Part]) -> str:
+    """What a configuration calls a part: ``name``, or the class name in snake case."""
+    return vars(kind).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _is_base(kind: type[Algorithm]) -> bool:
+    """Whether others are made from it: a required field says that it is no algorithm yet."""
+    return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    for info in sorted(pkgutil.iter_modules(strop.algorithms.__path__), key=lambda info: info.name):
+        if info.name != "catalogue":
+            yield info.name, importlib.import_module(f"strop.algorithms.{info.name}")
+
+
+def _defined(module: ModuleType, base: type) -> list[type]:
+    members = (member for member in vars(module).values() if isinstance(member, type))
+    return [kind for kind in members if issubclass(kind, base) and kind.__module__ == module.__name__]

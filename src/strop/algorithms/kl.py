@@ -1,0 +1,58 @@
+"""The distance to a reference policy: what estimates it, what it weighs, and where it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import KlEstimator, kl_estimate, sequence_sum
+from strop.types import Batch
+
+REFERENCE = "reference_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kl:
+    """``weight`` x an estimate of KL(policy || reference), in one of three places.
+
+    loss: added to the loss, with its gradient (GRPO). reward: the sum over a rollout is subtracted from its reward, before the baseline.
+    token_reward: each token's estimate is subtracted from that token's reward, so that a token's credit falls by what follows it
+    (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262).
+    ``unbiased`` multiplies the estimate in the loss by the ratio to the policy before the update, whose gradient then is that of the
+    KL divergence itself (2512.02556, 2506.09477).
+    """
+
+    weight: float = 0.01
+    estimator: KlEstimator = "k3"
+    place: Literal["loss", "reward", "token_reward"] = "loss"
+    unbiased: bool = False
+    input_clamp: float | None = 20.0  # nats
+    output_clamp: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        if self.weight < 0:
+            raise ValueError(f"the weight of the KL term is {self.weight}: a negative one drives the policy away; set 0 for none")
+        if self.unbiased and self.place != "loss":
+            raise ValueError(
+                f"an unbiased KL gradient belongs in the loss, and the KL term is in the {self.place}: set one of them"
+            )
+
+    def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
+        reference = batch.extra(REFERENCE)
+        return kl_estimate(logprobs, reference, self.estimator, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
+
+    def of_rollouts(self, batch: Batch) -> Tensor:
+        """The estimate summed over each rollout, by the policy that sampled, [S] float64."""
+        return sequence_sum(self.estimate(batch.sampler_logprobs, batch).double(), batch)
+
+    def to_come(self, batch: Batch) -> Tensor:
+        """For each token, its own estimate and those of all later tokens of its rollout, [N] float64."""
+        each = self.estimate(batch.sampler_logprobs, batch).double() * batch.mask.double()
+        total = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, each)
+        before = each.cumsum(0) - each
+        first = torch.full((batch.num_sequences,), len(each)).scatter_reduce(0, batch.sequence, torch.arange(len(each)), "amin")
+        started = torch.cat([before, before.new_zeros(1)])[first]
+        return total[batch.sequence] - (before - started[batch.sequence])

@@ -1,0 +1,104 @@
+"""The family of policy gradients: one algorithm whose parts are chosen independently. GRPO, DAPO, GSPO, RLOO, ... are compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.consistency import problems_of
+from strop.algorithms.credit import GroupCredit
+from strop.algorithms.functional import Aggregation, aggregate, sequence_sum
+from strop.algorithms.parts import Correction, Mismatch, Objective, PolicyTokens, Selection
+from strop.metrics import Metrics
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(GroupCredit):
+    """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
+
+    objective: Objective
+    corrections: tuple[Correction, ...] = ()
+    selection: Selection | None = None
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = None
+    ratio_to: Literal["learner", "sampler"] = "learner"  # whose probabilities stand below the ratio
+    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), 1 in value
+    entropy_bonus: float = 0.0  # weight of the entropy, which is added to what is maximised
+    entropy_target: float | None = None  # nats: the bonus is paid only while the step's mean entropy is below this
+    positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        yield from problems_of(self, plan)
+
+    @property
+    def surveys(self) -> bool:
+        return self.selection is not None or self.objective.surveys or self.entropy_target is not None
+
+    def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
+        columns: dict[str, Tensor] = {}
+        if outputs is not None:
+            if self.selection is not None:
+                columns["selected"] = self.selection.choose(batch, outputs)
+            if self.objective.surveys:
+                columns.update(self.objective.survey(batch, outputs))
+            if self.entropy_target is not None:
+                below = aggregate(outputs.entropy, batch) < self.entropy_target
+                columns["entropy_bonus"] = torch.full((len(batch.target),), float(below))
+        if self.positive_nll:
+            positive = (batch.rewards > 0).float()[batch.sequence] * batch.mask
+            columns["positive"] = positive * (batch.totals.tokens / max(float(positive.sum()), 1.0))
+        return batch.with_extras(columns)
+
+    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+        """Without other terms in the loss a token with advantage 0 has no gradient: groups that do not vary, mostly."""
+        in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
+        if in_loss or self.entropy_bonus or self.positive_nll or not self.objective.silent_without_credit:
+            return super().idle(batch, learner)
+        return sequence_sum(batch.advantages.abs(), batch) == 0
+
+    def before(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch the learner's
+        are the current ones."""
+        learner = batch.extras.get("policy_logprobs", logprobs.detach())
+        if self.on_policy_ratio:
+            return logprobs.detach(), learner
+        return (learner if self.ratio_to == "learner" else batch.sampler_logprobs), learner
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        before, learner = self.before(outputs.logprobs, batch)
+        tokens = PolicyTokens(
+            logprobs=outputs.logprobs, before=before, sampler=batch.sampler_logprobs, entropy=outputs.entropy,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
+        objective, columns = self.objective(tokens)
+        mismatch = Mismatch(log_ratio=learner - batch.sampler_logprobs, advantages=batch.advantages, batch=batch)
+        for correction in self.corrections:
+            weights, cut = correction.weights(mismatch)
+            objective, columns = objective * weights, {**columns, **cut}
+        if "selected" in batch.extras:
+            objective, columns = objective * batch.extra("selected"), {**columns, "tokens_selected": batch.extra("selected")}
+        loss = -self._aggregate(objective, batch)
+        columns = {"probs_ratio": tokens.ratio, **columns}
+        if self.kl is not None and self.kl.weight:
+            kl = self.kl.estimate(outputs.logprobs, batch)
+            columns["kl_penalty"] = kl
+            if self.kl.place == "loss":
+                loss = loss + self.kl.weight * self._aggregate(kl * tokens.ratio if self.kl.unbiased else kl, batch)
+        if self.entropy_bonus:
+            paid = batch.extras.get("entropy_bonus", batch.mask)
+            loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * paid, batch)
+        if self.positive_nll:
+            loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.extra("positive"), batch)
+        logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
+        logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
+        return loss, {**logged, "loss": metrics.total(loss.item())}
+
+    def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
+        return aggregate(values, batch, self.aggregation, self.constant_length)

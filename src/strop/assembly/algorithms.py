@@ -1,0 +1,177 @@
+"""From a configuration to an algorithm: its name, its parts, and the flat keys that set fields of parts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from strop.algorithms.base import Algorithm, Plan
+from strop.algorithms.catalogue import algorithms, part_name, parts
+from strop.algorithms.kl import Kl
+from strop.algorithms.parts import Part
+from strop.data.errors import nearest
+from strop.environments.registry import import_attribute
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flat key of a configuration: what it is called there, the field of the algorithm (``part.field``) it sets, and the value."""
+
+    key: str
+    field: str
+    value: Any
+
+
+def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Setting] = ()) -> Algorithm:
+    """The algorithm called ``name`` with its own defaults, then ``kwargs``, then what flat keys set.
+
+    Raises ValueError for a name that leads nowhere, an option that the algorithm or its part does not have, and a value of another type.
+    """
+    kind = find_algorithm(name)
+    known = {item.name: item for item in fields(kind) if item.init}
+    for key in kwargs:
+        if key not in known:
+            raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{nearest(key, known)}")
+    given = {key: build(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", known[key]) for key, value in kwargs.items()}
+    missing = [key for key, item in known.items() if key not in given and _required(item)]
+    if missing:
+        raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
+    algorithm: Algorithm = kind(**given)
+    unread = []
+    for setting in settings:
+        if ":" in name and setting.field.partition(".")[0] not in known:
+            unread.append(setting.key)
+        else:
+            algorithm = _applied(algorithm, setting, name)
+    if unread:
+        warnings.warn(f"algorithm.name: {name} has no use for {', '.join(unread)}, which change nothing", stacklevel=2)
+    return algorithm
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """By the name of its file in strop.algorithms, or as module:Class. Raises ValueError."""
+    kind = import_attribute(name) if ":" in name else algorithms().get(name)
+    if kind is None:
+        raise ValueError(
+            f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{nearest(name, algorithms())}"
+        )
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise ValueError(f"algorithm.name: {name!r} is no class of algorithm (strop.algorithms.base.Algorithm)")
+    if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which an algorithm must")
+    if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
+        raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
+    return kind
+
+
+def refuse_nonsense(algorithm: Algorithm, plan: Plan) -> None:
+    """Raises ValueError with everything that speaks against this algorithm in this run."""
+    if found := list(algorithm.problems(plan)):
+        raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(found))
+
+
+def build(annotation: Any, value: Any, where: str, field: Field[Any] | None = None) -> Any:
+    """A value of YAML as its field's type: a part as ``name`` or ``{name: .., option: ..}``, several in a list. Raises ValueError."""
+    base, several = _part_type(annotation)
+    if base is None:
+        return _checked(annotation, value, where)
+    if several:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: found {value!r}; give a list of parts, such as [{{name: tis}}]")
+        return tuple(_part(base, item, f"{where}.{place}") for place, item in enumerate(value))
+    return None if value is None else _part(base, value, where, _default(field))
+
+
+def _part(base: type, value: Any, where: str, default: Any = None) -> Any:
+    """One part. Without a name it is the field's default one with other options."""
+    options = {"name": value} if isinstance(value, str) else value
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
+    options = dict(options)
+    if base is Kl:
+        start: Any = Kl()
+    elif "name" in options:
+        start = find_part(base, str(options.pop("name")), where)()
+    elif default is not None:
+        start = default
+    else:
+        raise ValueError(f"{where}: name the part{nearest('', _fitting(base))}")
+    known = {item.name for item in fields(start)}
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{where}.{key}: {type(start).__name__} has no such option{nearest(key, known)}")
+    hints = get_type_hints(type(start))
+    return _set(start, {key: build(hints[key], option, f"{where}.{key}") for key, option in options.items()}, where)
+
+
+def find_part(base: type, name: str, where: str) -> type[Part]:
+    found = import_attribute(name) if ":" in name else _fitting(base).get(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{where}: {name!r} is no {base.__name__.lower()}{nearest(name, _fitting(base))}")
+    return cast("type[Part]", found)
+
+
+def _fitting(base: type) -> dict[str, type[Part]]:
+    return {name: kind for name, kind in parts().items() if issubclass(kind, base)}
+
+
+def _applied(algorithm: Any, setting: Setting, name: str) -> Any:
+    """The algorithm with one flat key in force. Raises ValueError where it, or its part, has no such field."""
+    head, _, rest = setting.field.partition(".")
+    known = {item.name for item in fields(algorithm)}
+    if head not in known:
+        raise ValueError(
+            f"{setting.key}: found {setting.value!r}, but {name} has no {head}. Remove the key, or choose another algorithm.name"
+        )
+    if not rest:
+        hint = get_type_hints(type(algorithm))[head]
+        return _set(algorithm, {head: build(hint, setting.value, setting.key)}, setting.key)
+    part = getattr(algorithm, head)
+    if part is None and head == "kl":
+        part = Kl()
+    if part is None or rest not in {item.name for item in fields(part)}:
+        what = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
+        raise ValueError(
+            f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {what}, which has no option {rest}. Remove the key, or "
+            f"choose another {head} (algorithm.kwargs.{head})"
+        )
+    return _set(algorithm, {head: _set(part, {rest: setting.value}, setting.key)}, setting.key)
+
+
+def _set(target: Any, values: Mapping[str, Any], where: str) -> Any:
+    try:
+        return replace(target, **values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _part_type(annotation: Any) -> tuple[type | None, bool]:
+    """(the kind of part a field holds, whether it holds several); (None, False) for a plain value."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    for option in options:
+        inner = get_args(option)[0] if get_origin(option) is tuple and get_args(option) else option
+        if isinstance(inner, type) and (issubclass(inner, Part) or inner is Kl):
+            return inner, inner is not option
+    return None, False
+
+
+def _checked(annotation: Any, value: Any, where: str) -> Any:
+    """A plain value, which YAML may spell with a list. Raises ValueError for another type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{where}: found {value!r}: {error.errors()[0]['msg']}") from error
+
+
+def _required(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _default(item: Field[Any] | None) -> Any:
+    return None if item is None or item.default is MISSING else item.default

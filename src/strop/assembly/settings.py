@@ -1,0 +1,109 @@
+"""What the flat keys of the sections ``grpo`` and ``loss_fn`` mean for an algorithm and its parts. Null keys leave the algorithm's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop.assembly.algorithms import Setting
+from strop.config.grpo import GrpoConfig, LossConfig
+
+
+def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:
+    """In the order in which they must be applied: what chooses a part comes before what sets its options."""
+    yield from _credit(section, grpo)
+    yield from _objective(loss)
+    yield from _correction(loss)
+    yield from _kl(loss)
+    yield from _given(
+        ("loss_fn.force_on_policy_ratio", "on_policy_ratio", loss.force_on_policy_ratio or None),
+        ("loss_fn.aggregation", "aggregation", loss.resolved_aggregation),
+        ("loss_fn.constant_length", "constant_length", loss.constant_length),
+        ("loss_fn.positive_example_nll_weight", "positive_nll", loss.positive_example_nll_weight or None),
+        ("loss_fn.entropy_bonus", "entropy_bonus", loss.entropy_bonus),
+    )
+
+
+def _given(*settings: tuple[str, str, object]) -> Iterator[Setting]:
+    return (Setting(key, field, value) for key, field, value in settings if value is not None)
+
+
+def _credit(section: str, grpo: GrpoConfig) -> Iterator[Setting]:
+    shaping = grpo.reward_shaping
+    yield from _given(
+        (f"{section}.adv_estimator.name", "advantage", ADVANTAGES.get(str(grpo.adv_estimator.name), grpo.adv_estimator.name)),
+        (f"{section}.minus_baseline", "advantage.baseline", grpo.minus_baseline),
+        (f"{section}.use_leave_one_out_baseline", "advantage.leave_one_out", grpo.use_leave_one_out_baseline),
+        (f"{section}.normalize_rewards", "advantage.normalize", grpo.normalize_rewards),
+        (f"{section}.advantage_clip_low", "advantage_low", grpo.advantage_clip_low),
+        (f"{section}.advantage_clip_high", "advantage_high", grpo.advantage_clip_high),
+        (f"{section}.use_dynamic_sampling", "drop_constant_groups", grpo.use_dynamic_sampling),
+        (f"{section}.overlong_filtering", "overlong_filtering", grpo.overlong_filtering),
+    )
+    if shaping.enabled:
+        options = {
+            "name": "soft_overlong",
+            "buffer": shaping.overlong_buffer_length,
+            "penalty": shaping.overlong_buffer_penalty,
+            "max_length": shaping.max_response_length,
+            "truncated_factor": shaping.stop_properly_penalty_coef,
+        }
+        yield Setting(f"{section}.reward_shaping", "shaping", options)
+
+
+ADVANTAGES = {"grpo": "group_relative"}  # NeMo-RL's names for what is called otherwise here
+
+
+def _objective(loss: LossConfig) -> Iterator[Setting]:
+    chosen = {
+        "sequence_level_importance_ratios": ("sequence_clip", loss.sequence_level_importance_ratios),
+        "use_cispo": ("cispo", loss.use_cispo),
+        "disable_ppo_ratio": ("reinforce", loss.disable_ppo_ratio),
+    }
+    asked = [(key, name) for key, (name, on) in chosen.items() if on]
+    if len(asked) > 1:
+        raise ValueError(f"loss_fn: {' and '.join(key for key, _ in asked)} each choose the objective; set one of them")
+    for key, name in asked:
+        yield Setting(f"loss_fn.{key}", "objective", name)
+    yield from _given(
+        ("loss_fn.ratio_clip_min", "objective.low", loss.ratio_clip_min),
+        ("loss_fn.ratio_clip_max", "objective.high", loss.ratio_clip_max),
+        ("loss_fn.ratio_clip_c", "objective.dual", loss.ratio_clip_c),
+    )
+
+
+def _correction(loss: LossConfig) -> Iterator[Setting]:
+    kind, high, low = (
+        loss.truncated_importance_sampling_type,
+        loss.truncated_importance_sampling_ratio,
+        loss.truncated_importance_sampling_ratio_min,
+    )
+    if not loss.use_importance_sampling_correction:
+        if kind is not None:
+            raise ValueError(
+                f"loss_fn.truncated_importance_sampling_type: found {kind}, but loss_fn.use_importance_sampling_correction is false; "
+                "set it to true, or the type to null"
+            )
+        return
+    if kind is not None and high is None:
+        raise ValueError(
+            f"loss_fn.truncated_importance_sampling_ratio: found null, but {kind} needs its upper bound; set it, for instance 2.0"
+        )
+    options: dict[str, object] = {
+        "name": {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask_tis"}.get(str(kind), "importance")
+    }
+    if kind is not None:
+        options |= {"cap": high} if kind == "tis" else {"high": high, **({} if low is None else {"low": low})}
+    yield Setting("loss_fn.use_importance_sampling_correction", "corrections", [options])
+
+
+def _kl(loss: LossConfig) -> Iterator[Setting]:
+    penalty = loss.reference_policy_kl_penalty
+    yield from _given(
+        ("loss_fn.reference_policy_kl_penalty", "kl.weight", penalty),
+        ("loss_fn.reference_policy_kl_type", "kl.estimator", loss.reference_policy_kl_type),
+        ("loss_fn.use_kl_in_reward", "kl.place", "reward" if loss.use_kl_in_reward else None),
+        ("loss_fn.use_on_policy_kl_approximation", "kl.unbiased", loss.use_on_policy_kl_approximation or None),
+    )
+    if penalty:
+        yield Setting("loss_fn.kl_input_clamp_value", "kl.input_clamp", loss.kl_input_clamp_value)
+        yield Setting("loss_fn.kl_output_clamp_value", "kl.output_clamp", loss.kl_output_clamp_value)

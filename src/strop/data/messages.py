@@ -1,0 +1,166 @@
+"""Columns that hold conversations -> messages.
+
+Two spellings are read: {role, content}, as chat templates take it, and ShareGPT's {from, value}. A record whose meaning a ``Message``
+cannot hold is an error, never a message with a part missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strop.data.errors import DataError
+from strop.data.records import Record
+from strop.data.templates import Template
+from strop.types import Message, Messages, assistant, system
+
+# What data sets call the speakers -> the role that chat templates know.
+ROLES: Mapping[str, str] = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+# Fields that say more than role and content do, and where their text can go instead.
+BESIDE_CONTENT = {
+    "tool_calls": "write the call into content, as the model writes it",
+    "function_call": "write the call into content, as the model writes it",
+    "reasoning_content": "write the reasoning into content, between the model's own marks",
+    "reasoning": "write the reasoning into content, between the model's own marks",
+    "thinking": "write the reasoning into content, between the model's own marks",
+}
+_MISSING = object()
+
+
+def holds(record: Record, key: str) -> bool:
+    return _follow(record, key) is not _MISSING
+
+
+def value_of(record: Record, key: str, option: str, where: str) -> Any:
+    """What stands under a dotted ``key`` (``prompt.0.content``); ``option`` is the setting that named the key."""
+    value = _follow(record, key)
+    if value is _MISSING:
+        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+    return value
+
+
+def _follow(record: Record, key: str) -> Any:
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _MISSING
+    return value
+
+
+def text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
+    """A column that holds either. Raises DataError for anything else, naming the record and the column."""
+    value = value_of(record, key, option, where)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return messages_of(value, f"{where}: {key!r}")
+    raise DataError(
+        f"{where}: {key!r} is {value!r:.80}, neither text nor a list of messages. Set {option} to a key that holds one of them, "
+        "or fix the record"
+    )
+
+
+def messages_of(value: Any, where: str) -> tuple[Message, ...]:
+    """A list of messages in either spelling; ``where`` names the record and the column. Raises DataError."""
+    if not isinstance(value, list | tuple):
+        raise DataError(f"{where} is {value!r:.80}, not a list of messages. Each is an object with role and content")
+    if not value:
+        raise DataError(f"{where} is an empty list; a conversation needs at least one message")
+    return tuple(_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1))
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise DataError(f"{where} is {item!r:.80}, not an object with role and content")
+    for role, content in (("role", "content"), ("from", "value")):
+        if role in item and content in item:
+            _refuse_more(item, where)
+            return Message(_role(item[role], where), _content(item[content], where))
+    raise DataError(f"{where} has the keys {sorted(item)}; a message has role and content, or from and value")
+
+
+def _role(name: Any, where: str) -> str:
+    if not isinstance(name, str) or name not in ROLES:
+        raise DataError(f"{where} is by {name!r}, which is no known role; write one of {', '.join(ROLES)}")
+    return ROLES[name]
+
+
+def _content(value: Any, where: str) -> str:
+    """Text, or a list of parts that are all text."""
+    if isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list | tuple) else [value]
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{where} holds {value!r:.80}, which is not text; only conversations of text can be trained on")
+    return "".join(text for text in texts if text is not None)
+
+
+def _refuse_more(item: Mapping[str, Any], where: str) -> None:
+    for key, instead in BESIDE_CONTENT.items():
+        if item.get(key):
+            raise DataError(f"{where} has {key!r}, which would be lost: only role and content are read; {instead}")
+    if item.get("weight", 1) == 0:
+        raise DataError(
+            f"{where} has the weight 0, but each of the assistant's messages is taught; end the conversation before it"
+        )
+
+
+def as_prompt(given: str | tuple[Message, ...], template: Template, where: str) -> tuple[Message, ...]:
+    """What is answered: a plain question is worded by the template, messages get its system prompt unless they have their own.
+
+    Raises DataError for an empty question, and for messages where a prompt file is set: it words questions.
+    """
+    if isinstance(given, str):
+        if not given.strip():
+            raise DataError(f"{where} is empty; there is nothing to answer")
+        return template.messages(given)
+    if template.before or template.after:
+        raise DataError(f"{where} holds messages, but prompt_file words plain questions. Set prompt_file to null for this data")
+    if template.system is None or any(message.role in ("system", "developer") for message in given):
+        return given
+    return (system(template.system), *given)
+
+
+def as_completion(given: str | tuple[Message, ...], prompt: Messages, where: str) -> tuple[Message, ...]:
+    """What answers ``prompt``, up to its last reply; messages may repeat the prompt first. Raises DataError where nobody replies."""
+    if isinstance(given, str):
+        return (assistant(given),)
+    repeated = len(prompt) if given[: len(prompt)] == tuple(prompt) else 0
+    completion = up_to_last_reply(given[repeated:])
+    if not completion:
+        raise DataError(f"{where} has no message of the assistant's; a completion needs one. Fix the record")
+    if completion[0].role != "assistant":
+        raise DataError(
+            f"{where} begins with a message by {completion[0].role!r}; a completion begins with the assistant, or with all of the prompt"
+        )
+    return completion
+
+
+def up_to_last_reply(messages: Messages) -> tuple[Message, ...]:
+    """The messages without what follows the assistant's last one: nothing is taught from it. Empty where there is none."""
+    last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    return tuple(messages[: last + 1])
+
+
+def first_reply(messages: Messages) -> int:
+    """Where the assistant first answers something: a message that opens a conversation is no answer. Their number where it never does."""
+    return next((place for place, message in enumerate(messages) if place and message.role == "assistant"), len(messages))
+
+
+def last_text(messages: Sequence[Message], role: str) -> str:
+    """The last message by ``role``, or nothing."""
+    return next((message.content for message in reversed(messages) if message.role == role), "")

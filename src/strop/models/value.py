@@ -1,0 +1,73 @@
+"""A network with a scalar head: a critic or a reward model. It is a Hugging Face sequence classifier with one label.
+
+What it says at a place is its head applied to the hidden state there: at every sampled token for a critic, at the last token of a
+rollout for a reward model. Saved, it loads as AutoModelForSequenceClassification.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.algorithms.base import ValueOutputs
+from strop.models.network import Network, probe_batch
+from strop.sampling import Sampling, at_least_float32
+from strop.types import Batch
+
+
+class ValueNetwork(Network):
+    """A sequence classifier with one label behind one call: batch -> values [N]."""
+
+    @property
+    def decoder(self) -> nn.Module:
+        decoder: nn.Module = self.model.base_model
+        return decoder
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:  # type: ignore[override]
+        with self.autocast():
+            hidden = self.hidden(batch)
+        return ValueOutputs(scalar(score_layer(self.model), hidden))
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Whether packed rows give this model the hidden states that its own attention gives on one sequence at a time."""
+        batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
+        self.use_own_attention()
+        wanted = self._hidden_padded(batch)
+        self.use_planned_attention()
+        try:
+            found = self._hidden_packed(batch)
+        except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
+            self.fallback = f"{type(error).__name__}: {error}"
+        else:
+            error_size = ((found - wanted).abs().max() / wanted.abs().max()).item()
+            if error_size < 1e-3:
+                return True
+            self.fallback = f"its hidden states differ by {error_size:.2g} of their size when sequences share a row"
+        warnings.warn(
+            f"{type(self.model).__name__} cannot read packed rows ({self.fallback}); it reads padded rows instead", stacklevel=3
+        )
+        return False
+
+
+def score_layer(model: Any) -> nn.Linear:
+    """The layer of a sequence classifier that gives its one label. Raises ValueError where there is none."""
+    for name in ("score", "classifier"):
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.out_features == 1:
+            return layer
+    raise ValueError(
+        f"{type(model).__name__} has no linear layer for one label; load it as a sequence classifier with num_labels=1"
+    )
+
+
+def scalar(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """[N, H] -> [N], in at least float32: the differences between scores are small against their size."""
+    weight, bias = at_least_float32(layer.weight), layer.bias
+    with torch.autocast(hidden.device.type, enabled=False):
+        return nn.functional.linear(at_least_float32(hidden), weight, None if bias is None else at_least_float32(bias)).squeeze(
+            -1
+        )
