@@ -261,7 +261,8 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
 
 def strop_side(settings: Settings, baton: Connection) -> None:
     """Train with Strop's own loop, handing the baton back whenever a step has been logged."""
-    from strop.assembly.grpo import build_run, make_tracker
+    from strop.assembly.rollouts import build_rollout_run
+    from strop.assembly.training import make_tracker, seed_everything
     from strop.generation.torch.engine import TorchEngine
     from strop.loop import Run, train
     from strop.rollouts.template import ChatTemplate
@@ -380,7 +381,8 @@ def strop_side(settings: Settings, baton: Connection) -> None:
         await generator.close()
 
     tracker = make_tracker(config)
-    run, generator = build_run(config, Turns())
+    seed_everything(config.grpo.seed)
+    run, generator = build_rollout_run(config, Turns())
     run.stream, run.weights = Stream(run.stream), Weights(run.weights)
     run.learners = {"policy": Learner(run.learners["policy"])}
     assert isinstance(generator, TorchEngine)
@@ -446,8 +448,8 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Mean reward on held-out sums at temperature 1, by Strop's engine for everyone, and its standard error over tasks."""
-    from strop.assembly.grpo import episode_rules
     from strop.assembly.roles import load_training_policy, make_engine
+    from strop.assembly.rollouts import episode_rules
     from strop.assembly.tasks import validation_tasks
     from strop.evaluation import Evaluator
     from strop.sampling import Sampling

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("environments", "models", "tracking", "config"),
     ("training", "generation"),
     ("weights", "rollouts"),
-    ("checkpointing", "evaluation", "reports"),
+    ("checkpointing", "evaluation", "reports", "validation"),
     ("loop",),
     ("cluster",),
     ("assembly",),

@@ -1,4 +1,4 @@
-"""The command line: ``strop grpo``, ``strop eval``, ``strop plot``, ``strop config``.
+"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop config``.
 
 Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
 mistake in a configuration answer at once. Exit codes: 0 done, 2 a mistake in what was asked for, 130 interrupted.
@@ -10,13 +10,14 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop import __version__
 
 if TYPE_CHECKING:
-    from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, Loaded
+    from strop.config import ConfigError, EvalRunConfig, Loaded, TrainingRunConfig
 
 OVERRIDES_HELP = "key=value settings on top of the file, such as grpo.num_prompts_per_step=8; ~key takes one away"
 MISTAKE, INTERRUPTED = 2, 130
@@ -37,8 +38,9 @@ def run_script(command: str, default_config: Path) -> int:
     """A script of examples/: ``strop COMMAND`` with a configuration of its own when none is named."""
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
-    runner = grpo if command == "grpo" else evaluate
-    return runner(arguments, typed, default_config)
+    if command == "eval":
+        return evaluate(arguments, typed, default_config)
+    return train_run(command, arguments, typed, default_config)
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -56,7 +58,9 @@ def _top_parser() -> argparse.ArgumentParser:
         "command",
         choices=COMMANDS,
         metavar="COMMAND",
-        help="grpo (train), eval (evaluate), plot (draw a run's curves), config (list the keys)",
+        help="train: "
+        + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
+        + "; eval (evaluate), plot (draw a run's curves), config (list the keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
@@ -75,20 +79,22 @@ def _run_parser(command: str, description: str, default_config: Path | None) -> 
     return parser
 
 
-def grpo(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
-    """Train with GRPO."""
-    from strop.config import ConfigError, GrpoRunConfig, load_config
+def train_run(section: str, arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
+    """Train."""
+    from strop.config import TRAINING_RUNS, ConfigError, load_config
 
-    options = _run_parser("grpo", "Train a language model with GRPO.", default_config).parse_intermixed_args(arguments)
-    loaded: Loaded[GrpoRunConfig] | None = None
+    options = _run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
+        arguments
+    )
+    loaded: Loaded[TrainingRunConfig] | None = None
     try:
-        loaded = load_config(options.config, options.overrides, root=GrpoRunConfig)
+        loaded = load_config(options.config, options.overrides, root=TRAINING_RUNS[section])
         _warn(loaded)
         if options.dry_run:
             return _dry_run(loaded.config)
         from strop import assembly
 
-        return assembly.run_grpo(loaded.config, typed)
+        return assembly.run_training(loaded.config)
     except ConfigError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -151,19 +157,32 @@ def config(arguments: Sequence[str], typed: str) -> int:
     parser = argparse.ArgumentParser(
         prog="strop config", description="List every key with type, default and meaning.", allow_abbrev=False
     )
-    parser.add_argument("schema", choices=("grpo", "eval"), nargs="?", default="grpo", help="whose keys (default: grpo)")
+    parser.add_argument("schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="whose keys (default: grpo)")
     options = parser.parse_args(arguments)
     from strop.config.document import annotated_yaml
-    from strop.config.schema import EvalRunConfig, GrpoRunConfig
+    from strop.config.schema import TRAINING_RUNS, EvalRunConfig
 
-    print(annotated_yaml(GrpoRunConfig if options.schema == "grpo" else EvalRunConfig), end="")
+    print(annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {"grpo": grpo, "eval": evaluate, "plot": plot, "config": config}
+TRAINING = {  # kinds of training run, each a section of its configuration
+    "grpo": "GRPO and the other policy gradients",
+    "ppo": "policy gradients with a critic",
+    "sft": "supervised fine-tuning",
+    "dpo": "preference optimisation: DPO and its family",
+    "rm": "a reward model",
+    "distillation": "learning from a teacher",
+}
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    **{section: partial(train_run, section) for section in TRAINING},
+    "eval": evaluate,
+    "plot": plot,
+    "config": config,
+}
 
 
-def _dry_run(config: GrpoRunConfig | EvalRunConfig) -> int:
+def _dry_run(config: TrainingRunConfig | EvalRunConfig) -> int:
     from strop.config import dump_config
 
     print(dump_config(config))
@@ -173,7 +192,7 @@ def _dry_run(config: GrpoRunConfig | EvalRunConfig) -> int:
     return 0
 
 
-def _warn(loaded: Loaded[GrpoRunConfig] | Loaded[EvalRunConfig]) -> None:
+def _warn(loaded: Loaded[Any]) -> None:
     for problem in loaded.warnings:
         print(f"warning: {problem}", file=sys.stderr)
 

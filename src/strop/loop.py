@@ -40,6 +40,8 @@ class LoopOptions:
 
     max_steps: int
     groups_per_step: int
+    section: str = "grpo"  # of the configuration, for messages that name its keys
+    batch_key: str = "grpo.num_prompts_per_step"
     steps_per_batch: int = 1  # optimizer steps in one pass over a batch
     update_epochs: int = 1  # passes over a batch
     max_staleness: int = 0  # how many steps newer the trained policy may be than the one that began a rollout
@@ -129,8 +131,8 @@ async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
     if run.step == 0:
         raise OutOfTasks(
             f"the tasks are used up and nothing was trained: {left_over} groups are left, and one step needs "
-            f"{run.options.groups_per_step} (grpo.num_prompts_per_step). Give it more data, or more passes over it "
-            f"(grpo.max_num_epochs; null is unbounded), or lower the first{dropped}"
+            f"{run.options.groups_per_step} ({run.options.batch_key}). Give it more data, or more passes over it "
+            f"({run.options.section}.max_num_epochs; null is unbounded), or lower the first{dropped}"
         )
     run.tracker.note(f"the tasks are used up after step {run.step}: {left_over} groups left over are not trained on{dropped}")
     run.done = True
@@ -165,24 +167,24 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
             run.stream.release(1)
         run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
         _stop_if_hopeless(run, len(kept))
-    staleness = [run.step - group.version for group in kept]
+    staleness = [] if run.algorithm.recorded else [run.step - group.version for group in kept]
     if staleness and max(staleness) > run.options.max_staleness:
         raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
-    return kept, group_metrics(kept, run.dropped, staleness, recorded=run.algorithm.recorded)
+    return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded))
 
 
 def _stop_if_hopeless(run: Run, kept: int) -> None:
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(
-            f"{run.errors_in_a_row} groups in a row failed (grpo.max_errors_in_a_row); the last reasons:{_reasons(run)}"
+            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_reasons(run)}"
         )
     if kept < options.groups_per_step and kept + len(run.dropped) >= options.max_groups_per_step:
         mean = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
         raise TooManyDropped(
             f"{kept + len(run.dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
             f"filter; the mean reward of the dropped ones is {mean:.3g}: if it is at the bottom the task is too hard or the reward "
-            "broken, at the top too easy. Change the task, or raise grpo.dynamic_sampling_max_gen_batches"
+            f"broken, at the top too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
         )
 
 
@@ -218,7 +220,7 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
                     before = result.outputs
     assert before is not None
     trained = {f"train/{name}": value for name, value in metrics.values(metrics.merge(*logged)).items()}
-    recorded = run.algorithm.recorded
+    recorded = bool(run.algorithm.recorded)
     return before, {**trained, **run.algorithm.report(batch), **batch_metrics(batch, before, recorded=recorded)}
 
 

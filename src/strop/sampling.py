@@ -1,15 +1,23 @@
 """How tokens are drawn, in one place, so that sampler and learner cannot disagree (law 3).
 
-The engine draws from ``log_distribution(logits, sampling)``; the learner's log-probabilities are of the same function
-of its own logits.
+The engine draws from the softmax of ``filtered_logits(logits, sampling)``; the learner's log-probabilities are of the same function of
+its own logits. Under top-k, top-p or min-p that function is not continuous: where the learner's logits differ a little, another set of
+tokens may pass, and every probability jumps by the mass that came or went. ``Sampling.record_kept`` removes the jump: the engine reports
+the set it drew from, and the learner renormalises over that one (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+KEPT = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was drawn from, padded with NO_TOKEN
+NO_TOKEN = -1
+MOST_RECORDED = 4096  # top_k of a request that records what it kept; 16 KiB for each sampled token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     entropy: bool = False  # also report the entropy of each token's distribution, in nats
+    record_kept: bool = False  # also report which tokens the filters kept at each step; nothing where there are none
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -36,6 +45,12 @@ class Sampling:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], and 0 keeps every token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.records and (self.top_k is None or self.top_k > MOST_RECORDED):
+            raise ValueError(
+                f"the ids of all tokens that could have been drawn are to be recorded, and top_k is {self.top_k}: without a bound that may be "
+                f"most of the vocabulary for every sampled token. Set top_k to at most {MOST_RECORDED}; 512 seldom binds below a top_p of 0.95 "
+                "and costs at most 2 KiB a token"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -45,6 +60,11 @@ class Sampling:
     def filtered(self) -> bool:
         """Whether some tokens are cut from the distribution."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def records(self) -> bool:
+        """Whether the set of tokens that each one is drawn from will be reported."""
+        return self.record_kept and self.filtered and not self.greedy
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -76,15 +96,32 @@ def filtered_logits(logits: Tensor, sampling: Sampling, sampled: Tensor | None =
     ``sampled`` [..] names tokens that are known to have been drawn: they are always kept, so that a learner whose logits
     differ in the last bit from the sampler's does not give a drawn token probability zero.
     """
-    scaled = at_least_float32(logits)
-    if sampling.temperature not in (0.0, 1.0):
-        scaled = scaled / sampling.temperature
+    scaled = _scaled(logits, sampling)
     if not sampling.filtered or sampling.greedy:
         return scaled
     keep = kept_tokens(scaled.detach(), sampling)
     if sampled is not None:
         keep.scatter_(-1, sampled.unsqueeze(-1), True)
     return scaled.masked_fill(~keep, float("-inf"))
+
+
+def recorded_logits(logits: Tensor, kept: Tensor, sampling: Sampling) -> Tensor:
+    """The logits [.., V] of the recorded tokens ``kept`` [.., K] after the temperature, [.., K] in float32; -inf where ``kept`` is padding.
+
+    Their softmax is the sampling distribution over the set that the sampler drew from, whatever these logits would keep themselves.
+    """
+    chosen = _scaled(logits.gather(-1, kept.long().clamp(min=0)), sampling)
+    return chosen.masked_fill(kept == NO_TOKEN, float("-inf"))
+
+
+def pad_kept(rows: Sequence[Tensor]) -> Tensor:
+    """Sets of token ids, one [k] for each token, as [L, K] int32 with K the size of the largest."""
+    return pad_sequence([row.to(torch.int32) for row in rows], batch_first=True, padding_value=NO_TOKEN)
+
+
+def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+    scaled = at_least_float32(logits)
+    return scaled if sampling.temperature in (0.0, 1.0) else scaled / sampling.temperature
 
 
 _MASK = (1 << 64) - 1

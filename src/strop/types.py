@@ -82,6 +82,7 @@ class Turn:
     logprobs: Tensor  # [L] float32, under the distribution that sampled; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
     entropies: Tensor | None = None  # [L] float32, of the distribution that sampled, if it was asked for
+    kept: Tensor | None = None  # [L, K] int32, the ids each token was drawn from, padded with -1, if they were recorded
 
     @property
     def sampled(self) -> bool:

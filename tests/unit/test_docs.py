@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.assembly.grpo import algorithm_of
+from strop.assembly.rollouts import algorithm_of
 from strop.config import EvalRunConfig, GrpoRunConfig, load_config
 from strop.data.packing import micro_batches, pack
 from strop.environments.base import Environment

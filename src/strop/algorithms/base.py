@@ -58,7 +58,8 @@ class Algorithm(ABC):
     micro-batch and the results are added up (law 1). What depends on the whole optimizer step belongs in ``survey``.
     """
 
-    recorded: ClassVar[bool] = False  # learns from recorded data; nothing is sampled
+    # What kind of recorded data it learns from, where nothing is sampled; empty for rollouts.
+    recorded: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
     whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group: a micro-batch never cuts one
     places: ClassVar[Literal["tokens", "ends"]] = (
         "tokens"  # a batch asks about every sampled token, or about the end of each rollout

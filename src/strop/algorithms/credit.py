@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.functional import varies
 from strop.algorithms.kl import REFERENCE, Kl
 from strop.algorithms.parts import Advantage, GroupRewards, Shaping
-from strop.types import Batch, Group
+from strop.types import Batch, Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,34 +36,43 @@ class GroupCredit(Algorithm):
         return self.advantage.greedy_baseline
 
     def keep(self, group: Group) -> bool:
-        return varies(group.rewards) if self.drop_constant_groups else True
+        return not self.drop_constant_groups or any(varies(rewards) for rewards in self._compared(group))
+
+    def _compared(self, group: Group) -> list[Tensor]:
+        """What this group's credit comes from: rewards that tell no rollout from another teach nothing."""
+        if self.advantage.needs_parts:
+            return list(_parts(group).values())
+        baseline = [] if group.baseline is None else [group.baseline.reward]
+        return [torch.cat([group.rewards, torch.tensor(baseline, dtype=torch.float64)])]
 
     def trains(self, group: Group) -> Tensor:
         return torch.tensor([not (self.overlong_filtering and rollout.truncated) for rollout in group.rollouts])
 
     def rewards(self, group: Group) -> Tensor:
+        return self._shaped(group.rollouts)
+
+    def _shaped(self, rollouts: Sequence[Rollout]) -> Tensor:  # [rollouts] float64
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         if self.shaping is None:
-            return group.rewards
-        truncated = torch.tensor([rollout.truncated for rollout in group.rollouts])
-        return self.shaping.shape(group.rewards, group.lengths, truncated)
+            return rewards
+        lengths = torch.tensor([rollout.sampled_tokens for rollout in rollouts], dtype=torch.float64)
+        return self.shaping.shape(rewards, lengths, torch.tensor([rollout.truncated for rollout in rollouts]))
 
     def advantages(self, group: Group) -> Tensor:
-        names = {name for rollout in group.rollouts for name in rollout.rewards} if self.advantage.needs_parts else set()
-        parts = {
-            name: torch.tensor([r.rewards.get(name, 0.0) for r in group.rollouts], dtype=torch.float64) for name in sorted(names)
-        }
-        greedy = None if group.baseline is None else group.baseline.reward
+        parts = _parts(group) if self.advantage.needs_parts else {}
+        greedy = None if group.baseline is None else float(self._shaped([group.baseline]))
         return self.advantage.relative(
             GroupRewards(rewards=self.rewards(group), lengths=group.lengths, parts=parts, greedy=greedy)
         )
 
     def credit(self, batch: Batch) -> Batch:
+        seen = batch
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
-            batch = self._with_kl_in_reward(self.kl, batch)
-        batch = replace(batch, advantages=self.advantage.over_batch(batch))
-        if self.advantage_low is None and self.advantage_high is None:
-            return batch
-        return replace(batch, advantages=batch.advantages.clamp(self.advantage_low, self.advantage_high))
+            seen = self._with_kl_in_reward(self.kl, batch)
+        advantages = self.advantage.over_batch(seen)
+        if self.advantage_low is not None or self.advantage_high is not None:
+            advantages = advantages.clamp(self.advantage_low, self.advantage_high)
+        return replace(batch, advantages=advantages)
 
     def _with_kl_in_reward(self, kl: Kl, batch: Batch) -> Batch:
         if kl.place == "token_reward":
@@ -73,4 +83,13 @@ class GroupCredit(Algorithm):
         for group in range(batch.num_groups):
             members = batch.group == group
             advantages[members] = self.advantage.relative(GroupRewards(rewards=rewards[members], lengths=lengths[members]))
-        return replace(batch, advantages=advantages.float()[batch.sequence])
+        return replace(batch, rewards=rewards, advantages=advantages.float()[batch.sequence])
+
+
+def _parts(group: Group) -> dict[str, Tensor]:
+    """Each reward of a group's rollouts by name, [G] float64, not weighted; 0 where a rollout lacks it."""
+    names = sorted({name for rollout in group.rollouts for name in rollout.rewards})
+    return {
+        name: torch.tensor([rollout.rewards.get(name, 0.0) for rollout in group.rollouts], dtype=torch.float64)
+        for name in names
+    }

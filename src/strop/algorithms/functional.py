@@ -15,6 +15,8 @@ KlEstimator = Literal["k1", "k2", "k3"]
 # A group whose rewards differ by less than this share of their size does not vary: sums of float32 rewards leave such residue,
 # and dividing by its standard deviation would make full-size advantages out of nothing.
 RESIDUE = 1e-6
+EPS = 1e-6  # beside a standard deviation that is divided by
+LARGEST_EXPONENT = 60.0  # nats: float32 ends at 88, and a ratio is still multiplied by advantages and summed
 
 
 def varies(rewards: Tensor) -> bool:
@@ -24,16 +26,17 @@ def varies(rewards: Tensor) -> bool:
 
 
 def group_advantages(
-    rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = 1e-6
+    rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = EPS
 ) -> Tensor:
-    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary.
+    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary, or the rewards as
+    they are where there is no baseline either: no deviation is there to divide by.
 
     The baseline is the group's mean (GRPO, arXiv 2402.03300) or, leave-one-out, the mean of the other rollouts (RLOO, 2402.14740).
     The scale is always the deviation of the whole group: dividing by a leave-one-out deviation gives a lone success less than its
     due and the group a net negative credit. ``normalize=False`` is Dr.GRPO's choice (2503.20783).
     """
-    if baseline and not varies(rewards):
-        return torch.zeros_like(rewards)
+    if not varies(rewards):
+        return torch.zeros_like(rewards) if baseline else rewards
     centred = rewards
     if baseline and leave_one_out:
         count = len(rewards)
@@ -43,6 +46,22 @@ def group_advantages(
     elif baseline:
         centred = rewards - rewards.mean()
     return centred / (rewards.std(correction=0) + eps) if normalize else centred
+
+
+def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
+    """(value - mean) / (population standard deviation + eps) over the counted tokens of a batch, [N] -> [N] float64.
+
+    Zeros where the counted values do not vary.
+    """
+    counted = values[mask > 0].double()
+    if not len(counted) or not varies(counted):
+        return torch.zeros_like(values, dtype=torch.float64)
+    return (values.double() - counted.mean()) / (counted.std(correction=0) + eps)
+
+
+def exponential(logs: Tensor) -> Tensor:
+    """exp, at most e^60: a token that one side held for impossible must not become an infinity, and that times 0 a nan."""
+    return logs.clamp(max=LARGEST_EXPONENT).exp()
 
 
 def kl_estimate(
@@ -90,6 +109,15 @@ def sequence_sum(values: Tensor, batch: Batch) -> Tensor:
 def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
     """Each rollout's mean over its counted tokens, [N] -> [S]; 0 for a rollout without any."""
     return sequence_sum(values, batch) / batch.sequence_lengths.clamp(min=1)
+
+
+def geometric_mean(log_ratios: Tensor, batch: Batch) -> Tensor:
+    """exp(mean over each rollout's counted tokens), [N] -> [N], where each token's entry has the gradient of its own log-ratio.
+
+    The sum over a rollout of these gradients is its length times the gradient of the mean itself (the GSPO-token form, arXiv 2507.18071).
+    """
+    shared = sequence_mean(log_ratios.detach(), batch)[batch.sequence]
+    return exponential(shared + log_ratios - log_ratios.detach())
 
 
 def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:

@@ -1,11 +1,16 @@
-"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): credit is how a rollout did against the others of its group."""
+"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): credit is how a rollout did against the others of its group.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum; kl_penalty where there is one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from strop.algorithms.base import Plan
 from strop.algorithms.clip import Clip
 from strop.algorithms.functional import group_advantages
 from strop.algorithms.parts import Advantage, GroupRewards, Objective
@@ -19,6 +24,10 @@ class GroupRelative(Advantage):
     baseline: bool = True  # False: the plain reward
     leave_one_out: bool = False  # the baseline of a rollout is the mean of the others
     normalize: bool = True  # divide by the deviation
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        if self.baseline or self.normalize:
+            yield from super().problems(plan)
 
     def relative(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize)

@@ -1,4 +1,7 @@
-"""Group Sequence Policy Optimization (arXiv 2507.18071): one ratio per rollout, clipped as a whole."""
+"""Group Sequence Policy Optimization (arXiv 2507.18071): one ratio per rollout, clipped as a whole.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, of rollouts' ratios.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from strop.algorithms.clip import Clip
-from strop.algorithms.functional import Aggregation, sequence_mean
+from strop.algorithms.functional import Aggregation, geometric_mean
 from strop.algorithms.grpo import GroupRelative
 from strop.algorithms.parts import Advantage, Objective, PolicyTokens
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -26,15 +29,9 @@ class SequenceClip(Clip):
     high: float = 4e-4
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = sequence_ratio(tokens)
+        ratio = geometric_mean(tokens.log_ratio, tokens.batch)
         objective, columns = self.clipped(ratio, tokens.advantages)
         return objective, {**columns, "probs_ratio": ratio}
-
-
-def sequence_ratio(tokens: PolicyTokens) -> Tensor:
-    """The geometric mean of each rollout's ratios, [N], with the gradient of the token's own log-probability."""
-    shared = sequence_mean(tokens.log_ratio.detach(), tokens.batch)[tokens.batch.sequence]
-    return (shared + tokens.logprobs - tokens.logprobs.detach()).exp()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.base import Plan
+from strop.algorithms.functional import exponential
 from strop.types import Batch
 
 
@@ -33,7 +34,7 @@ class PolicyTokens:
     """What an objective is shown of the N sampled tokens of (a part of) an optimizer step. Whole rollouts, always."""
 
     logprobs: Tensor  # [N] of the policy that is trained, differentiable
-    before: Tensor  # [N] of the older policy the ratio is taken to
+    before: Tensor  # [N] of the older policy the ratio is taken to; no gradient
     sampler: Tensor  # [N] as the sampler recorded them
     entropy: Tensor  # [N] differentiable
     advantages: Tensor  # [N]
@@ -45,7 +46,7 @@ class PolicyTokens:
 
     @property
     def ratio(self) -> Tensor:  # [N]
-        return self.log_ratio.exp()
+        return exponential(self.log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class Advantage(Part):
 
     greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout beside each group
     needs_parts: ClassVar[bool] = False  # looks at rewards by name
+    divides_by_mean: ClassVar[bool] = False  # takes the mean reward for a success rate: none may be negative
     smallest_group: ClassVar[int] = 2
 
     @abstractmethod
@@ -100,13 +102,15 @@ class Objective(Part):
     surveys: ClassVar[bool] = False  # ``survey`` needs the outputs of the whole optimizer step
     sequence_level: ClassVar[bool] = False  # one ratio a rollout: a mean over tokens would weigh long rollouts twice
     own_correction: ClassVar[bool] = False  # takes its ratio to the sampler by itself
+    takes_ratio: ClassVar[bool] = True  # to the policy that ``ratio_to`` names; False: to none, or to one of its own
+    needs_drift: ClassVar[bool] = False  # does nothing as long as the ratio is 1
 
     @abstractmethod
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """The contribution of each token, [N], and columns [N] whose means over counted tokens are logged."""
 
-    def survey(self, batch: Batch, outputs: TokenOutputs) -> Mapping[str, Tensor]:
-        """Columns [N] that depend on the whole optimizer step."""
+    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+        """Columns [N] that depend on the whole optimizer step, all of whose tokens are shown here; they are added to its batch."""
         return {}
 
 
@@ -126,7 +130,7 @@ class Selection(Part):
     """Which tokens have a gradient at all, decided on the whole optimizer step. The others still count in every total."""
 
     @abstractmethod
-    def choose(self, batch: Batch, outputs: TokenOutputs) -> Tensor:
+    def choose(self, tokens: PolicyTokens) -> Tensor:
         """[N] float: 1 where the token is trained on, 0 where it is not."""
 
 

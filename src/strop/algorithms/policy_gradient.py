@@ -28,7 +28,8 @@ class PolicyGradient(GroupCredit):
     selection: Selection | None = None
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
-    ratio_to: Literal["learner", "sampler"] = "learner"  # whose probabilities stand below the ratio
+    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # whose probabilities stand below the ratio
+    proximal_weight: float = 0.5  # between: the share a of the policy in log pi_o = log mu + a (log pi - log mu)
     on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), 1 in value
     entropy_bonus: float = 0.0  # weight of the entropy, which is added to what is maximised
     entropy_target: float | None = None  # nats: the bonus is paid only while the step's mean entropy is below this
@@ -45,9 +46,9 @@ class PolicyGradient(GroupCredit):
         columns: dict[str, Tensor] = {}
         if outputs is not None:
             if self.selection is not None:
-                columns["selected"] = self.selection.choose(batch, outputs)
+                columns["selected"] = self.selection.choose(self.tokens(outputs, batch))
             if self.objective.surveys:
-                columns.update(self.objective.survey(batch, outputs))
+                columns.update(self.objective.survey(self.tokens(outputs, batch)))
             if self.entropy_target is not None:
                 below = aggregate(outputs.entropy, batch) < self.entropy_target
                 columns["entropy_bonus"] = torch.full((len(batch.target),), float(below))
@@ -65,18 +66,26 @@ class PolicyGradient(GroupCredit):
 
     def before(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch the learner's
-        are the current ones."""
-        learner = batch.extras.get("policy_logprobs", logprobs.detach())
+        are the current ones. ``between`` approximates them from sampler and current policy, which saves several steps the scoring pass.
+        """
+        current = logprobs.detach()
+        learner = batch.extras.get("policy_logprobs", current)
+        if self.ratio_to == "between":
+            learner = batch.sampler_logprobs + self.proximal_weight * (current - batch.sampler_logprobs)
         if self.on_policy_ratio:
-            return logprobs.detach(), learner
-        return (learner if self.ratio_to == "learner" else batch.sampler_logprobs), learner
+            return current, learner
+        return (batch.sampler_logprobs if self.ratio_to == "sampler" else learner), learner
 
-    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        before, learner = self.before(outputs.logprobs, batch)
-        tokens = PolicyTokens(
+    def tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
+        before, _ = self.before(outputs.logprobs, batch)
+        return PolicyTokens(
             logprobs=outputs.logprobs, before=before, sampler=batch.sampler_logprobs, entropy=outputs.entropy,
             advantages=batch.advantages, batch=batch,
         )  # fmt: skip
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        tokens = self.tokens(outputs, batch)
+        _, learner = self.before(outputs.logprobs, batch)
         objective, columns = self.objective(tokens)
         mismatch = Mismatch(log_ratio=learner - batch.sampler_logprobs, advantages=batch.advantages, batch=batch)
         for correction in self.corrections:

@@ -2,6 +2,6 @@
 
 from strop.assembly.describe import describe
 from strop.assembly.evaluation import run_evaluation
-from strop.assembly.grpo import run_grpo
+from strop.assembly.run import run_training
 
-__all__ = ["describe", "run_evaluation", "run_grpo"]
+__all__ = ["describe", "run_evaluation", "run_training"]

@@ -68,6 +68,28 @@ def find_algorithm(name: str) -> type[Algorithm]:
     return kind
 
 
+def outline(name: str, algorithm: Algorithm) -> str:
+    """An algorithm and its parts on one line: every option of a part, and the algorithm's own where they are not the default."""
+    shown = []
+    for item in fields(algorithm):
+        value = getattr(algorithm, item.name)
+        if isinstance(value, Part | Kl):
+            shown.append(f"{item.name} {_outlined(value)}")
+        elif isinstance(value, tuple) and any(isinstance(one, Part) for one in value):
+            shown.append(f"{item.name} {', '.join(_outlined(one) for one in value)}")
+        elif value != item.default or item.name == "aggregation":
+            shown.append(f"{item.name} {value}")
+    return f"{name}: {'; '.join(shown)}" if shown else name
+
+
+def _outlined(part: Part | Kl) -> str:
+    options = ", ".join(
+        f"{item.name}={getattr(part, item.name)}" for item in fields(part) if getattr(part, item.name) is not None
+    )
+    kind = part_name(type(part)) if isinstance(part, Part) else part.estimator
+    return f"{kind}({options})" if options else kind
+
+
 def refuse_nonsense(algorithm: Algorithm, plan: Plan) -> None:
     """Raises ValueError with everything that speaks against this algorithm in this run."""
     if found := list(algorithm.problems(plan)):

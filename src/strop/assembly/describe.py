@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+from strop.assembly.algorithms import outline
+from strop.assembly.recorded import recorded_algorithm_of
 from strop.assembly.roles import choose_device
-from strop.config import EvalRunConfig, GrpoRunConfig
+from strop.assembly.rollouts import algorithm_of
+from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 
 
-def describe(config: GrpoRunConfig | EvalRunConfig) -> str:
-    return _describe_training(config) if isinstance(config, GrpoRunConfig) else _describe_evaluation(config)
+def describe(config: TrainingRunConfig | EvalRunConfig) -> str:
+    match config:
+        case EvalRunConfig():
+            return _describe_evaluation(config)
+        case RolloutRunConfig():
+            return _describe_rollouts(config)
+        case RecordedRunConfig():
+            return _describe_recorded(config)
+    raise TypeError(f"{type(config).__name__} is no kind of run")
 
 
-def _describe_training(config: GrpoRunConfig) -> str:
-    grpo, policy = config.grpo, config.policy
-    steps_per_batch = grpo.rollouts_per_step // (policy.train_global_batch_size or grpo.rollouts_per_step) * grpo.update_epochs
-    ahead = f"asynchronous, at most {grpo.max_staleness} steps old" if grpo.max_staleness else "synchronous"
+def _describe_recorded(config: RecordedRunConfig) -> str:
+    policy = config.policy
+    examples = policy.train_global_batch_size or "at most 32"
     lines = [
         f"policy      {policy.model_name} on {_where(policy.device, policy.num_threads)}, {_precision(policy.precision)}",
+        f"algorithm   {outline(config.algorithm.name, recorded_algorithm_of(config))}",
+        f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
+        f"data        {', '.join(str(entry.dataset_name) for entry in config.data.train) or 'none'}",
+        _folders(config),
+    ]
+    return "\n".join([*lines, *_unused_gpus(config)])
+
+
+def _folders(config: TrainingRunConfig) -> str:
+    saving = config.checkpointing
+    where = f"in {saving.checkpoint_dir}" if saving.enabled and saving.save_period else "off"
+    return f"folders     logs in {config.logger.log_dir}, checkpoints {where}"
+
+
+def _describe_rollouts(config: RolloutRunConfig) -> str:
+    training, policy = config.rollouts, config.policy
+    global_batch = policy.train_global_batch_size or training.rollouts_per_step
+    steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
+    ahead = f"asynchronous, at most {training.max_staleness} steps old" if training.max_staleness else "synchronous"
+    lines = [
+        f"algorithm   {outline(config.algorithm.name, algorithm_of(config))}",
+        f"policy      {policy.model_name} on {_where(policy.device, policy.num_threads)}, {_precision(policy.precision)}",
         f"generation  embedded torch engine in this process, {policy.generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache, {ahead}",
-        f"step        {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} rollouts of at most "
+        f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
-        f"reference   {_reference(config)}",
         f"tasks       {', '.join(_entry(entry) for entry in config.data.train) or 'none'}",
-        f"folders     logs in {config.logger.log_dir}, checkpoints "
-        + (
-            f"in {config.checkpointing.checkpoint_dir}"
-            if config.checkpointing.enabled and config.checkpointing.save_period
-            else "off"
-        ),
+        _folders(config),
     ]
     return "\n".join([*lines, *_unused_gpus(config)])
 
@@ -55,20 +80,13 @@ def _precision(precision: str) -> str:
     return "bfloat16 autocast over float32 weights" if precision == "bfloat16" else precision
 
 
-def _reference(config: GrpoRunConfig) -> str:
-    if not config.loss_fn.reference_policy_kl_penalty:
-        return "none (loss_fn.reference_policy_kl_penalty is 0)"
-    where = "reward" if config.loss_fn.use_kl_in_reward else "loss"
-    return f"a frozen copy, KL {config.loss_fn.reference_policy_kl_type} x {config.loss_fn.reference_policy_kl_penalty:g} in the {where}"
-
-
 def _entry(entry: object) -> str:
     name = getattr(entry, "dataset_name", None)
     environment = getattr(entry, "env_name", None)
     return f"{name} ({environment})" if name and environment else str(name or environment or "the only environment")
 
 
-def _unused_gpus(config: GrpoRunConfig | EvalRunConfig) -> list[str]:
+def _unused_gpus(config: TrainingRunConfig | EvalRunConfig) -> list[str]:
     import torch
 
     wanted, found = config.cluster.gpus_per_node, torch.cuda.device_count()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from strop.config.generation import GenerationConfig
-from strop.config.policy import PolicyConfig
+from strop.config.policy import ModelConfig, PolicyConfig
+from strop.config.schema import RmRunConfig
 from strop.generation.torch.engine import TorchEngine
 from strop.generation.torch.runner import CachedRunner, RecomputeRunner, Runner
 from strop.models.loading import load_model, load_tokenizer, stop_tokens
@@ -20,7 +21,9 @@ from strop.models.memory import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
+from strop.training.torch.master import round_weights
+from strop.training.torch.optimizers import ParameterGroup
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ def load_policy(
     overrides: Mapping[str, Any] | None = None,
     chunk: int | None = 1024,
     packed: bool = True,
+    weights_dtype: str = "float32",
 ) -> Policy:
     """Raises ModelNotFound, ValueError."""
     if threads is not None:
@@ -69,6 +73,7 @@ def load_policy(
         log.warning("dropout of %s is off: it would make sampler and learner disagree", name)
     tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
     network = Network(model, precision=PRECISIONS[precision], chunk=chunk or 1 << 40, packed=None if packed else False)
+    round_weights(model, PRECISIONS[weights_dtype])
     return Policy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), stop_tokens(model, tokenizer))
 
 
@@ -84,10 +89,20 @@ def load_training_policy(config: PolicyConfig) -> Policy:
         overrides=config.hf_config_overrides,
         chunk=config.logprob_chunk_size,
         packed=config.sequence_packing.enabled,
+        weights_dtype=config.weights_dtype,
     )
 
 
-def make_learner(policy: Policy, config: PolicyConfig, sampling: Sampling) -> TorchLearner:
+def make_learner(
+    network: TrainableNetwork,
+    config: ModelConfig,
+    sampling: Sampling,
+    *,
+    whole_groups: bool = False,
+    total_steps: int | None = None,
+    section: str = "policy",
+) -> TorchLearner:
+    """``total_steps`` are the optimizer steps of the run, None where nothing limits it: the length of a schedule that sets none."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     schedule: list[Mapping[str, Any]] = []
     if config.scheduler is not None:
@@ -101,8 +116,22 @@ def make_learner(policy: Policy, config: PolicyConfig, sampling: Sampling) -> To
         train_tokens=packing.train_mb_tokens,
         score_tokens=packing.logprob_mb_tokens,
         activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
+        whole_groups=whole_groups,
+        no_decay=config.optimizer.no_decay,
+        parameter_groups=[
+            ParameterGroup(match=group.match, lr=group.lr, weight_decay=group.weight_decay) for group in config.optimizer.groups
+        ],
+        total_steps=total_steps,
+        average_decay=config.ema.decay if config.ema.enabled else None,
+        average_start=config.ema.start_step,
+        section=section,
     )
-    return TorchLearner(policy.network, sampling, options)
+    return TorchLearner(network, sampling, options)
+
+
+def load_reward_policy(config: RmRunConfig) -> Policy:
+    """The model of a reward model: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
+    raise NotImplementedError
 
 
 def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> FrozenScorer:

@@ -5,7 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strop.assembly.algorithms import Setting
+from strop.config import TrainingRunConfig
 from strop.config.grpo import GrpoConfig, LossConfig
+from strop.config.recorded import DpoConfig, RmConfig
+from strop.config.schema import DpoRunConfig, GrpoRunConfig, RmRunConfig
+
+
+def settings_of(config: TrainingRunConfig) -> list[Setting]:
+    """The flat keys that are set in a configuration, in the order in which they must be applied. Raises ValueError for contradictions."""
+    match config:
+        case GrpoRunConfig():
+            return list(policy_gradient_settings(config.section, config.grpo, config.loss_fn))
+        case DpoRunConfig():
+            return list(_preference(config.dpo))
+        case RmRunConfig():
+            return list(_reward_model(config.rm))
+        case _:
+            return []
+
+
+def _preference(dpo: DpoConfig) -> Iterator[Setting]:
+    return _given(
+        ("dpo.reference_policy_kl_penalty", "beta", dpo.reference_policy_kl_penalty),
+        ("dpo.preference_average_log_probs", "average_log_probs", dpo.preference_average_log_probs),
+        ("dpo.sft_average_log_probs", "sft_average_log_probs", dpo.sft_average_log_probs),
+        ("dpo.preference_loss_weight", "preference_weight", dpo.preference_loss_weight),
+        ("dpo.sft_loss_weight", "sft_weight", dpo.sft_loss_weight),
+    )
+
+
+def _reward_model(rm: RmConfig) -> Iterator[Setting]:
+    return _given(("rm.use_margin", "use_margin", rm.use_margin or None), ("rm.centering", "centering", rm.centering or None))
 
 
 def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:

@@ -40,23 +40,8 @@ def _component(
     if alias is None:
         raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
     environment = _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
-    split = entry.split_validation_size
-    source = DataSource(
-        dataset_name=entry.dataset_name,
-        subset=entry.subset,
-        split=entry.split,
-        input_key=entry.input_key,
-        output_key=entry.output_key,
-        prompt_file=entry.prompt_file,
-        system_prompt=entry.system_prompt,
-        system_prompt_file=entry.system_prompt_file,
-        size=entry.size,
-        repeat=entry.repeat,
-        seed=entry.seed if entry.seed is not None else seed,
-        split_validation_size=split,
-    )
-    generated = entry.dataset_name is None
-    if generated or split:
+    source = data_source(entry, seed, part)
+    if entry.dataset_name is None:
         source = replace(source, part="train" if part == "train" else "validation")
     try:
         tasks = environment.tasks(source)
@@ -66,6 +51,30 @@ def _component(
         where = f"env.{alias}: {type(environment).__name__}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
     return Component(alias, environment, tasks, weight)
+
+
+def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
+    """The rows of an entry; where it holds some out, those that are for ``part``: train or validation."""
+    return DataSource(
+        dataset_name=entry.dataset_name,
+        subset=entry.subset,
+        split=entry.split,
+        input_key=entry.input_key,
+        output_key=entry.output_key,
+        messages_key=entry.messages_key,
+        chosen_key=entry.chosen_key,
+        rejected_key=entry.rejected_key,
+        label_key=entry.label_key,
+        margin_key=entry.margin_key,
+        prompt_file=entry.prompt_file,
+        system_prompt=entry.system_prompt,
+        system_prompt_file=entry.system_prompt_file,
+        size=entry.size,
+        repeat=entry.repeat,
+        seed=entry.seed if entry.seed is not None else seed,
+        split_validation_size=entry.split_validation_size,
+        part=("train" if part == "train" else "validation") if entry.split_validation_size else "all",
+    )
 
 
 def _environment(alias: str, config: EnvironmentConfig) -> Environment[Any]:

@@ -5,6 +5,7 @@
       state.pt               step, stream (cursor, buffered groups), random states, metrics
       files.json             what was saved, with sizes: a checkpoint that lost a file says so
       policy/weights/        a Hugging Face folder: from_pretrained loads it
+      policy/ema/            another one, of averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
 
 A checkpoint is written under another name, flushed to disk and renamed. Older ones go after that, also by way of a rename.
@@ -55,7 +56,9 @@ class CheckpointFolders:
         draft.mkdir(parents=True)
         for name, learner in learners.items():
             learner.save(draft / name, optimizer=self.save_optimizer)
-        self.save_tokenizer(draft / "policy" / "weights")
+        for weights in (draft / "policy" / "weights", draft / "policy" / "ema"):
+            if weights.is_dir():
+                self.save_tokenizer(weights)
         (draft / "config.yaml").write_text(self.config_text)
         torch.save({"state": state, "random": _random_states()}, draft / "state.pt")
         value = state.logged.get(self.metric) if self.metric else None

@@ -7,6 +7,25 @@ Imports neither torch nor transformers, so that a mistake is reported at once.
 
 from strop.config.errors import ConfigError, Problem
 from strop.config.load import Loaded, dump_config, load_config
-from strop.config.schema import EvalRunConfig, GrpoRunConfig
+from strop.config.schema import (
+    TRAINING_RUNS,
+    EvalRunConfig,
+    GrpoRunConfig,
+    RecordedRunConfig,
+    RolloutRunConfig,
+    TrainingRunConfig,
+)
 
-__all__ = ["ConfigError", "EvalRunConfig", "GrpoRunConfig", "Loaded", "Problem", "dump_config", "load_config"]
+__all__ = [
+    "TRAINING_RUNS",
+    "ConfigError",
+    "EvalRunConfig",
+    "GrpoRunConfig",
+    "Loaded",
+    "Problem",
+    "RecordedRunConfig",
+    "RolloutRunConfig",
+    "TrainingRunConfig",
+    "dump_config",
+    "load_config",
+]

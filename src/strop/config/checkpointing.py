@@ -22,3 +22,13 @@ class CheckpointingConfig(Model):
         True, description="Save optimizer and schedule too; without them a run cannot be resumed exactly."
     )
     resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")
+
+
+class RecordedCheckpointingConfig(CheckpointingConfig):
+    """What is saved, when, and what is kept, where runs are measured by a loss."""
+
+    checkpoint_dir: str = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
+    metric_name: str | None = Field(
+        "val:loss", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
+    )
+    higher_is_better: bool = Field(False, description="Whether a larger metric is better.")

@@ -14,8 +14,18 @@ from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
 from strop.config.generation import VllmConfig
 from strop.config.model import Model, targets_of
-from strop.config.schema import EvalRunConfig, GrpoRunConfig, environment_of, generation_of
-from strop.config.unsupported import BOTH_UNSUPPORTED, GRPO_UNSUPPORTED
+from strop.config.policy import ModelConfig
+from strop.config.schema import (
+    EvalRunConfig,
+    GrpoRunConfig,
+    PpoRunConfig,
+    RecordedRunConfig,
+    RolloutRunConfig,
+    TrainingRunConfig,
+    environment_of,
+    generation_of,
+)
+from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED
 
 Problems = Iterator[Problem]
 
@@ -31,6 +41,14 @@ TRAIN_METRICS = (
     "mean_gen_tokens_per_sample",
 )
 VALIDATION_METRICS = ("accuracy", "reward", "avg_length")
+RECORDED_METRICS = (
+    "loss",
+    "accuracy",
+    "margin",
+    "nll",
+    "val_loss",
+    "validation-default_loss",
+)  # the last two are NeMo-RL's names of loss
 
 
 # --- groups, batches and loss ---------------------------------------------------------------------------------------------
@@ -71,43 +89,45 @@ def group_size(config: GrpoRunConfig) -> Problems:
         )
 
 
-def global_batch(config: GrpoRunConfig) -> Problems:
+def global_batch(config: RolloutRunConfig) -> Problems:
     size, per_step, group = (
         config.policy.train_global_batch_size,
-        config.grpo.rollouts_per_step,
-        config.grpo.num_generations_per_prompt,
+        config.rollouts.rollouts_per_step,
+        config.rollouts.num_generations_per_prompt,
     )
     if size is None or (per_step % size == 0 and size % group == 0):
         return
-    fitting = [steps for steps in range(1, config.grpo.num_prompts_per_step + 1) if config.grpo.num_prompts_per_step % steps == 0]
+    fitting = [
+        steps for steps in range(1, config.rollouts.num_prompts_per_step + 1) if config.rollouts.num_prompts_per_step % steps == 0
+    ]
     sizes = ", ".join(str(per_step // steps) for steps in fitting[:6])
     yield Problem(
         "policy.train_global_batch_size",
-        f"found {size}, but a step has {config.grpo.num_prompts_per_step} prompts x {group} generations = {per_step} rollouts, "
+        f"found {size}, but a step has {config.rollouts.num_prompts_per_step} prompts x {group} generations = {per_step} rollouts, "
         "which must be cut into equal optimizer steps of whole groups",
         f"Set it to null (one optimizer step), or to one of {sizes}.",
     )
 
 
-def on_policy_ratio(config: GrpoRunConfig) -> Problems:
+def on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     if not config.loss_fn.force_on_policy_ratio:
         return
     size, fix = config.policy.train_global_batch_size, "Set loss_fn.force_on_policy_ratio=false, or make it one."
-    if config.grpo.update_epochs > 1 or (size is not None and size != config.grpo.rollouts_per_step):
+    if config.rollouts.epochs_per_batch > 1 or (size is not None and size != config.rollouts.rollouts_per_step):
         yield Problem(
             "loss_fn.force_on_policy_ratio",
             "found true, but a batch makes several optimizer steps: from the second on the ratio is not 1",
             fix,
         )
-    if config.grpo.max_staleness > 0:
+    if config.rollouts.max_staleness > 0:
         yield Problem(
             "loss_fn.force_on_policy_ratio",
-            "found true, but with grpo.async_grpo rollouts come from older weights: the ratio is not 1",
-            "Set loss_fn.force_on_policy_ratio=false, or grpo.async_grpo.enabled=false.",
+            f"found true, but with {config.section}.async_{config.section} rollouts come from older weights: the ratio is not 1",
+            f"Set loss_fn.force_on_policy_ratio=false, or {config.section}.async_{config.section}.enabled=false.",
         )
 
 
-def aggregation(config: GrpoRunConfig) -> Problems:
+def aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss = config.loss_fn
     how = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
     if how == "constant_length" and loss.constant_length is None:
@@ -124,51 +144,52 @@ def aggregation(config: GrpoRunConfig) -> Problems:
         )
 
 
-def ranges(config: GrpoRunConfig) -> Problems:
-    scaling, grpo = config.grpo.reward_scaling, config.grpo
+def ranges(config: RolloutRunConfig) -> Problems:
+    scaling, key = config.rollouts.reward_scaling, config.section
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield Problem(
-            "grpo.reward_scaling.source_max",
+            f"{key}.reward_scaling.source_max",
             f"found {scaling.source_max}, not above source_min = {scaling.source_min}",
             "Set a range with some width.",
         )
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if not isinstance(config, GrpoRunConfig | PpoRunConfig):
+        return
+    training = config.grpo if isinstance(config, GrpoRunConfig) else config.ppo
+    low, high = training.advantage_clip_low, training.advantage_clip_high
     if low is not None and high is not None and low > high:
         yield Problem(
-            "grpo.advantage_clip_low", f"found {low}, above advantage_clip_high = {high}", "Set it below, or either to null."
+            f"{key}.advantage_clip_low", f"found {low}, above advantage_clip_high = {high}", "Set it below, or either to null."
         )
 
 
-def early_stop(config: GrpoRunConfig) -> Problems:
-    grpo = config.grpo
-    ends = [name for name in ("threshold", "patience") if getattr(grpo, f"stop_at_validation_{name}") is not None]
-    if grpo.stop_at_validation_metric is None and ends:
+def early_stop(config: TrainingRunConfig) -> Problems:
+    training, key = config.training, f"{config.section}.stop_at_validation"
+    ends = [name for name in ("threshold", "patience") if getattr(training, f"stop_at_validation_{name}") is not None]
+    if training.stop_at_validation_metric is None and ends:
+        yield Problem(f"{key}_metric", f"found null, but {key}_{ends[0]} is set", "Set both, or both to null.")
+    elif training.stop_at_validation_metric is not None and not ends:
         yield Problem(
-            "grpo.stop_at_validation_metric",
-            f"found null, but grpo.stop_at_validation_{ends[0]} is set",
-            "Set both, or both to null.",
-        )
-    elif grpo.stop_at_validation_metric is not None and not ends:
-        yield Problem(
-            "grpo.stop_at_validation_threshold",
-            "found null, but grpo.stop_at_validation_metric is set",
-            "Set it, or grpo.stop_at_validation_patience, or all three to null.",
+            f"{key}_threshold", f"found null, but {key}_metric is set", f"Set it, or {key}_patience, or all three to null."
         )
 
 
-def learning_rate(config: GrpoRunConfig) -> Problems:
-    if "lr" not in config.policy.optimizer.kwargs:
-        yield Problem(
-            "policy.optimizer.kwargs",
-            "there is no lr in it, and the optimizer's own default is far too large or missing",
-            "Set policy.optimizer.kwargs.lr, for instance to 5e-6.",
-        )
+def learning_rate(config: TrainingRunConfig) -> Problems:
+    sections: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
+    if isinstance(config, PpoRunConfig):
+        sections.append(("value", config.value))
+    for key, section in sections:
+        if "lr" not in section.optimizer.kwargs:
+            yield Problem(
+                f"{key}.optimizer.kwargs",
+                "there is no lr in it, and the optimizer's own default is far too large or missing",
+                f"Set {key}.optimizer.kwargs.lr, for instance to 5e-6.",
+            )
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------------
 
 
-def grpo_lengths(config: GrpoRunConfig) -> Problems:
+def rollout_lengths(config: RolloutRunConfig) -> Problems:
     total = config.policy.max_total_sequence_length
     yield from _at_most(
         "policy.generation.max_new_tokens", config.policy.generation.max_new_tokens, "policy.max_total_sequence_length", total
@@ -191,7 +212,7 @@ def _at_most(key: str, value: int, other: str, limit: int) -> Problems:
         )
 
 
-def token_budget(config: GrpoRunConfig) -> Problems:
+def token_budget(config: TrainingRunConfig) -> Problems:
     packing, total = config.policy.sequence_packing, config.policy.max_total_sequence_length
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         if packing.enabled and (budget := getattr(packing, name)) < total:
@@ -205,7 +226,7 @@ def token_budget(config: GrpoRunConfig) -> Problems:
 # --- data and environments --------------------------------------------------------------------------------------------------
 
 
-def entries_of(config: GrpoRunConfig | EvalRunConfig) -> list[tuple[str, DataEntryConfig]]:
+def entries_of(config: TrainingRunConfig | EvalRunConfig) -> list[tuple[str, DataEntryConfig]]:
     """(dotted key, entry) of every source of tasks."""
     if isinstance(config, EvalRunConfig):
         return [("data", config.data)]
@@ -215,16 +236,18 @@ def entries_of(config: GrpoRunConfig | EvalRunConfig) -> list[tuple[str, DataEnt
     return listed
 
 
-def training_data(config: GrpoRunConfig) -> Problems:
+def training_data(config: TrainingRunConfig) -> Problems:
     if not config.data.train:
         yield Problem(
             "data.train",
             "there is nothing to train on",
-            "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks.",
+            "Set data.train.dataset_name."
+            if isinstance(config, RecordedRunConfig)
+            else "Set data.train.dataset_name, or data.train.env_name for an environment that generates its tasks.",
         )
 
 
-def environments(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     aliases = ", ".join(config.env) or "nothing"
     for key, entry in entries_of(config):
         alias = environment_of(config, entry)
@@ -240,7 +263,7 @@ def environments(config: GrpoRunConfig | EvalRunConfig) -> Problems:
             )
 
 
-def files(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def files(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     for key, entry in entries_of(config):
         for name in ("prompt_file", "system_prompt_file"):
             yield from _file_there(f"{key}.{name}", getattr(entry, name))
@@ -258,7 +281,7 @@ def _file_there(key: str, name: str | None) -> Problems:
         )
 
 
-def system_prompts(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def system_prompts(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     for key, entry in entries_of(config):
         if entry.system_prompt is not None and entry.system_prompt_file is not None:
             yield Problem(f"{key}.system_prompt", "both system_prompt and system_prompt_file are set", "Set one of them to null.")
@@ -283,14 +306,15 @@ def sampling(config: EvalRunConfig) -> Problems:
 # --- saving and logging -----------------------------------------------------------------------------------------------------
 
 
-def checkpoint_metric(config: GrpoRunConfig) -> Problems:
+def checkpoint_metric(config: TrainingRunConfig) -> Problems:
     name = config.checkpointing.metric_name
     if not config.checkpointing.enabled or name is None:
         return
     kind, _, metric = name.partition(":")
-    known = {"train": TRAIN_METRICS, "val": VALIDATION_METRICS}.get(kind, ())
+    measured = RECORDED_METRICS if isinstance(config, RecordedRunConfig) else VALIDATION_METRICS
+    known = {"train": TRAIN_METRICS, "val": measured}.get(kind, ())
     if not metric or not known or (metric not in known and "/" not in metric):
-        choices = ", ".join([f"train:{one}" for one in TRAIN_METRICS] + [f"val:{one}" for one in VALIDATION_METRICS])
+        choices = ", ".join([f"train:{one}" for one in TRAIN_METRICS] + [f"val:{one}" for one in measured])
         yield Problem(
             "checkpointing.metric_name",
             f"found {name!r}, which no metric is called",
@@ -298,7 +322,7 @@ def checkpoint_metric(config: GrpoRunConfig) -> Problems:
         )
 
 
-def trackers(config: GrpoRunConfig) -> Problems:
+def trackers(config: TrainingRunConfig) -> Problems:
     for name, package in (("wandb", "wandb"), ("tensorboard", "tensorboard")):
         if getattr(config.logger, f"{name}_enabled") and not installed(package):
             yield Problem(
@@ -317,38 +341,38 @@ def installed(package: str) -> bool:
 # --- odd, but it runs -------------------------------------------------------------------------------------------------------
 
 
-def no_validation_data(config: GrpoRunConfig) -> Problems:
-    grpo, data = config.grpo, config.data
-    wanted = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
+def no_validation_data(config: TrainingRunConfig) -> Problems:
+    training, data, key = config.training, config.data, config.section
+    wanted = training.val_period > 0 or training.val_at_start or training.val_at_end
     if wanted and not data.validation and not any(entry.split_validation_size for entry in data.train):
         yield Problem(
             "data.validation",
             "there is no validation data, so validation is off",
-            "Set data.validation, or data.train.split_validation_size; grpo.val_period=0 says that none is wanted.",
+            f"Set data.validation, or data.train.split_validation_size; {key}.val_period=0 says that none is wanted.",
         )
 
 
-def checkpoints_without_metric(config: GrpoRunConfig) -> Problems:
-    saving, period = config.checkpointing, config.grpo.val_period
+def checkpoints_without_metric(config: TrainingRunConfig) -> Problems:
+    saving, period = config.checkpointing, config.training.val_period
     ranked = saving.enabled and saving.save_period > 0 and saving.keep_top_k is not None
     if not ranked or not (saving.metric_name or "").startswith("val:"):
         return
     if period == 0:
         yield Problem(
             "checkpointing.metric_name",
-            f"{saving.metric_name} is not measured during the run, as grpo.val_period is 0: the newest checkpoints are kept",
+            f"{saving.metric_name} is not measured during the run, as {config.section}.val_period is 0: the newest checkpoints are kept",
             "Set it to null, or to a metric train:NAME.",
         )
     elif saving.save_period % period:
         yield Problem(
             "checkpointing.save_period",
-            f"found {saving.save_period}, no multiple of grpo.val_period = {period}: some checkpoints have no "
+            f"found {saving.save_period}, no multiple of {config.section}.val_period = {period}: some checkpoints have no "
             f"{saving.metric_name} to be ranked by",
             f"Set it to a multiple of {period}.",
         )
 
 
-def unread_batch_size(config: GrpoRunConfig) -> Problems:
+def unread_batch_size(config: TrainingRunConfig) -> Problems:
     if config.policy.generation_batch_size is not None:
         yield Problem(
             "policy.generation_batch_size",
@@ -357,7 +381,7 @@ def unread_batch_size(config: GrpoRunConfig) -> Problems:
         )
 
 
-def unread_vllm_options(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
     changed = [
         f"{key}.vllm_cfg.{name}"
@@ -374,12 +398,12 @@ def unread_vllm_options(config: GrpoRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def kl_in_reward_of_weight_zero(config: GrpoRunConfig) -> Problems:
-    if config.loss_fn.use_kl_in_reward and config.loss_fn.reference_policy_kl_penalty == 0:
+def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problems:
+    if config.loss_fn.use_kl_in_reward and config.loss_fn.reference_policy_kl_penalty in (0, None):
         yield Problem("loss_fn.use_kl_in_reward", "it changes nothing: loss_fn.reference_policy_kl_penalty is 0")
 
 
-def one_device(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def one_device(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     if config.cluster.gpus_per_node > 1:
         yield Problem(
             "cluster.gpus_per_node",
@@ -389,43 +413,38 @@ def one_device(config: GrpoRunConfig | EvalRunConfig) -> Problems:
 
 Check = Callable[[Any], Problems]
 
-BOTH_REFUSALS: tuple[Check, ...] = (environments, files, system_prompts, *BOTH_UNSUPPORTED)
-GRPO_REFUSALS: tuple[Check, ...] = (
-    group_size,
-    global_batch,
-    on_policy_ratio,
-    aggregation,
-    ranges,
-    early_stop,
-    learning_rate,
-    grpo_lengths,
-    token_budget,
-    training_data,
-    checkpoint_metric,
-    trackers,
-    *GRPO_UNSUPPORTED,
+# For which kind of run a check is: all of them that a configuration is an instance of apply.
+REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
+    (GrpoRunConfig, (group_size,)),
+    (RolloutRunConfig, (global_batch,)),
+    ((GrpoRunConfig, PpoRunConfig), (on_policy_ratio, aggregation)),
+    (RolloutRunConfig, (ranges,)),
+    (TrainingRunConfig, (early_stop, learning_rate)),
+    (RolloutRunConfig, (rollout_lengths,)),
+    (TrainingRunConfig, (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED)),
+    (EvalRunConfig, (eval_lengths, sampling)),
+    ((RolloutRunConfig, EvalRunConfig), (environments,)),
+    (Model, (files, system_prompts, *BOTH_UNSUPPORTED)),
 )
-EVAL_REFUSALS: tuple[Check, ...] = (eval_lengths, sampling)
-BOTH_WARNINGS: tuple[Check, ...] = (unread_vllm_options, one_device)
-GRPO_WARNINGS: tuple[Check, ...] = (
-    no_validation_data,
-    checkpoints_without_metric,
-    unread_batch_size,
-    kl_in_reward_of_weight_zero,
+WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
+    (TrainingRunConfig, (no_validation_data, checkpoints_without_metric, unread_batch_size)),
+    ((GrpoRunConfig, PpoRunConfig), (kl_in_reward_of_weight_zero,)),
+    (Model, (unread_vllm_options, one_device)),
 )
 
 
 def refusals(config: Model) -> list[Problem]:
     """Why a run with this configuration cannot work; empty if it can."""
-    own = GRPO_REFUSALS if isinstance(config, GrpoRunConfig) else EVAL_REFUSALS
-    return _run(own + BOTH_REFUSALS, config)
+    return _run(REFUSALS, config)
 
 
 def warnings(config: Model) -> list[Problem]:
     """What runs, but perhaps not as meant."""
-    own = GRPO_WARNINGS if isinstance(config, GrpoRunConfig) else ()
-    return _run(own + BOTH_WARNINGS, config)
+    return _run(WARNINGS, config)
 
 
-def _run(checks: Sequence[Check], config: Model) -> list[Problem]:
-    return [problem for check in checks for problem in check(config)] if isinstance(config, GrpoRunConfig | EvalRunConfig) else []
+def _run(checks: Sequence[tuple[Any, tuple[Check, ...]]], config: Model) -> list[Problem]:
+    if not isinstance(config, TrainingRunConfig | EvalRunConfig):
+        return []
+    fitting = [check for kinds, several in checks if isinstance(config, kinds) for check in several]
+    return [problem for check in fitting for problem in check(config)]

@@ -24,6 +24,16 @@ class DataEntryConfig(Model):
     split: str | None = Field(None, description="Split of the data set; null is its usual one for the purpose.")
     input_key: str | None = Field(None, description="Column of the prompt; null is the data set's usual one.")
     output_key: str | None = Field(None, description="Column of the expected answer; null is the data set's usual one.")
+    messages_key: str | None = Field(
+        None,
+        description="Column of a whole conversation, a list of {role, content}, for sft; null looks for messages and conversations.",
+    )
+    chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
+    rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
+    label_key: str | None = Field(None, description="Column that says whether an answer is desirable, for kto; null is label.")
+    margin_key: str | None = Field(
+        None, description="Column of how much better the chosen answer is; null is margin, if there is one."
+    )
     prompt_file: str | None = Field(
         None, description="A text file with {question} or {} where the question goes; null is the question alone."
     )
@@ -60,6 +70,9 @@ class DataConfig(Model):
         description="Tasks with a longer prompt are left out, and counted (tokens).",
     )
     shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    add_eos: bool = Field(
+        True, description="End what is taught with a stop token where the chat template does not, in recorded data."
+    )
     train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
     validation: Entries | None = Field(
         None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."

@@ -12,7 +12,7 @@ from strop.config import yaml_text
 from strop.config.data import DataEntryConfig
 from strop.config.keys import Key, walk
 from strop.config.model import Model, Path, section
-from strop.config.schema import EvalRunConfig, GrpoRunConfig
+from strop.config.schema import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig
 
 HEAD = """# Configuration
 
@@ -40,14 +40,26 @@ strop config grpo                     # these tables, as annotated YAML
 
 
 def page() -> str:
-    parts = [HEAD, "## Training: `strop grpo`\n", *tables(GrpoRunConfig), "## Entries of `data.train` and `data.validation`\n"]
+    parts = [HEAD, "## Training: `strop grpo`\n", *tables(GrpoRunConfig)]
+    for name, kind in TRAINING_RUNS.items():
+        if kind is not GrpoRunConfig:
+            parts += [
+                f"## Training: `strop {name}`\n",
+                f"{kind.__doc__} Sections that are not listed are those of `strop grpo`.\n",
+            ]
+            parts += [*tables(kind, beside=GrpoRunConfig)]
+    parts += ["## Entries of `data.train` and `data.validation`\n"]
     parts += ["Keys that an entry does not set are taken from `data.default`.\n", table(list(walk(DataEntryConfig)))]
     parts += ["## Evaluation: `strop eval`\n", *tables(EvalRunConfig)]
     return "\n".join(parts)
 
 
-def tables(root: type[Model]) -> Iterator[str]:
+def tables(root: type[Model], beside: type[Model] | None = None) -> Iterator[str]:
+    """A table for every section; of those that ``beside`` has too only what differs."""
+    known = {} if beside is None else dict(sections(beside))
     for path, model in sections(root):
+        if path and known.get(path) is model:
+            continue
         own = [Key((*path, name), field) for name, field in model.model_fields.items() if section(field) is None]
         if path == ("data", "default"):
             continue

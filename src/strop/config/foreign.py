@@ -77,13 +77,48 @@ FOREIGN = (
     Foreign("cluster.master_port_range_*", "no ports are opened", tuning=True),
     Foreign("cluster.segment_size", LATER),
     Foreign("data_plane", LATER),
-    Foreign("on_policy_distillation", LATER),
-    Foreign("sft", f"{LATER}, which trains with GRPO and evaluates"),
-    Foreign("dpo", f"{LATER}, which trains with GRPO and evaluates"),
-    Foreign("rm", f"{LATER}, which trains with GRPO and evaluates"),
-    Foreign("ppo", f"{LATER}, which trains with GRPO and evaluates"),
-    Foreign("distillation", f"{LATER}, which trains with GRPO and evaluates"),
-    Foreign("teacher", f"{LATER}, which trains with GRPO and evaluates"),
+    Foreign("on_policy_distillation", "a run that learns from a teacher is strop distillation"),
+    *(
+        Foreign(section, f"a run with this section is strop {section}")
+        for section in ("grpo", "sft", "dpo", "rm", "ppo", "distillation")
+    ),
+    Foreign("teacher", "a run that learns from a teacher is strop distillation"),
+    Foreign("value", "a run with a critic is strop ppo"),
+    Foreign("ppo.val_batch_size", "validation goes through the same engine, which batches by itself", tuning=True),
+    Foreign("distillation.val_batch_size", "validation goes through the same engine, which batches by itself", tuning=True),
+    Foreign("*.batch_multiplier", "with dynamic sampling, groups are sampled until the batch is full", tuning=True),
+    Foreign("ppo.skip_reference_policy_logprobs_calculation", "they are computed where a KL term needs them", tuning=True),
+    Foreign("ppo.seq_logprob_error_threshold", LATER),
+    Foreign("ppo.async_ppo.warmup_generation_lead_steps", LATER),
+    Foreign("ppo.async_ppo.in_flight_weight_updates", LATER),
+    Foreign("ppo.async_ppo.recompute_kv_cache_after_weight_updates", LATER),
+    Foreign("ppo.async_ppo.drop_incomplete_targets_on_restore", LATER),
+    Foreign("data*.add_bos", "the chat template decides", tuning=True),
+    Foreign("data*.add_generation_prompt", "the chat template decides", tuning=True),
+    Foreign("policy.activation_checkpointing_enabled", "use policy.dtensor_cfg.activation_checkpointing"),
+    Foreign("policy.dtensor_cfg.clear_cache_every_n_steps", LATER, tuning=True),
+    Foreign("value.reward_model_cfg", "the critic is a sequence classifier with one label", tuning=True),
+    Foreign("value.make_sequence_length_divisible_by", "rows are packed without padding", tuning=True),
+    Foreign("value.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
+    *(
+        Foreign(f"teacher.{key}", "the teacher only scores", tuning=True)
+        for key in (
+            "train_*",
+            "generation*",
+            "optimizer*",
+            "scheduler",
+            "max_grad_norm",
+            "logprob_*",
+            "dtensor_cfg*",
+            "megatron_cfg*",
+            "dynamic_batching*",
+            "sequence_packing*",
+            "make_sequence_length_divisible_by",
+            "offload_optimizer_for_logprob",
+            "hf_config_overrides",
+            "max_total_sequence_length",
+        )
+    ),
 )
 
 

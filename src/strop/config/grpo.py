@@ -6,35 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.config.model import Model, follows, subsection
+from strop.config.model import Model, subsection
+from strop.config.training import AsyncConfig, RolloutTrainingConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
-
-
-class RewardScalingConfig(Model):
-    """A linear map of rewards, clipped to the source range first."""
-
-    enabled: bool = Field(False, description="Map rewards from the source range to the target range.")
-    source_min: float = Field(0.0, description="Lower end of the source range (reward).")
-    source_max: float = Field(1.0, description="Upper end of the source range (reward).")
-    target_min: float = Field(0.0, description="What source_min becomes (reward).")
-    target_max: float = Field(1.0, description="What source_max becomes (reward).")
-
-
-class RewardShapingConfig(Model):
-    """Soft overlong punishment (DAPO, arXiv 2503.14476): the reward falls over the last tokens before the longest response."""
-
-    enabled: bool = Field(False, description="Punish rollouts that come near the longest response.")
-    overlong_buffer_length: int = Field(
-        128, ge=1, description="Over how many tokens before max_response_length the punishment grows (tokens)."
-    )
-    overlong_buffer_penalty: float = Field(1.0, ge=0, description="The whole punishment, at max_response_length (reward).")
-    max_response_length: int = follows(
-        "...policy.max_total_sequence_length", alone=512, ge=1, description="Sampled tokens of the longest response (tokens)."
-    )
-    stop_properly_penalty_coef: float | None = Field(
-        None, ge=0, le=1, description="Rewards of rollouts that a length limit cut are multiplied by this; null leaves them."
-    )
 
 
 class AdvantageConfig(Model):
@@ -46,30 +21,9 @@ class AdvantageConfig(Model):
     )
 
 
-class AsyncGrpoConfig(Model):
-    """Generation that runs ahead of training."""
-
-    enabled: bool = Field(
-        False, description="Sample the next groups while the learner trains; false is synchronous, on-policy training."
-    )
-    max_trajectory_age_steps: int = Field(
-        1,
-        ge=0,
-        description="No rollout is trained on by a policy more than this many steps newer than the one that began it (steps).",
-    )
-
-
-class GrpoConfig(Model):
+class GrpoConfig(RolloutTrainingConfig):
     """The loop: batches, validation, filtering, when to stop."""
 
-    num_prompts_per_step: int = Field(32, ge=1, description="Groups trained on per step (prompts).")
-    num_generations_per_prompt: int = Field(
-        16, ge=1, description="Rollouts sampled for each prompt: the group size G (rollouts)."
-    )
-    max_rollout_turns: int = Field(1, ge=1, description="Longest conversation of policy and environment (turns of the policy).")
-    max_num_epochs: int | None = Field(1, ge=1, description="Passes over the training data; null is unbounded (passes).")
-    max_num_steps: int = Field(1_000_000, ge=0, description="Training stops after this many steps (steps).")
-    update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
     normalize_rewards: bool | None = Field(
         None,
         description="Divide advantages by the group's standard deviation; false is Dr. GRPO's choice. Null is the algorithm's own "
@@ -85,59 +39,18 @@ class GrpoConfig(Model):
         description="Subtract the baseline; false leaves the plain reward as advantage. Null is the algorithm's own (grpo: true).",
     )
     adv_estimator: AdvantageConfig = subsection(AdvantageConfig)
-    val_period: int = Field(10, ge=0, description="Validate every so many steps; 0 turns it off (steps).")
-    val_start_at: int = Field(
-        -1, ge=-1, description="No validation by val_period before this step; -1 is from the start (steps)."
-    )
-    val_at_start: bool = Field(False, description="Validate before the first step.")
-    val_at_end: bool = Field(False, description="Validate after the last step.")
-    max_val_samples: int | None = Field(256, ge=1, description="Validation tasks used each time; null is all of them (tasks).")
-    val_num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each validation task (rollouts).")
-    stop_at_validation_metric: str | None = Field(
-        None, description="Stop early on this validation metric, such as accuracy; null never does."
-    )
-    stop_at_validation_threshold: float | None = Field(
-        None, description="The run stops when stop_at_validation_metric reaches this value (the metric's unit)."
-    )
-    stop_at_validation_patience: int | None = Field(
-        None, ge=1, description="The run stops when stop_at_validation_metric was not better for this many validations in a row."
-    )
-    stop_at_validation_higher_is_better: bool = Field(
-        True, description="Whether more of stop_at_validation_metric is better; false for a loss."
-    )
-    overlong_filtering: bool | None = Field(
-        None,
-        description="Leave rollouts that ran into the length limit out of the loss (their rewards still count in the baseline). Null is "
-        "the algorithm's own (grpo: false).",
-    )
     advantage_clip_low: float | None = Field(None, description="Advantages are raised to at least this; null does not clip.")
     advantage_clip_high: float | None = Field(None, description="Advantages are cut to at most this; null does not clip.")
-    seed: int = Field(42, ge=0, description="The seed all of the run's randomness derives from.")
-    use_dynamic_sampling: bool | None = Field(
-        None,
-        description="Drop groups whose rewards are all equal and sample others in their place (DAPO). Null is the algorithm's own "
-        "(grpo: false).",
-    )
-    dynamic_sampling_max_gen_batches: int = Field(
-        10,
-        ge=1,
-        description="The run stops when one step has sampled this many batches of groups and still lacks kept ones (batches).",
-    )
-    max_errors_in_a_row: int = Field(
-        16, ge=1, description="The run stops when this many groups one after another were dropped for an error (groups)."
-    )
-    reward_scaling: RewardScalingConfig = subsection(RewardScalingConfig)
-    reward_shaping: RewardShapingConfig = subsection(RewardShapingConfig)
-    async_grpo: AsyncGrpoConfig = subsection(AsyncGrpoConfig)
+    update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
+    async_grpo: AsyncConfig = subsection(AsyncConfig)
 
     @property
-    def rollouts_per_step(self) -> int:
-        return self.num_prompts_per_step * self.num_generations_per_prompt
+    def asynchronous(self) -> AsyncConfig:
+        return self.async_grpo
 
     @property
-    def max_staleness(self) -> int:
-        """k of the stream: (k + 1) x groups per step may be in flight."""
-        return self.async_grpo.max_trajectory_age_steps if self.async_grpo.enabled else 0
+    def epochs_per_batch(self) -> int:
+        return self.update_epochs
 
 
 class LossConfig(Model):

@@ -1,15 +1,16 @@
-"""The two configurations: a training run and an evaluation. Every key of them is documented in docs/configuration.md."""
+"""The configurations: one for each kind of training run, and one for evaluations. Every key is documented in docs/configuration.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from strop.config.checkpointing import CheckpointingConfig
+from strop.config.checkpointing import CheckpointingConfig, RecordedCheckpointingConfig
 from strop.config.cluster import ClusterConfig
 from strop.config.data import DataConfig, DataEntryConfig, EvalDataConfig
+from strop.config.distillation import DistillationAlgorithmConfig, DistillationConfig, DistillationLossConfig, TeacherConfig
 from strop.config.environment import EnvironmentConfig
 from strop.config.evaluation import EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
 from strop.config.generation import GenerationConfig
@@ -17,6 +18,17 @@ from strop.config.grpo import AlgorithmConfig, GrpoConfig, LossConfig
 from strop.config.logger import LoggerConfig
 from strop.config.model import Model, subsection
 from strop.config.policy import PolicyConfig
+from strop.config.ppo import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
+from strop.config.recorded import (
+    DpoAlgorithmConfig,
+    DpoConfig,
+    RmAlgorithmConfig,
+    RmConfig,
+    RmPolicyConfig,
+    SftAlgorithmConfig,
+    SftConfig,
+)
+from strop.config.training import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 
 
 def _null_is_empty(values: object) -> object:
@@ -30,18 +42,99 @@ Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_is_
 ENVIRONMENTS_DOC = "Alias -> environment. An alias is what env_name in data names."
 
 
-class GrpoRunConfig(Model):
-    """Group-relative policy optimisation."""
+class TrainingRunConfig(Model):
+    """What every training run has. ``section`` names the section that is about its training."""
 
-    grpo: GrpoConfig = subsection(GrpoConfig)
-    loss_fn: LossConfig = subsection(LossConfig)
+    section: ClassVar[str]
+
     algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
     checkpointing: CheckpointingConfig = subsection(CheckpointingConfig)
     policy: PolicyConfig
     data: DataConfig = subsection(DataConfig)
-    env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
     logger: LoggerConfig = subsection(LoggerConfig)
     cluster: ClusterConfig = subsection(ClusterConfig)
+
+    @property
+    def training(self) -> TrainingConfig:
+        found: TrainingConfig = getattr(self, self.section)
+        return found
+
+
+class RolloutRunConfig(TrainingRunConfig):
+    """A run that samples what it learns from."""
+
+    env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+
+    @property
+    def rollouts(self) -> RolloutTrainingConfig:
+        found: RolloutTrainingConfig = getattr(self, self.section)
+        return found
+
+
+class RecordedRunConfig(TrainingRunConfig):
+    """A run that learns from recorded data."""
+
+    checkpointing: RecordedCheckpointingConfig = subsection(RecordedCheckpointingConfig)
+
+    @property
+    def recorded(self) -> RecordedTrainingConfig:
+        found: RecordedTrainingConfig = getattr(self, self.section)
+        return found
+
+
+class GrpoRunConfig(RolloutRunConfig):
+    """Group-relative policy optimisation, and every other policy gradient without a critic."""
+
+    section: ClassVar[str] = "grpo"
+    grpo: GrpoConfig = subsection(GrpoConfig)
+    loss_fn: LossConfig = subsection(LossConfig)
+
+
+class PpoRunConfig(RolloutRunConfig):
+    """Policy gradients with a critic."""
+
+    section: ClassVar[str] = "ppo"
+    ppo: PpoConfig = subsection(PpoConfig)
+    algorithm: PpoAlgorithmConfig = subsection(PpoAlgorithmConfig)
+    loss_fn: LossConfig = subsection(LossConfig)
+    value_loss_fn: ValueLossConfig = subsection(ValueLossConfig)
+    value: ValueConfig
+
+
+class DistillationRunConfig(RolloutRunConfig):
+    """A student that learns from a teacher on what it samples itself."""
+
+    section: ClassVar[str] = "distillation"
+    distillation: DistillationConfig = subsection(DistillationConfig)
+    algorithm: DistillationAlgorithmConfig = subsection(DistillationAlgorithmConfig)
+    loss_fn: DistillationLossConfig = subsection(DistillationLossConfig)
+    teacher: TeacherConfig
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict, description="More teachers, by a name of your choice.")
+
+
+class SftRunConfig(RecordedRunConfig):
+    """Supervised fine-tuning on conversations."""
+
+    section: ClassVar[str] = "sft"
+    sft: SftConfig = subsection(SftConfig)
+    algorithm: SftAlgorithmConfig = subsection(SftAlgorithmConfig)
+
+
+class DpoRunConfig(RecordedRunConfig):
+    """Preference optimisation on pairs of answers, or on judged ones (KTO)."""
+
+    section: ClassVar[str] = "dpo"
+    dpo: DpoConfig = subsection(DpoConfig)
+    algorithm: DpoAlgorithmConfig = subsection(DpoAlgorithmConfig)
+
+
+class RmRunConfig(RecordedRunConfig):
+    """A reward model from pairs of answers."""
+
+    section: ClassVar[str] = "rm"
+    rm: RmConfig = subsection(RmConfig)
+    algorithm: RmAlgorithmConfig = subsection(RmAlgorithmConfig)
+    policy: RmPolicyConfig
 
 
 class EvalRunConfig(Model):
@@ -55,15 +148,20 @@ class EvalRunConfig(Model):
     cluster: ClusterConfig = subsection(ClusterConfig)
 
 
-def environment_of(config: GrpoRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
+TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {
+    kind.section: kind for kind in (GrpoRunConfig, PpoRunConfig, SftRunConfig, DpoRunConfig, RmRunConfig, DistillationRunConfig)
+}
+
+
+def environment_of(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
     """The alias an entry's tasks are scored by; None where it names none and there is not exactly one."""
     if entry.env_name is not None:
         return entry.env_name
     return next(iter(config.env)) if len(config.env) == 1 else None
 
 
-def generation_of(config: GrpoRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
+def generation_of(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
     """The generation section and its dotted key."""
-    if isinstance(config, GrpoRunConfig):
+    if isinstance(config, TrainingRunConfig):
         return "policy.generation", config.policy.generation
     return "generation", config.generation

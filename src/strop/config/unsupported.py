@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from strop.config.errors import Problem
-from strop.config.schema import EvalRunConfig, GrpoRunConfig, generation_of
+from strop.config.schema import EvalRunConfig, TrainingRunConfig, generation_of
 
 Problems = Iterator[Problem]
 
 
-def megatron_learner(config: GrpoRunConfig) -> Problems:
+def megatron_learner(config: TrainingRunConfig) -> Problems:
     if config.policy.megatron_cfg.enabled:
         yield Problem(
             "policy.megatron_cfg.enabled",
@@ -23,7 +23,7 @@ def megatron_learner(config: GrpoRunConfig) -> Problems:
         )
 
 
-def no_learner(config: GrpoRunConfig) -> Problems:
+def no_learner(config: TrainingRunConfig) -> Problems:
     if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
         yield Problem(
             "policy.dtensor_cfg.enabled",
@@ -32,7 +32,7 @@ def no_learner(config: GrpoRunConfig) -> Problems:
         )
 
 
-def parallel_learner(config: GrpoRunConfig) -> Problems:
+def parallel_learner(config: TrainingRunConfig) -> Problems:
     for name, what in (("tensor_parallel_size", "Tensor parallelism"), ("context_parallel_size", "Context parallelism")):
         if (size := getattr(config.policy.dtensor_cfg, name)) > 1:
             yield Problem(
@@ -42,7 +42,7 @@ def parallel_learner(config: GrpoRunConfig) -> Problems:
             )
 
 
-def sequence_parallel(config: GrpoRunConfig) -> Problems:
+def sequence_parallel(config: TrainingRunConfig) -> Problems:
     if config.policy.dtensor_cfg.sequence_parallel:
         yield Problem(
             "policy.dtensor_cfg.sequence_parallel",
@@ -51,7 +51,7 @@ def sequence_parallel(config: GrpoRunConfig) -> Problems:
         )
 
 
-def custom_parallel_plan(config: GrpoRunConfig) -> Problems:
+def custom_parallel_plan(config: TrainingRunConfig) -> Problems:
     if config.policy.dtensor_cfg.custom_parallel_plan is not None:
         yield Problem(
             "policy.dtensor_cfg.custom_parallel_plan",
@@ -60,7 +60,7 @@ def custom_parallel_plan(config: GrpoRunConfig) -> Problems:
         )
 
 
-def cpu_offload(config: GrpoRunConfig) -> Problems:
+def cpu_offload(config: TrainingRunConfig) -> Problems:
     if config.policy.dtensor_cfg.cpu_offload:
         yield Problem(
             "policy.dtensor_cfg.cpu_offload",
@@ -69,7 +69,7 @@ def cpu_offload(config: GrpoRunConfig) -> Problems:
         )
 
 
-def dynamic_batching(config: GrpoRunConfig) -> Problems:
+def dynamic_batching(config: TrainingRunConfig) -> Problems:
     if config.policy.dynamic_batching.enabled:
         yield Problem(
             "policy.dynamic_batching.enabled",
@@ -78,7 +78,7 @@ def dynamic_batching(config: GrpoRunConfig) -> Problems:
         )
 
 
-def generation_backend(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
     names = {"vllm": "vLLM", "sglang": "SGLang", "megatron": "Megatron"}
     if generation.backend in names:
@@ -89,7 +89,7 @@ def generation_backend(config: GrpoRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def generation_apart(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def generation_apart(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
     if not generation.colocated.enabled:
         yield Problem(
@@ -99,7 +99,7 @@ def generation_apart(config: GrpoRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def one_node(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def one_node(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     if config.cluster.num_nodes > 1:
         yield Problem(
             "cluster.num_nodes",
@@ -108,7 +108,7 @@ def one_node(config: GrpoRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def ray_cluster(config: GrpoRunConfig | EvalRunConfig) -> Problems:
+def ray_cluster(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     if config.cluster.backend == "ray":
         yield Problem(
             "cluster.backend", "found ray, but Ray actors are not in this version", "Set cluster.backend to auto or local."
@@ -116,7 +116,7 @@ def ray_cluster(config: GrpoRunConfig | EvalRunConfig) -> Problems:
 
 
 BOTH_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (generation_backend, generation_apart, one_node, ray_cluster)
-GRPO_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
+TRAINING_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
     megatron_learner,
     no_learner,
     parallel_learner,

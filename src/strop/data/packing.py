@@ -35,9 +35,20 @@ class _Flat:
         return len(self.starts) - 1
 
 
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """What a batch asks about in one rollout, n places."""
+
+    source: Tensor  # [n] int64, index into T
+    target: Tensor  # [n] int64
+    logprobs: Tensor  # [n] float32
+    versions: Tensor  # [n] int32
+
+
 def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
     """Lay groups out as one flat batch with their advantages. Raises ValueError if nothing was sampled."""
     flat = _Flat([], [], [], [])
+    lay = _lay_end if algorithm.places == "ends" else _lay_rollout
     columns: dict[str, list[Tensor]] = {
         name: [] for name in ("source", "target", "sequence", "logprobs", "versions", "advantages", "mask")
     }
@@ -51,13 +62,13 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
         shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
         root = flat.segment(group.rollouts[0].prompt, -1, 0) if shared else -1
         for rollout, reward, advantage, trains in credit:
-            leaf, source, target, sampled = _lay_rollout(flat, rollout, root, ends=algorithm.places == "ends")
-            predicted = len(target)
-            columns["source"].append(source)
-            columns["target"].append(target)
+            leaf, places = lay(flat, rollout, root)
+            predicted = len(places.target)
+            columns["source"].append(places.source)
+            columns["target"].append(places.target)
             columns["sequence"].append(torch.full((predicted,), len(leaves)))
-            columns["logprobs"].append(_column(rollout, "logprobs")[sampled])
-            columns["versions"].append(_column(rollout, "versions")[sampled])
+            columns["logprobs"].append(places.logprobs)
+            columns["versions"].append(places.versions)
             columns["advantages"].append(torch.full((predicted,), advantage))
             columns["mask"].append(torch.full((predicted,), float(trains)))
             leaves.append(leaf)
@@ -95,17 +106,11 @@ def with_totals(batch: Batch) -> Batch:
     return replace(batch, totals=Totals(tokens, sequences, groups))
 
 
-def _lay_rollout(flat: _Flat, rollout: Rollout, root: int, *, ends: bool) -> tuple[int, Tensor, Tensor, Tensor]:
-    """Append one rollout; returns (leaf segment, source [n], target [n], which continuation tokens were sampled).
-
-    ``ends``: the batch asks about one place, the rollout's last token, which is then read too; n is 1 and target that token.
-    """
+def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
+    """Append one rollout; returns its leaf segment and a place for every sampled token."""
     prompt = len(rollout.prompt)
-    continuation = torch.cat([turn.tokens for turn in rollout.turns]) if rollout.turns else torch.zeros(0, dtype=torch.int64)
-    sampled = _sampled(rollout)
+    continuation, sampled = _continuation(rollout), _sampled(rollout)
     last = int(sampled.nonzero().max()) if bool(sampled.any()) else 0
-    if ends and bool(sampled.any()):
-        return _lay_end(flat, rollout, root, continuation[: last + 1], sampled)
     if root >= 0:
         start = flat.length
         leaf = flat.segment(continuation[:last], root, prompt)
@@ -117,29 +122,40 @@ def _lay_rollout(flat: _Flat, rollout: Rollout, root: int, *, ends: bool) -> tup
     source = torch.arange(start - 1, start - 1 + len(continuation))
     if len(source):
         source[0] = before
-    return leaf, source[sampled], continuation[sampled], sampled
+    logprobs = _joined([turn.logprobs for turn in rollout.turns], torch.float32)
+    versions = _joined([turn.versions for turn in rollout.turns], torch.int32)
+    return leaf, _Places(source[sampled], continuation[sampled], logprobs[sampled], versions[sampled])
 
 
-def _lay_end(
-    flat: _Flat, rollout: Rollout, root: int, continuation: Tensor, sampled: Tensor
-) -> tuple[int, Tensor, Tensor, Tensor]:
+def _lay_end(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
+    """Append one rollout; returns its leaf segment and one place: its last sampled token, which is read too.
+
+    A rollout in which nothing was sampled has the last token of its prompt. Raises ValueError where there is no token at all.
+    """
+    sampled = _sampled(rollout)
+    read = _continuation(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
+    if not len(rollout.prompt) + len(read):
+        raise ValueError(f"a rollout of task {rollout.task.id} has no tokens: there is no place in it to be scored at")
     if root >= 0:
-        leaf = flat.segment(continuation, root, len(rollout.prompt))
+        leaf = flat.segment(read, root, len(rollout.prompt))
+        end = flat.length - 1 if len(read) else flat.starts[root] + len(rollout.prompt) - 1
     else:
-        leaf = flat.segment(torch.cat([rollout.prompt, continuation]), -1, 0)
-    only = torch.zeros_like(sampled)
-    only[len(continuation) - 1] = True
-    return leaf, torch.tensor([flat.length - 1]), continuation[-1:], only
+        leaf = flat.segment(torch.cat([rollout.prompt, read]), -1, 0)
+        end = flat.length - 1
+    token = (read if len(read) else rollout.prompt)[-1:]
+    return leaf, _Places(torch.tensor([end]), token, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
+
+
+def _continuation(rollout: Rollout) -> Tensor:  # [L] int64
+    return _joined([turn.tokens for turn in rollout.turns], torch.int64)
 
 
 def _sampled(rollout: Rollout) -> Tensor:  # [L] bool
-    if not rollout.turns:
-        return torch.zeros(0, dtype=torch.bool)
-    return torch.cat([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns])
+    return _joined([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns], torch.bool)
 
 
-def _column(rollout: Rollout, name: str) -> Tensor:  # [L]
-    return torch.cat([getattr(turn, name) for turn in rollout.turns]) if rollout.turns else torch.zeros(0)
+def _joined(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
+    return torch.cat(list(columns)) if columns else torch.zeros(0, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,23 +1,14 @@
-"""Several environments in one run: which task stands at position i of the stream, from i alone.
-
-    stream        0  1  2  3  4  5  6  7  ...
-    weights 3:1   A  A  A  B  A  A  A  B  ...      spread evenly, without randomness
-    within A      its tasks, shuffled anew every epoch by (seed, component, epoch)
-
-No state is kept: a run that resumes at i goes on exactly as it would have.
-"""
+"""Several environments in one run: which task stands at position i of the stream, from i alone (strop.data.placement)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from math import floor
 from typing import Any, Protocol
 
+from strop.data.placement import Placement
 from strop.environments.base import Environment, EnvironmentConfigError
-from strop.sampling import mix_seed
 from strop.types import Task
 
 
@@ -65,48 +56,22 @@ class Mixture:
     def __len__(self) -> int:
         return sum(len(component.tasks) for component in self.components)
 
+    @property
+    def size(self) -> int | None:
+        """Tasks of all epochs; None without end."""
+        return None if self.max_epochs is None else self.max_epochs * len(self)
+
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
-        if index < 0 or (self.max_epochs is not None and index >= self.max_epochs * len(self)):
-            raise IndexError(f"position {index} lies outside the stream: {self.max_epochs} epochs of {len(self)} tasks")
-        chosen, position = self._place(index)
+        chosen, place = self._placement.at(index)
         component = self.components[chosen]
-        epoch, place = divmod(position, len(component.tasks))
-        if self.shuffle:
-            place = permuted(place, len(component.tasks), mix_seed(self.seed, chosen, epoch))
         return component.name, component.environment, component.tasks[place]
 
     @cached_property
-    def _shares(self) -> tuple[Fraction, ...]:
-        """Each component's share of what the components before it left over; exact, so that no position is lost."""
-        weights = [Fraction(str(len(item.tasks) if item.weight is None else item.weight)) for item in self.components]
-        return tuple(weight / sum(weights[i:]) for i, weight in enumerate(weights))
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Which component has stream position ``index``, and how many of its tasks came before.
-
-        Component by component, ask whether it takes the position or leaves it to the rest. The first takes position i
-        when floor((i + 1) share) exceeds floor(i share): the even spread of Beatty (1926).
-        """
-        for chosen, share in enumerate(self._shares):
-            before = floor(index * share)
-            if floor((index + 1) * share) > before:
-                return chosen, before
-            index -= before
-        raise AssertionError("the last share is 1")
-
-
-def permuted(index: int, size: int, seed: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends ``index``, in constant time and memory.
-
-    A Feistel network permutes the next larger square of a power of two; walking on until the result is in range
-    (Black and Rogaway 2002) makes it a permutation of the range.
-    """
-    bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << bits) - 1
-    while True:
-        left, right = index >> bits, index & mask
-        for round_number in range(4):
-            left, right = right, left ^ (mix_seed(seed, round_number, right) & mask)
-        index = left << bits | right
-        if index < size:
-            return index
+    def _placement(self) -> Placement:
+        return Placement(
+            sizes=tuple(len(component.tasks) for component in self.components),
+            weights=tuple(component.weight for component in self.components),
+            seed=self.seed,
+            shuffle=self.shuffle,
+            max_epochs=self.max_epochs,
+        )

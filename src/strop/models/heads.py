@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
-from strop.sampling import Sampling, at_least_float32, filtered_logits
+from strop.sampling import Sampling, at_least_float32, filtered_logits, recorded_logits
 
 
 @dataclass(frozen=True)

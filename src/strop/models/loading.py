@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from strop.models.adapters import adapter_folder, base_name, with_adapters_merged
+
 log = logging.getLogger(__name__)
 
 # Hub models that an installed Python package carries as a GGUF file, for machines that reach no hub.
@@ -23,20 +25,23 @@ class ModelNotFound(ValueError):
     """A model name that leads nowhere; the message says what was tried and what to set."""
 
 
-def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu") -> Any:
+def load_model(
+    name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None
+) -> Any:
     """A Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
 
-    Raises ModelNotFound.
+    ``name`` may be a folder with adapters (PEFT's format): they come merged into their base, which is loaded by the name they give, with
+    the configuration beside them. ``config`` replaces the model's own configuration. Raises ModelNotFound.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder, gguf = _locate(name)
+    if (adapters := adapter_folder(name)) is not None:
+        config = config or saved_config(adapters)
+        base = load_model(base_name(adapters), overrides=overrides, device=device, config=config)
+        return with_adapters_merged(base, adapters)
+    folder, gguf = locate(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-    config = AutoConfig.from_pretrained(folder, **options)
-    for key, value in (overrides or {}).items():
-        if not hasattr(config, key):
-            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
-        setattr(config, key, value)
+    config = overridden(config or AutoConfig.from_pretrained(folder, **options), overrides)
     with quiet(), _silent_stderr() if gguf else nullcontext():  # its dequantiser has a bar that nothing turns off
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     if gguf:
@@ -44,11 +49,27 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     return model.to(device)
 
 
+def saved_config(adapters: Path) -> Any | None:
+    """The configuration of the model that adapters were trained in, where it lies beside them."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(adapters) if (adapters / "config.json").exists() else None
+
+
+def overridden(config: Any, overrides: Mapping[str, Any] | None) -> Any:
+    """A model's configuration with other values in it. Raises ValueError for a field that it does not have."""
+    for key, value in (overrides or {}).items():
+        if not hasattr(config, key):
+            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
+        setattr(config, key, value)
+    return config
+
+
 def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
     """The tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
 
-    folder, gguf = _locate(name)
+    folder, gguf = locate(name)
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
     if chat_template not in (None, "default"):
@@ -64,8 +85,8 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _locate(name: str) -> tuple[str, str | None]:
-    """(what from_pretrained takes, a GGUF file in it): a folder, else the hub or its cache, else a package."""
+def locate(name: str) -> tuple[str, str | None]:
+    """(what from_pretrained takes, a GGUF file in it): a folder, else the hub or its cache, else a package. Raises ModelNotFound."""
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file.name for file in path.glob("*.gguf")]

@@ -59,8 +59,12 @@ async def run_group(
     sampling: Sampling,
     rules: EpisodeRules,
     seed: int,
+    greedy_baseline: bool = False,
 ) -> Group:
-    """All rollouts of one task, concurrently. An error of the environment or the engine is recorded on its rollout (law 7)."""
+    """All rollouts of one task, concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
+
+    ``greedy_baseline``: one more rollout, sampled greedily, that the others are compared with.
+    """
     version = generator.version
     episodes = (
         run_episode(
@@ -70,13 +74,14 @@ async def run_group(
             mix_seed(seed, index, sample),
             generator=generator,
             template=template,
-            sampling=sampling,
+            sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
             rules=rules,
         )
-        for sample in range(samples)
+        for sample in range(samples + greedy_baseline)
     )
     rollouts = await asyncio.gather(*episodes)
-    return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts))
+    baseline = rollouts[samples] if greedy_baseline else None
+    return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
 
 def group_without_task(index: int, version: int, error: Exception) -> Group:
@@ -152,6 +157,7 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
         logprobs=completion.logprobs,
         versions=completion.versions,
         entropies=completion.entropies,
+        kept=completion.kept,
     )
     rollout = rollout.with_turn(turn, assistant(completion.text))
     if completion.stopped:

@@ -12,17 +12,9 @@ from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.clip import Clip
 from strop.algorithms.grpo import GRPO, GroupRelative
 from strop.algorithms.kl import Kl
-from strop.assembly.grpo import (
-    _changed_settings,
-    _restore,
-    algorithm_of,
-    episode_rules,
-    loop_options,
-    make_checkpoints,
-    make_tracker,
-    metric_tag,
-)
+from strop.assembly.rollouts import algorithm_of, episode_rules, loop_options
 from strop.assembly.tasks import training_tasks, validation_tasks
+from strop.assembly.training import _changed_settings, make_checkpoints, make_tracker, metric_tag, restore
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.environments.base import EnvironmentConfigError
@@ -181,7 +173,7 @@ def run(tmp_path: Path) -> Any:
 
 def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
     tracker, learner = make_tracker(run), FakeLearner()
-    state = _restore(run, make_checkpoints(run, saved), learner, tracker, RolloutStore(Path(run.logger.log_dir)))
+    state = restore(run, make_checkpoints(run, saved), {"policy": learner}, tracker, RolloutStore(Path(run.logger.log_dir)))
     tracker.close()
     assert state is not None and state.step == 4 and learner.shift == 0.5
     lines = [json.loads(line) for line in (Path(run.logger.log_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -192,7 +184,7 @@ def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
 def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
     fresh = run.model_copy(update={"checkpointing": run.checkpointing.model_copy(update={"resume": False})})
     recorder, learner = Recorder(), FakeLearner()
-    assert _restore(fresh, make_checkpoints(fresh, saved), learner, recorder, RolloutStore(tmp_path / "logs")) is None
+    assert restore(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs")) is None
     assert learner.shift == 0 and len(recorder.notes) == 2
     assert (tmp_path / "results" / "previous_1" / "step_4").exists() and (
         tmp_path / "logs" / "previous_1" / "metrics.jsonl"

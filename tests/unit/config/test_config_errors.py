@@ -46,7 +46,7 @@ def test_an_unknown_key_in_a_file_is_reported_with_its_line(tmp_path: Path) -> N
 
 
 def test_a_key_that_resembles_none_is_reported_with_the_sections(tmp_path: Path) -> None:
-    assert "The sections are grpo, loss_fn" in str(failure(tmp_path, "", "xyzzy=1"))
+    assert "The sections are algorithm, checkpointing, policy" in str(failure(tmp_path, "", "xyzzy=1"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from strop.data.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.mixture import Component, Mixture, permuted
+from strop.data.placement import permuted
+from strop.environments.mixture import Component, Mixture
 from strop.types import Task
 
 ENVIRONMENT = Arithmetic()
@@ -42,7 +43,7 @@ def test_the_stream_is_the_same_from_any_position():
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 5000))
 def test_every_prefix_has_each_environment_by_its_weight(weights, length):
     mixture = Mixture(tuple(component(str(i), 3, weight) for i, weight in enumerate(weights)))
-    counts = Counter(mixture._place(index)[0] for index in range(length))
+    counts = Counter(mixture._placement._place(index)[0] for index in range(length))
     for i, weight in enumerate(weights):
         assert abs(counts[i] - length * weight / sum(weights)) < len(weights)
 
@@ -52,7 +53,7 @@ def test_positions_within_an_environment_are_consecutive(weights):
     mixture = Mixture(tuple(component(str(i), 3, weight) for i, weight in enumerate(weights)))
     next_position = Counter()
     for index in range(200):
-        chosen, position = mixture._place(index)
+        chosen, position = mixture._placement._place(index)
         assert position == next_position[chosen]
         next_position[chosen] += 1
 

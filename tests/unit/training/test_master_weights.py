@@ -271,3 +271,13 @@ def test_rounding_leaves_buffers_and_what_the_model_wants_in_float32_alone() -> 
     assert model.model.norm.weight.dtype == torch.float32
     assert model.lm_head.weight.dtype == torch.bfloat16
     assert all(parameter is places[name] for name, parameter in model.named_parameters()), "in place: sharing and ties stay"
+
+
+def test_bfloat16_weights_with_float32_computation_are_refused() -> None:
+    from pydantic import ValidationError
+
+    from strop.config.policy import PolicyConfig
+
+    assert PolicyConfig(model_name="m", weights_dtype="bfloat16").precision == "bfloat16"
+    with pytest.raises(ValidationError, match="set precision=bfloat16 beside it, or weights_dtype=float32"):
+        PolicyConfig(model_name="m", weights_dtype="bfloat16", precision="float32")

@@ -6,7 +6,7 @@ The number depends on the request's seed and the token's position alone, so a re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class Drawn:
     tokens: Tensor  # [B] int64
     logprobs: Tensor  # [B] float32, under the distribution that was drawn from
     entropies: Tensor  # [B] float32; zeros where it was not asked for
+    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, the tokens it was drawn from; rows that record it only
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
@@ -33,8 +34,10 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float
         *(torch.zeros(len(logits), dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32, torch.float32))
     )
     for sampling in dict.fromkeys(samplings):
-        rows = torch.tensor([row for row, own in enumerate(samplings) if own == sampling], device=logits.device)
+        places = [row for row, own in enumerate(samplings) if own == sampling]
+        rows = torch.tensor(places, device=logits.device)
         part = _draw(logits[rows], sampling, numbers[rows])
+        drawn.kept.update({places[row]: tokens for row, tokens in part.kept.items()})
         for whole, some in zip(
             (drawn.tokens, drawn.logprobs, drawn.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
         ):
@@ -55,7 +58,14 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     if sampling.entropy:
         finite = below_peak.masked_fill(below_peak == float("-inf"), 0.0)
         entropies = mass.log() - torch.linalg.vecdot(weights, finite) / mass
-    return Drawn(tokens, logprobs, entropies)
+    return Drawn(tokens, logprobs, entropies, _kept(scaled) if sampling.records else {})
+
+
+def _kept(scaled: Tensor) -> dict[int, Tensor]:
+    """The tokens of each row [B, V] that were not cut, by row, ascending, on the CPU."""
+    row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=len(scaled)).tolist()
+    return dict(enumerate(token.to("cpu", torch.int32).split(counts)))
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.torch.draw import draw
 from strop.generation.torch.runner import Prompt, Runner
-from strop.sampling import Sampling, uniform
+from strop.sampling import Sampling, pad_kept, uniform
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)  # of each token the [k] it was drawn from, if that is recorded
 
     @property
     def position(self) -> int:
@@ -177,6 +178,8 @@ class TorchEngine:
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
             request.versions.append(self.version)
+        for row, tokens in drawn.kept.items():
+            requests[row].kept.append(tokens)
         self.counters.sampled_tokens += len(requests)
         for request in requests:
             stopped = self._stopped(request)
@@ -205,6 +208,7 @@ class TorchEngine:
                     text=self.tokenizer.decode(request.tokens, skip_special_tokens=True),
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
+                    kept=pad_kept(request.kept) if request.sampling.records else None,
                 )
             )
         slot = self._running.index(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -18,8 +19,12 @@ from strop.models.loading import quiet
 from strop.models.memory import give_back_freed_memory
 from strop.sampling import Sampling
 from strop.training.base import BackwardResult
-from strop.training.torch.optimizers import make_optimizer, make_scheduler
+from strop.training.torch.averaging import AveragedWeights
+from strop.training.torch.master import MasterWeights
+from strop.training.torch.optimizers import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
 from strop.types import Batch
+
+log = logging.getLogger(__name__)
 
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps after which unused memory goes back to the system, on a CPU
 
@@ -40,7 +45,13 @@ class TorchLearnerOptions:
 
     optimizer: str = "torch.optim.AdamW"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
+    no_decay: Sequence[str] = ()  # patterns of the names of parameters without weight decay
+    parameter_groups: Sequence[ParameterGroup] = ()
     schedule: Sequence[Mapping[str, Any]] = ()
+    total_steps: int | None = None  # optimizer steps of the run, where that is known: a schedule's default length
+    average_decay: float | None = None  # None: no moving average of the weights
+    average_start: int = 0  # optimizer steps until which the average is the weights
+    section: str = "policy"  # of the configuration, for messages
     max_grad_norm: float | None = 1.0  # None: no clipping
     train_tokens: int = 8192  # tokens read by one micro-batch, forward and backward
     score_tokens: int = 8192  # tokens read by one forward pass without gradient
@@ -108,9 +119,23 @@ class TorchLearner:
         self.model.train(options.activation_checkpointing)
         if options.activation_checkpointing:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(options.optimizer, self.parameters, options.optimizer_kwargs)
-        self.scheduler = make_scheduler(options.schedule, self.optimizer)
+        self.trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.masters = MasterWeights(self.trained)
+        self.parameters = self.masters.parameters
+        self.optimizer = make_optimizer(
+            options.optimizer,
+            self.masters.named,
+            options.optimizer_kwargs,
+            groups=options.parameter_groups,
+            no_decay=options.no_decay,
+            section=options.section,
+        )
+        self.scheduler = make_scheduler(
+            options.schedule, self.optimizer, total_steps=options.total_steps, section=options.section
+        )
+        self.average: AveragedWeights | None = None
+        if options.average_decay is not None:
+            self.average = AveragedWeights(self.masters.named, decay=options.average_decay, start_step=options.average_start)
         self._steps = 0
 
     async def score(self, batch: Batch) -> Outputs:
@@ -148,9 +173,12 @@ class TorchLearner:
     async def step(self) -> Metrics:
         limit = self.options.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit is not None else float("inf"))
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor, which the schedule changes in place
         if torch.isfinite(norm):
             self.optimizer.step()
+            self.masters.write_back()
+            if self.average is not None:
+                self.average.update()
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,11 +195,16 @@ class TorchLearner:
         yield from self.model.state_dict().items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """``weights/`` as a Hugging Face folder, and ``optimizer.pt`` with the optimizer and the schedule."""
+        """``weights/`` as a Hugging Face folder, ``ema/`` with their average, and ``optimizer.pt`` with what it takes to go on."""
         with quiet():
             self.network.model.save_pretrained(folder / "weights")
+            if self.average is not None:
+                with self.average.swapped_in(self.trained):
+                    self.network.model.save_pretrained(folder / "ema")
         if optimizer:
             state = {
+                "masters": self.masters.state_dict(),
+                "average": self.average.state_dict() if self.average else None,
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             }
@@ -186,9 +219,20 @@ class TorchLearner:
                 f"{path} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
             )
         state = torch.load(path, map_location=self.network.device, weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.masters.load_state_dict(state.get("masters", {}))
+        load_optimizer(self.optimizer, state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        self._load_average(state.get("average"), path)
+
+    def _load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        if self.average is None:
+            return
+        if state is not None:
+            self.average.load_state_dict(state)
+            return
+        log.warning("%s has no average of the weights (policy.ema): it begins at the weights of this checkpoint", path)
+        self.average.restart()
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""bfloat16 weights with float32 masters: half the memory and traffic of the forward pass, and no update that is rounded away.
+"""bfloat16 weights with float32 masters: no cast in each forward pass, and no update that is rounded away.
 
 A bfloat16 number has 8 bits of precision: at a weight of 1 the next one is 0.008 away, and an update of a learning rate of 1e-6 is
 lost. So the optimizer steps a float32 copy of each weight, its master, and the module's weight is the master rounded (arXiv

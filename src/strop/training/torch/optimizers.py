@@ -53,7 +53,6 @@ def make_optimizer(
     Where the optimizer has a fused form and the configuration does not choose, the fused one is used: it passes over the weights once.
     ``groups`` and ``no_decay`` are read by ``parameter_groups``.
     """
-    named_parameters = [one if isinstance(one, tuple) else (str(place), one) for place, one in enumerate(named_parameters)]
     factory = _resolve(name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
     _refuse_unknown(kwargs, known, "params", f"{section}.optimizer.kwargs", name)

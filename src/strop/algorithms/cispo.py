@@ -1,0 +1,47 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a weight that is clipped, so that no token loses its gradient.
+
+Metrics: ratio_outside_clip, the share of tokens whose weight was clipped; probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from strop.algorithms.grpo import GroupRelative
+from strop.algorithms.parts import Advantage, Objective, PolicyTokens
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedWeight(Objective):
+    """stop_gradient(clip(ratio, 1 - low, 1 + high)) A log pi.
+
+    The paper sets no lower bound (``low`` 1) and tunes the upper one without naming it; ScaleRL (2510.13786) caps the weight at 5 (``high`` 4).
+    TRL clamps at its epsilon_high itself, without the 1: with PPO's 0.2 it would scale an on-policy weight of 1 down to 0.2.
+    """
+
+    name: ClassVar[str] = "cispo"
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1 or self.high < 0:
+            raise ValueError(
+                f"the weight is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], high must not be negative"
+            )
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = tokens.ratio.detach()
+        weight = ratio.clamp(1 - self.low, 1 + self.high)
+        return weight * tokens.advantages * tokens.logprobs, {"ratio_outside_clip": (ratio != weight).to(ratio.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(PolicyGradient):
+    """GRPO's advantage, clipped weights, the mean over all tokens of the batch."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = ClippedWeight()

@@ -1,0 +1,86 @@
+"""Clip-Cov (arXiv 2505.22617): a few of the tokens that lower the policy's entropy most get no gradient.
+
+Metrics: covariance_clipped, the share of tokens left out; ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.clip import Clip
+from strop.algorithms.grpo import GroupRelative
+from strop.algorithms.parts import Advantage, Objective, PolicyTokens
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.types import Batch
+
+
+def covariances(tokens: PolicyTokens) -> Tensor:
+    """(A - mean A) (log pi - mean log pi) of each token, means over the counted ones, [N] float64; -inf for tokens that do not count."""
+    counted = tokens.batch.mask > 0
+    advantages, logprobs = tokens.advantages.double(), tokens.logprobs.detach().double()
+    products = (advantages - advantages[counted].mean()) * (logprobs - logprobs[counted].mean())
+    return torch.where(counted, products, -torch.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovarianceClip(Clip):
+    """PPO's clip, times 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and ``highest``.
+
+    At least one token is chosen, as in the authors' code, and none that the clip already holds. ``choose`` uniform draws them by a seed
+    made of the step's own tokens, so that a repeated run draws the same; largest takes those of largest covariance.
+    """
+
+    surveys: ClassVar[bool] = True
+    share: float = 2e-4
+    lowest: float = 1.0
+    highest: float = 5.0
+    choose: Literal["uniform", "largest"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or self.lowest >= self.highest:
+            raise ValueError(
+                f"a share of {self.share} of the tokens, with a covariance in ({self.lowest}, {self.highest}), is to be left out: the share must "
+                "lie in (0, 1], and lowest below highest"
+            )
+
+    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+        kept = torch.ones_like(tokens.batch.mask)
+        if bool((tokens.batch.mask > 0).any()):
+            kept[self._chosen(tokens)] = 0.0
+        return {"covariance_kept": kept}
+
+    def _chosen(self, tokens: PolicyTokens) -> Tensor:
+        """Indices into N of the tokens that get no gradient."""
+        found = covariances(tokens)
+        _, columns = self.clipped(tokens.ratio, tokens.advantages)
+        eligible = ((found > self.lowest) & (found < self.highest) & (columns["ratio_clipped"] == 0)).nonzero().squeeze(1)
+        count = max(int(self.share * tokens.batch.totals.tokens), 1)
+        if self.choose == "largest":
+            return eligible[found[eligible].argsort(descending=True, stable=True)[:count]]
+        generator = torch.Generator().manual_seed(_seed(tokens.batch))
+        return eligible[torch.randperm(len(eligible), generator=generator)[:count]]
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        objective, columns = super().__call__(tokens)
+        kept = tokens.batch.extra("covariance_kept")
+        return objective * kept, {**columns, "covariance_clipped": 1 - kept}
+
+
+def _seed(batch: Batch) -> int:
+    """From what was sampled, in its order: the same for the same step, whatever ran before."""
+    places = torch.arange(1, len(batch.target) + 1)
+    return int((batch.target.cpu() * places % 2_147_483_647).sum()) + int(batch.versions.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(PolicyGradient):
+    """GRPO's advantage, PPO's clip without some tokens of high covariance, the mean over all tokens of the batch."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = CovarianceClip()

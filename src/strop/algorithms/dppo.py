@@ -1,0 +1,60 @@
+"""DPPO (arXiv 2602.04879): the trust region is about probabilities, not their ratio, and about the sampler, not the last policy.
+
+Metrics: divergence, the mean |pi - mu| of sampled tokens; divergence_masked, the share of tokens without a gradient; ratio_capped;
+probs_ratio and its maximum, of policy to sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import exponential
+from strop.algorithms.grpo import GroupRelative
+from strop.algorithms.parts import Advantage, Objective, PolicyTokens
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceMask(Objective):
+    """stop_gradient(min(r, cap)) A log pi where (A > 0 and pi - mu <= high) or (A <= 0 and pi - mu >= -low), else 0; r = pi / mu.
+
+    |pi - mu| of the sampled token bounds the total variation from below (the paper's Binary-TV). r is taken to the sampler, which
+    makes a correction beside it needless. ``low`` and ``high`` are probabilities; the paper's variant with a KL divergence is not here.
+    """
+
+    own_correction: ClassVar[bool] = True
+    takes_ratio: ClassVar[bool] = False
+    low: float = 0.15
+    high: float = 0.15
+    cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.low <= 1 and 0 <= self.high <= 1):
+            raise ValueError(f"probabilities may move by -{self.low} to {self.high}: both bounds must lie in [0, 1]")
+        if self.cap < 1:
+            raise ValueError(f"cap is {self.cap}: it would scale down tokens whose probability has not changed; set at least 1")
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        policy = tokens.logprobs.detach()
+        ratio = exponential(policy - tokens.sampler)
+        moved = policy.exp() - tokens.sampler.exp()
+        inside = torch.where(tokens.advantages > 0, moved <= self.high, moved >= -self.low)
+        weight = ratio.clamp(max=self.cap) * inside
+        return weight * tokens.advantages * tokens.logprobs, {
+            "divergence": moved.abs(),
+            "divergence_masked": (~inside).to(ratio.dtype),
+            "ratio_capped": (ratio > self.cap).to(ratio.dtype),
+            "probs_ratio": ratio,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO(PolicyGradient):
+    """GRPO's advantage, a mask by total variation from the sampler, the mean over all tokens of the batch."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = DivergenceMask()

@@ -1,0 +1,113 @@
+"""Generalised advantage estimation (arXiv 1506.02438): the credit of tokens from rewards and a critic's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import varies
+from strop.algorithms.parts import Advantage, GroupRewards
+from strop.types import Batch
+
+VALUES = "values"  # batch columns, [N]: what the critic expected before each token, by its weights before the update
+TOKEN_REWARDS = "token_rewards"  # what each token earned, float64
+RETURNS = "returns"  # what the critic should have expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gae(Advantage):
+    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, with delta_t = r_t + gamma V_{t+1} - V_t.
+
+    A time step is a token that the policy sampled: gamma and lambda count no token of a prompt or of an environment's answer. V_t is the
+    critic's value of everything before token t, so in a conversation the value that follows the last token of a turn is that of the
+    state after the environment's answer. After a rollout's last token the value is 0, whether it stopped or met a length limit: the
+    limit is part of the task, as in TRL, verl and NeMo-RL, and the critic never reads the last token. (``overlong_filtering`` leaves
+    rollouts that met the limit out of both losses.)
+
+    ``lambda_value`` is that of the critic's targets V + A: VAPO's decoupled GAE (2504.05118) sets it to 1, which makes them plain
+    discounted returns. ``length_adaptive_alpha`` a > 0 makes lambda of the policy 1 - 1 / (a l) for a rollout of l sampled tokens (VAPO:
+    0.05), at least 0. ``whiten``: advantages minus their mean, over their population standard deviation, both over all counted tokens
+    of the batch; exactly 0 where they do not vary. The critic's targets are never whitened.
+    """
+
+    smallest_group: ClassVar[int] = 1
+    gamma: float = 1.0
+    lambda_policy: float = 0.95
+    lambda_value: float | None = None  # None: the policy's
+    length_adaptive_alpha: float = 0.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lambda_policy", "lambda_value"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}; what remains of a token's credit one token earlier must lie in [0, 1]")
+        if self.length_adaptive_alpha < 0:
+            raise ValueError(f"length_adaptive_alpha is {self.length_adaptive_alpha}; set it above 0, or to 0 for a fixed lambda")
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        """The plain reward: what the critic has to say is not known yet."""
+        return group.rewards
+
+    def over_batch(self, batch: Batch) -> Tensor:
+        """Advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
+        advantages = self._estimate(batch, self.lambdas(batch))
+        return (whitened(advantages, batch) if self.whiten else advantages).float()
+
+    def returns(self, batch: Batch) -> Tensor:
+        """The critic's targets, [N] float32, from the same columns."""
+        share = self.lambda_policy if self.lambda_value is None else self.lambda_value
+        same = torch.full((len(batch.target),), share, dtype=torch.float64)
+        return (batch.extra(VALUES).double() + self._estimate(batch, same)).float()
+
+    def lambdas(self, batch: Batch) -> Tensor:
+        """Lambda of the policy's advantages for each token, [N] float64; the same for all tokens of a rollout."""
+        if not self.length_adaptive_alpha:
+            return torch.full((len(batch.target),), self.lambda_policy, dtype=torch.float64)
+        lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
+        adaptive = 1 - 1 / (self.length_adaptive_alpha * lengths.clamp(min=1))
+        return adaptive.clamp(min=0)[batch.sequence]
+
+    def _estimate(self, batch: Batch, lambdas: Tensor) -> Tensor:  # [N] float64
+        values = batch.extra(VALUES).double()
+        following = torch.zeros_like(values)
+        goes_on = batch.sequence[1:] == batch.sequence[:-1]
+        following[:-1] = values[1:].where(goes_on, 0.0)
+        errors = batch.extra(TOKEN_REWARDS) + self.gamma * following - values
+        return discounted_sums(errors, self.gamma * lambdas, batch)
+
+
+def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
+    """For each token the sum over itself and the later tokens of its rollout of decay^distance x value, [N] float64.
+
+    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout, whose tokens stand together and in order, as ``pack`` lays
+    them. By doubling: sums over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps instead of ten thousand.
+    """
+    sums, factor, span = values, decay, 1
+    longest = int(torch.bincount(batch.sequence).max())
+    while span < longest:
+        reaches = batch.sequence[span:] == batch.sequence[:-span]
+        later = (factor[:-span] * sums[span:]).where(reaches, 0.0)
+        sums = torch.cat([sums[:-span] + later, sums[-span:]])
+        factor, span = factor.square(), 2 * span
+    return sums
+
+
+def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
+    """Rewards of rollouts, [S], at the last sampled token of each, [N] float64; 0 elsewhere. A rollout without tokens has no place."""
+    count = len(batch.target)
+    last = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence, torch.arange(count), "amax")
+    placed = torch.zeros(count, dtype=torch.float64)
+    placed[last[last >= 0]] = rewards.double()[last >= 0]
+    return placed
+
+
+def whitened(values: Tensor, batch: Batch) -> Tensor:
+    """(value - mean) / population standard deviation, both over the counted tokens of the batch, [N]; zeros where those do not vary."""
+    counted = values[batch.mask > 0]
+    if len(counted) < 2 or not varies(counted):
+        return torch.zeros_like(values)
+    return (values - counted.mean()) / counted.std(correction=0)

@@ -1,0 +1,69 @@
+"""GDPO (arXiv 2601.05242): several rewards, each normalised in its group before they are added, so that none drowns the others.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Plan
+from strop.algorithms.clip import Clip
+from strop.algorithms.functional import EPS, group_advantages
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledRewards(Advantage):
+    """sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, over the deviation of that sum in the batch.
+
+    A reward that does not vary in a group adds exactly 0. The sum's mean over the batch is 0 since each group's is, and is not subtracted
+    again, so that groups without signal keep a credit of 0. The batch's deviation is over rollouts, as in the paper and TRL; verl whitens
+    over tokens. ``weights`` are by the name of the reward; one that is not named is not counted. Empty: every reward, those an environment
+    only logs too, counts 1, which ``problems`` refuses. The environment's own weights are not used.
+    """
+
+    needs_parts: ClassVar[bool] = True
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        yield from super().problems(plan)
+        known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
+        if len(self.weights) < 2:
+            yield (
+                f"GDPO normalises each reward by itself and adds them up, and {len(self.weights)} of them are named; set the weights of at "
+                f"least two in algorithm.kwargs.advantage.weights (the environment's: {known}), or choose grpo for a single reward"
+            )
+        unknown = [name for name in self.weights if name not in plan.environment_rewards]
+        if plan.environment_rewards and unknown:
+            yield f"GDPO weighs rewards that no environment gives: {', '.join(unknown)}; there are {known}"
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        """Raises ValueError if the group has none of the rewards that are weighed."""
+        weights = self.weights or dict.fromkeys(group.parts, 1.0)
+        found = {name: rewards for name, rewards in group.parts.items() if name in weights}
+        if not found:
+            raise ValueError(f"GDPO weighs {sorted(weights)}, and the rewards of this group are {sorted(group.parts)}")
+        return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in found.items()]).sum(0)
+
+    def over_batch(self, batch: Batch) -> Tensor:
+        tokens = torch.bincount(batch.sequence, minlength=batch.num_sequences)
+        sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, batch.advantages.double())
+        credit = (sums / tokens.clamp(min=1))[tokens > 0]
+        deviation = credit.square().mean().sqrt()
+        return (batch.advantages.double() / (deviation + EPS)).to(batch.advantages.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO(PolicyGradient):
+    """Each reward normalised by its group, their sum by the batch, PPO's clip, the mean over all tokens of the batch."""
+
+    advantage: Advantage = DecoupledRewards()
+    objective: Objective = Clip()

@@ -1,0 +1,40 @@
+"""Lite PPO (arXiv 2508.08221): the mean of the group, the deviation of the batch, and a loss per token.
+
+(R - m) / s, where s is the deviation of all rewards of the batch: steadier than a group's when its rewards hardly differ.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.algorithms.clip import Clip
+from strop.algorithms.functional import EPS, group_advantages, varies
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScaled(Advantage):
+    """(R - mean of the group) / (population deviation of the batch's rewards + eps); exactly 0 where the group does not vary."""
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        return group_advantages(group.rewards, normalize=False)
+
+    def over_batch(self, batch: Batch) -> Tensor:
+        if not varies(batch.rewards):
+            return batch.advantages
+        scaled = batch.advantages.double() / (batch.rewards.std(correction=0) + EPS)
+        return scaled.to(batch.advantages.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LitePPO(PolicyGradient):
+    """The group's mean as baseline, the batch's deviation as scale, PPO's clip, the mean over all tokens of the batch."""
+
+    advantage: Advantage = BatchScaled()
+    objective: Objective = Clip()

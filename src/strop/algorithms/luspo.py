@@ -1,0 +1,25 @@
+"""LUSPO (arXiv 2602.05261): GSPO with each rollout weighed by its length, which takes away the advantage short ones have.
+
+A rollout's term is |y| x min(s A, clip(s) A), the sum over its tokens instead of their mean. The bounds are GSPO's.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, of rollouts' ratios.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.algorithms.functional import Aggregation
+from strop.algorithms.grpo import GroupRelative
+from strop.algorithms.gspo import SequenceClip
+from strop.algorithms.parts import Advantage, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class LUSPO(PolicyGradient):
+    """GRPO's advantage, the ratio per rollout, sums over rollouts."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = SequenceClip()
+    aggregation: Aggregation = "sequence_sum"

@@ -1,0 +1,37 @@
+"""Masked importance sampling: the ratio of learner to sampler where it can be trusted, nothing elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import exponential
+from strop.algorithms.importance import Level, log_weights, refuse_empty_range
+from strop.algorithms.parts import Correction, Mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mis(Correction):
+    """w where low <= w <= high, else 0 (Liu, Li et al., "When speed kills stability", 2025).
+
+    ``level`` sequence: w is the product over the rollout, which is then kept or dropped whole. What is dropped still counts in the totals
+    a loss is divided by. Logged: ``mis_weight``, and ``mis_cut``, the share of tokens dropped.
+    """
+
+    name: ClassVar[str] = "mis"
+    low: float = 0.0
+    high: float = 2.0
+    level: Level = "token"
+
+    def __post_init__(self) -> None:
+        refuse_empty_range(self.low, self.high, "w")
+
+    def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
+        ratios = exponential(log_weights(mismatch, self.level))
+        dtype = mismatch.log_ratio.dtype
+        kept = (ratios >= self.low) & (ratios <= self.high)
+        weights = torch.where(kept, ratios, 0.0).to(dtype)
+        return weights, {f"{self.name}_weight": weights, f"{self.name}_cut": (~kept).to(dtype)}

@@ -1,0 +1,40 @@
+"""OPO (arXiv 2505.23585): on-policy REINFORCE with the baseline of least variance.
+
+The optimal baseline weighs rewards by the squared norm of each rollout's gradient; where tokens' gradients are about orthogonal that is
+proportional to length l: b = sum l R / sum l over the group. The derivation is for sums over a rollout's tokens and no ratio; verl's recipe
+takes the mean over tokens.
+
+Metrics: probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import Aggregation, varies
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.reinforce import Reinforce
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthWeighted(Advantage):
+    """R - sum(l R) / sum(l), l the sampled tokens of each rollout; exactly 0 where the group does not vary."""
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        total = group.lengths.sum()
+        if not varies(group.rewards) or total == 0:
+            return torch.zeros_like(group.rewards)
+        return group.rewards - (group.lengths * group.rewards).sum() / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPO(PolicyGradient):
+    """The length-weighted mean as baseline, REINFORCE, sums over rollouts."""
+
+    advantage: Advantage = LengthWeighted()
+    objective: Objective = Reinforce()
+    aggregation: Aggregation = "sequence_sum"

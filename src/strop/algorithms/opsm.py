@@ -1,0 +1,39 @@
+"""Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): failures the policy would no longer sample teach it nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from strop.algorithms.functional import sequence_mean, sequence_sum
+from strop.algorithms.importance import log_ratios
+from strop.algorithms.parts import Mismatch
+from strop.algorithms.rejection import Rejection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opsm(Rejection):
+    """Drops a rollout where A < 0 and the mean of log mu - log pi exceeds ``delta`` nats per token; one that did well is always kept.
+
+    A is the sum of the credit of the rollout's counted tokens, pi the learner's policy before the update. The paper gives no value for
+    ``delta``. Logged: ``opsm_cut``, ``opsm_divergence``.
+    """
+
+    name: ClassVar[str] = "opsm"
+    measures: ClassVar[str] = "divergence"
+    delta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.delta < 0:
+            raise ValueError(
+                f"delta is {self.delta}: rollouts that sampler and learner see alike would be dropped; set 0 or more, for instance 0.1"
+            )
+
+    def measure(self, mismatch: Mismatch) -> Tensor:
+        return -sequence_mean(log_ratios(mismatch), mismatch.batch)[mismatch.batch.sequence]
+
+    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+        credit = sequence_sum(mismatch.advantages.double(), mismatch.batch)[mismatch.batch.sequence]
+        return (credit >= 0) | (measured <= self.delta)

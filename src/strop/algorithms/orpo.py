@@ -1,0 +1,40 @@
+"""Odds Ratio Preference Optimization (arXiv 2403.07691): SFT on the chosen completion and an odds ratio, without a reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from strop.algorithms.preference import PairwisePreference
+
+CERTAIN = -1e-9  # a mean log-probability above this counts as this: the odds of what is certain are infinite
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO(PairwisePreference):
+    """-mean log pi(chosen) - preference_weight x log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p).
+
+    p is the geometric mean of a completion's token probabilities. ``preference_weight`` is the paper's lambda (TRL's beta); the rewards
+    that are logged are log p. TRL takes the SFT term over the prompt too, as the authors' code does; here it is over the taught tokens, as
+    the paper writes it.
+    """
+
+    preference_weight: float = 0.1
+    sft_weight: float = 1.0
+    average_log_probs: bool = True
+
+    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def log_odds(logprob: Tensor) -> Tensor:
+    """log(p / (1 - p)) from log p <= 0, without loss of digits near either end."""
+    bounded = logprob.clamp(max=CERTAIN)
+    likely = bounded > -math.log(2)  # each branch is only computed where it is exact: the other one's slope would be nan
+    near_one = torch.where(likely, bounded, -1.0)
+    near_zero = torch.where(likely, -1.0, bounded)
+    return bounded - torch.where(likely, (-torch.expm1(near_one)).log(), torch.log1p(-near_zero.exp()))

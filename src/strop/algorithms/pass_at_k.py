@@ -1,0 +1,78 @@
+"""Pass@k training (arXiv 2503.19595): a rollout's credit is what the best of k loses without it.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import comb
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Plan
+from strop.algorithms.clip import Clip
+from strop.algorithms.functional import EPS, varies
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOfK(Advantage):
+    """The mean, over the sets of k rollouts that a rollout is in, of the set's best reward minus the best of its k - 1 others.
+
+    ``k`` None is the whole group: the best rollout gets best - second best, all others 0 (the paper's estimator, unbiased for the
+    gradient of E max). A smaller k takes the mean over all sets. ``analytic`` compares with the mean over all sets in place of the set
+    without the rollout, and divides by their deviation (2508.10751, where rewards are 0 and 1; here any): credit of both signs that
+    sums to 0. Exactly 0 where the group does not vary.
+    """
+
+    k: int | None = None
+    analytic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.k < 2:
+            raise ValueError(f"k is {self.k}: a rollout is compared with sets of k - 1 others; set at least 2, or choose grpo for k = 1")
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        yield from super().problems(plan)
+        k = plan.group_size if self.k is None else self.k
+        if k > plan.group_size:
+            yield f"pass@{k} is asked for, and a group has {plan.group_size} rollouts; lower k, or raise num_generations_per_prompt"
+        if self.analytic and k >= plan.group_size:
+            yield f"the analytic pass@{k} compares sets of {k}, and a group of {plan.group_size} has one; set k below the group size"
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        if not varies(group.rewards):
+            return torch.zeros_like(group.rewards)
+        ascending, order = group.rewards.sort(stable=True)
+        size = len(ascending)
+        chances = best_of_others(size, size if self.k is None else min(self.k, size))
+        own, others = ascending[:, None], ascending[None, :]
+        credit = torch.zeros_like(ascending)
+        if self.analytic:
+            best = torch.maximum(own, others)
+            with_it = (chances * best).sum(1)
+            deviation = (chances * (best - with_it.mean()).square()).sum(1).mean().sqrt()
+            credit[order] = (with_it - with_it.mean()) / (deviation + EPS)
+        else:
+            credit[order] = (chances * (own - others).clamp(min=0)).sum(1)
+        return credit
+
+
+def best_of_others(size: int, k: int) -> Tensor:
+    """The share of sets of k with rollout i in which j is the best of the others, both counted from the worst, [G, G] float64."""
+    sets = comb(size - 1, k - 1)
+    below = [[j - (j > i) for j in range(size)] for i in range(size)]  # rollouts worse than j, i left out
+    shares = [[comb(count, k - 2) / sets if j != i else 0.0 for j, count in enumerate(row)] for i, row in enumerate(below)]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassAtK(PolicyGradient):
+    """Best minus second best of the group, PPO's clip, the mean over all tokens of the batch."""
+
+    advantage: Advantage = BestOfK()
+    objective: Objective = Clip()

@@ -1,0 +1,105 @@
+"""Proximal policy optimisation with a critic (arXiv 1707.06347), as it is used on language models (InstructGPT, 2203.02155).
+
+policy: the loss of every policy gradient, with GAE's credit for each token
+value:  value_scale x mean over tokens of max((V - R)^2, (clip(V, V_before +- value_clip) - R)^2) / 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import LossFn, Plan, ValueOutputs
+from strop.algorithms.clip import Clip
+from strop.algorithms.functional import aggregate
+from strop.algorithms.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, at_the_ends
+from strop.algorithms.parts import Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.metrics import Metrics
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(PolicyGradient):
+    """Two learners, ``policy`` and ``value``, which share a batch and step apart. A group may be a single rollout.
+
+    What a token earns is 0, and the last one of a rollout earns the rollout's reward. ``kl`` says where a distance to a reference goes:
+    token_reward takes weight x estimate from each token's own reward (InstructGPT, with estimator k1), reward takes their sum from the
+    last token's, loss adds the term to the policy's loss.
+
+    Before ``policy_training_start_step`` only the critic trains. Its optimizer is its own, so ``value_scale`` matters where the norm of
+    its gradient is clipped, and with optimizers that are not scale-free.
+
+    Metrics: those of a policy gradient; value_loss; value_clipped, the share of tokens whose loss is the clipped one's; value_error, mean
+    |V - R|; and of the critic before the update explained_variance, 1 - var(R - V) / var(R), which is left out where the returns do not
+    vary (R leans on V itself unless ``lambda_value`` is 1), values_mean and returns_mean.
+    """
+
+    advantage: Gae = Gae()
+    objective: Objective = Clip()
+    value_scale: float = 1.0
+    value_clip: float | None = 0.2  # in units of the reward; None: no clipping
+    policy_training_start_step: int = 0
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        yield from super().problems(plan)
+        if self.value_scale <= 0:
+            yield f"value_scale is {self.value_scale}: the critic would learn nothing; set it above 0"
+        if self.value_clip is not None and self.value_clip <= 0:
+            yield f"value_clip is {self.value_clip}: no value could move; set it above 0, or to null for no clipping"
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return super().requires | {VALUES}
+
+    def token_rewards(self, batch: Batch) -> Tensor:
+        """What each token earned, [N] float64, with the KL term where it belongs in the reward."""
+        kl = self.kl if self.kl is not None and self.kl.weight else None
+        if kl is not None and kl.place == "reward":
+            return at_the_ends(batch.rewards - kl.weight * kl.of_rollouts(batch), batch)
+        earned = at_the_ends(batch.rewards, batch)
+        if kl is not None and kl.place == "token_reward":
+            earned = earned - kl.weight * kl.estimate(batch.sampler_logprobs, batch).double()
+        return earned
+
+    def credit(self, batch: Batch) -> Batch:
+        batch = batch.with_extra(TOKEN_REWARDS, self.token_rewards(batch))
+        return super().credit(batch.with_extra(RETURNS, self.advantage.returns(batch)))
+
+    def losses(self, step: int) -> dict[str, LossFn]:
+        value: dict[str, LossFn] = {"value": self.value_loss}
+        return value if step < self.policy_training_start_step else {**value, "policy": self.loss}
+
+    def value_loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        values, returns = outputs.values, batch.extra(RETURNS)
+        errors = (values - returns).square()
+        clipped = torch.zeros_like(errors)
+        if self.value_clip is not None:
+            before = batch.extra(VALUES)
+            held = (before + (values - before).clamp(-self.value_clip, self.value_clip) - returns).square()
+            clipped = ((values - before).abs() > self.value_clip).to(errors.dtype) * (held > errors)
+            errors = torch.maximum(errors, held)
+        loss = self.value_scale * aggregate(errors, batch) / 2
+        logged = {"clipped": clipped, "error": (values - returns).abs()}
+        return loss, {
+            **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
+            "loss": metrics.total(loss.item()),
+        }
+
+    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+        """A critic learns from every rollout."""
+        return super().idle(batch, learner) if learner == "policy" else torch.zeros(batch.num_sequences, dtype=torch.bool)
+
+    def report(self, batch: Batch) -> dict[str, float]:
+        counted = batch.mask > 0
+        values, returns = (batch.extra(name)[counted].double() for name in (VALUES, RETURNS))
+        if not len(returns):
+            return {}
+        logged = {"train/values_mean": float(values.mean()), "train/returns_mean": float(returns.mean())}
+        if spread := float(returns.var(correction=0)):
+            logged["train/explained_variance"] = 1 - float((returns - values).var(correction=0)) / spread
+        return logged

@@ -1,0 +1,54 @@
+"""REINFORCE (Williams, 1992): each token's log-probability, weighted by what its rollout earned. No ratio, no clip.
+
+The gradient is that of the policy that sampled: where samples are older, or several optimizer steps are made of a batch, add a correction
+(``importance``, ``tis``), which weighs by learner before the update over sampler.
+
+Metrics: probs_ratio and its maximum, of the policy to itself before the update, though the objective has no ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from strop.algorithms.functional import Aggregation
+from strop.algorithms.parts import Advantage, GroupRewards, Objective, PolicyTokens
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(Objective):
+    """A log pi."""
+
+    takes_ratio: ClassVar[bool] = False
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return tokens.advantages * tokens.logprobs, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainReward(Advantage):
+    """R, or with ``batch_mean`` R minus the mean reward of all rollouts of the batch. Groups do not matter."""
+
+    smallest_group: ClassVar[int] = 1
+    batch_mean: bool = False
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        return group.rewards
+
+    def over_batch(self, batch: Batch) -> Tensor:
+        if not self.batch_mean:
+            return batch.advantages
+        return batch.advantages - batch.rewards.mean().to(batch.advantages.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class REINFORCE(PolicyGradient):
+    """The reward as it is, summed over each rollout's tokens: the score function of whole rollouts."""
+
+    advantage: Advantage = PlainReward()
+    objective: Objective = Reinforce()
+    aggregation: Aggregation = "sequence_sum"

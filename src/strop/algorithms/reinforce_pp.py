@@ -1,0 +1,52 @@
+"""REINFORCE++ (arXiv 2501.03262): no baseline from a group; credit is whitened over all tokens of the batch.
+
+A_t = R - beta x sum over later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch, then PPO's clip.
+Groups may be of one. Deviations are those of the population; verl and OpenRLHF take the same whitening over counted tokens.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from strop.algorithms.base import Plan
+from strop.algorithms.clip import Clip
+from strop.algorithms.functional import group_advantages, whiten
+from strop.algorithms.kl import Kl
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWhitened(Advantage):
+    """R, or with ``group_mean`` R - mean of its group, whitened over the counted tokens of the batch.
+
+    Subtracting the batch's mean gives a group that does not vary the same small credit throughout: with ``group_mean`` the mean over
+    rollouts is 0, but over tokens long ones count more. If nothing in the batch varies all credit is exactly 0.
+    """
+
+    group_mean: bool = False
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        if self.group_mean:
+            yield from super().problems(plan)
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        return group_advantages(group.rewards, normalize=False) if self.group_mean else group.rewards
+
+    def over_batch(self, batch: Batch) -> Tensor:
+        return whiten(batch.advantages, batch.mask).to(batch.advantages.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePP(PolicyGradient):
+    """Reward minus the KL terms to come, whitened over the batch, PPO's clip, the mean over all tokens of the batch."""
+
+    advantage: Advantage = BatchWhitened()
+    objective: Objective = Clip()
+    kl: Kl | None = Kl(weight=0.01, estimator="k1", place="token_reward")

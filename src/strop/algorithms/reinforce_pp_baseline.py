@@ -1,0 +1,26 @@
+"""REINFORCE++-baseline (arXiv 2501.03262): the group's mean is subtracted, what remains is whitened over the batch.
+
+A = R - m, then (A - mean) / deviation over all tokens of the batch, then PPO's clip. The KL term is k2 in the loss, whose gradient is that of
+the KL divergence on-policy. Against GRPO: the scale is the batch's, so that a group where rewards hardly differ is not blown up.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.algorithms.clip import Clip
+from strop.algorithms.kl import Kl
+from strop.algorithms.parts import Advantage, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.reinforce_pp import BatchWhitened
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePPBaseline(PolicyGradient):
+    """The group's mean as baseline, whitened over the batch, PPO's clip, k2 in the loss."""
+
+    advantage: Advantage = BatchWhitened(group_mean=True)
+    objective: Objective = Clip()
+    kl: Kl | None = Kl(weight=0.01, estimator="k2", place="loss")

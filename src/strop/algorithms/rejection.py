@@ -1,0 +1,87 @@
+"""Rollouts that the sampler and the learner see too differently are left out, or kept as they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import LARGEST_EXPONENT, sequence_mean
+from strop.algorithms.importance import log_ratios, mean_weights, refuse_empty_range
+from strop.algorithms.parts import Correction, Mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection(Correction):
+    """1 for the tokens of the rollouts that are kept, 0 for the others, which still count in the totals a loss is divided by.
+
+    Logged: ``<name>_cut``, the share of tokens dropped, and what was compared with the bounds.
+    """
+
+    reweights: ClassVar[bool] = False
+    measures: ClassVar[str]  # what ``measure`` is called in the log
+
+    @abstractmethod
+    def measure(self, mismatch: Mismatch) -> Tensor:
+        """What is compared with the bounds, of each token's rollout, [N] float64."""
+
+    @abstractmethod
+    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+        """Whether each token's rollout is kept, [N] bool."""
+
+    def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
+        measured = self.measure(mismatch)
+        kept = self.keeps(measured, mismatch).to(mismatch.log_ratio.dtype)
+        return kept, {f"{self.name}_cut": 1 - kept, f"{self.name}_{self.measures}": measured.to(kept.dtype)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeometricRejection(Rejection):
+    """Keeps rollouts with low <= exp(mean log w) <= high: a bound that does not tighten with length ("When speed kills stability", 2025).
+
+    Logged: ``geometric_rejection_cut``, ``geometric_rejection_ratio``.
+    """
+
+    name: ClassVar[str] = "geometric_rejection"
+    measures: ClassVar[str] = "ratio"
+    low: float = 0.999
+    high: float = 1.001
+
+    def __post_init__(self) -> None:
+        refuse_empty_range(self.low, self.high, "the geometric mean of w")
+
+    def measure(self, mismatch: Mismatch) -> Tensor:
+        return mean_weights(mismatch)
+
+    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+        return (measured >= self.low) & (measured <= self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class K3Rejection(Rejection):
+    """Keeps rollouts whose mean of w - log w - 1, an estimate of KL(mu || pi_o) that is never negative, is at most ``cap`` nats.
+
+    Logged: ``k3_rejection_cut``, ``k3_rejection_divergence``.
+    """
+
+    name: ClassVar[str] = "k3_rejection"
+    measures: ClassVar[str] = "divergence"
+    cap: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.cap <= 0:
+            raise ValueError(
+                f"cap is {self.cap}: w - log w - 1 is 0 only where sampler and learner agree to the last bit, so every other rollout would "
+                "be dropped; set for instance 0.01"
+            )
+
+    def measure(self, mismatch: Mismatch) -> Tensor:
+        ratios = log_ratios(mismatch)
+        divergence = sequence_mean(torch.expm1(ratios.clamp(max=LARGEST_EXPONENT)) - ratios, mismatch.batch)
+        return divergence[mismatch.batch.sequence]
+
+    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+        return measured <= self.cap

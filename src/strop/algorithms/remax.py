@@ -1,0 +1,46 @@
+"""ReMax (arXiv 2310.10505): REINFORCE with the reward of the greedy response as baseline.
+
+One more rollout for each prompt, sampled greedily and not trained on. One sampled rollout a prompt suffices. verl's ``remax`` is this credit
+under PPO's loss.
+
+Metrics: probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import RESIDUE, Aggregation
+from strop.algorithms.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.reinforce import Reinforce
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyBaseline(Advantage):
+    """R - R(greedy); exactly 0 where they differ by no more than rounding."""
+
+    greedy_baseline: ClassVar[bool] = True
+    smallest_group: ClassVar[int] = 1
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        """Raises ValueError if the group has no greedy rollout."""
+        if group.greedy is None:
+            raise ValueError("the credit is measured against a greedy rollout, and this group has none")
+        greedy = torch.full_like(group.rewards, group.greedy)
+        difference = group.rewards - greedy
+        rounding = RESIDUE * torch.maximum(group.rewards.abs(), greedy.abs())
+        return torch.where(difference.abs() > rounding, difference, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMax(PolicyGradient):
+    """The greedy rollout's reward as baseline, REINFORCE, sums over rollouts."""
+
+    advantage: Advantage = GreedyBaseline()
+    objective: Objective = Reinforce()
+    aggregation: Aggregation = "sequence_sum"

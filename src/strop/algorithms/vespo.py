@@ -1,0 +1,58 @@
+"""VESPO (arXiv 2602.10693): whole rollouts weighed by a smooth function of their ratio to the sampler.
+
+Metrics: rollout_weight, phi(w) by tokens; probs_ratio and its maximum, the products w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import exponential, sequence_sum
+from strop.algorithms.grpo import GroupRelative
+from strop.algorithms.parts import Advantage, Objective, PolicyTokens
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class GammaWeight(Objective):
+    """stop_gradient(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), w = product over the rollout of pi / mu.
+
+    phi(1) = 1, and phi falls to 0 on both sides of k / lambda. k and lambda differ by the sign of A; the defaults are the authors'. The
+    product is not normalised by length. The authors multiply the ratio to the learner before the update by a bounded correction; here
+    w is taken to the sampler at once, which is the same where that bound does not act.
+    """
+
+    own_correction: ClassVar[bool] = True
+    takes_ratio: ClassVar[bool] = False
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+
+    def __post_init__(self) -> None:
+        if min(self.k_positive, self.k_negative) < 0 or min(self.lambda_positive, self.lambda_negative) <= 0:
+            raise ValueError(
+                f"k is {self.k_positive} and {self.k_negative}, lambda {self.lambda_positive} and {self.lambda_negative}: with a negative k or "
+                "a lambda of 0 or less the weight of an unlikely or a likely rollout has no bound; set k >= 0 and lambda > 0"
+            )
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        logs = sequence_sum(tokens.logprobs.detach() - tokens.sampler, tokens.batch)[tokens.batch.sequence]
+        ratio = exponential(logs)
+        rising = tokens.advantages >= 0
+        k = torch.where(rising, self.k_positive, self.k_negative).to(logs.dtype)
+        decay = torch.where(rising, self.lambda_positive, self.lambda_negative).to(logs.dtype)
+        weight = exponential(k * logs + decay * (1 - ratio))
+        return weight * tokens.advantages * tokens.logprobs, {"rollout_weight": weight, "probs_ratio": ratio}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO(PolicyGradient):
+    """GRPO's advantage, gamma weights of whole rollouts, the mean over all tokens of the batch."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = GammaWeight()

@@ -1,0 +1,205 @@
+"""A run that samples what it learns from: GRPO and its family, PPO, distillation."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from strop.algorithms.base import Algorithm, Plan
+from strop.assembly.algorithms import make_algorithm, refuse_nonsense
+from strop.assembly.roles import load_training_policy, make_engine, tokenizer_saver
+from strop.assembly.scorers import make_learners, make_scorers
+from strop.assembly.settings import settings_of
+from strop.assembly.tasks import training_tasks, validation_tasks
+from strop.assembly.training import continued, early_stop, make_checkpoints, restore
+from strop.config import RolloutRunConfig
+from strop.environments.mixture import Mixture
+from strop.evaluation import Evaluator
+from strop.generation.base import Generator
+from strop.loop import LoopOptions, Run
+from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
+from strop.rollouts.stream import RolloutStream, StreamState, renewed
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.tracking.base import Tracker
+from strop.tracking.rollouts import RolloutStore
+from strop.types import Group
+from strop.weights.shared import SharedWeights
+
+log = logging.getLogger(__name__)
+
+
+def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
+    """Everything of a run, restored from its newest checkpoint if there is one."""
+    training = config.rollouts
+    algorithm = algorithm_of(config)
+    train_source = training_tasks(
+        config.data.train, config.env, seed=training.seed, shuffle=config.data.shuffle, max_epochs=training.max_num_epochs
+    )
+    validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed)
+    policy = load_training_policy(config.policy)
+    sampling = Sampling(**config.policy.generation.sampling_options())
+    engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
+    options = loop_options(
+        config,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+        filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
+    )
+    learners = make_learners(config, policy, algorithm, sampling, options, train_source.size)
+    scorers = make_scorers(config, policy, algorithm, sampling, learners)
+
+    checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts)
+    state = restore(config, checkpoints, learners, tracker, store)
+    rules = episode_rules(config)
+    stream_state = None
+    if state is not None:
+        stream_state = renewed(
+            state.stream, step=state.step, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness
+        )
+    run = Run(
+        options=options,
+        algorithm=algorithm,
+        stream=make_stream(
+            config,
+            train_source,
+            engine,
+            policy.template,
+            sampling,
+            rules,
+            options,
+            stream_state,
+            greedy=algorithm.greedy_baseline,
+        ),
+        learners=learners,
+        scorers=scorers,
+        weights=SharedWeights([engine]),
+        tracker=tracker,
+        rollouts=store,
+        decode=policy.tokenizer.decode,
+        evaluator=make_evaluator(config, validation_source, engine, policy.template, rules, tracker),
+        early_stop=early_stop(config),
+        checkpoints=checkpoints if config.checkpointing.enabled else None,
+    )
+    return continued(run, state), engine
+
+
+def algorithm_of(config: RolloutRunConfig) -> Algorithm:
+    """The algorithm of a run. Raises ValueError where it, its parts and the run do not go together."""
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
+    if algorithm.recorded:
+        raise ValueError(
+            f"algorithm.name: {config.algorithm.name} learns from recorded data, and strop {config.section} samples rollouts"
+        )
+    options = loop_options(config, share_prefixes=True)
+    plan = Plan(
+        group_size=config.rollouts.num_generations_per_prompt,
+        optimizer_steps=options.steps_per_batch * options.update_epochs,
+        max_staleness=options.max_staleness,
+    )
+    refuse_nonsense(algorithm, plan)
+    return algorithm
+
+
+def make_stream(
+    config: RolloutRunConfig,
+    source: Mixture,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+    options: LoopOptions,
+    state: StreamState | None,
+    *,
+    greedy: bool = False,
+) -> RolloutStream:
+    async def run(index: int) -> Group:
+        try:
+            name, environment, task = source.at(index)
+        except Exception as error:
+            return group_without_task(index, generator.version, error)
+        return await run_group(
+            index,
+            name,
+            environment,
+            task,
+            samples=config.rollouts.num_generations_per_prompt,
+            generator=generator,
+            template=template,
+            sampling=sampling,
+            rules=rules,
+            seed=config.rollouts.seed,
+            greedy_baseline=greedy,
+        )
+
+    slots = (options.max_staleness + 1) * options.groups_per_step
+    return RolloutStream(run, slots=slots, size=source.size, state=state, ahead=options.max_staleness > 0)
+
+
+def make_evaluator(
+    config: RolloutRunConfig,
+    source: Mixture | None,
+    generator: Generator,
+    template: ChatTemplate,
+    rules: EpisodeRules,
+    tracker: Tracker,
+) -> Evaluator | None:
+    training = config.rollouts
+    if source is None:
+        if training.val_period or training.val_at_start or training.val_at_end:
+            tracker.note("no validation: data.validation is not set and data.train holds nothing out (split_validation_size)")
+        return None
+    size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
+    return Evaluator(
+        source=source,
+        size=size,
+        samples=training.val_num_generations_per_prompt,
+        generator=generator,
+        template=template,
+        sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
+        rules=replace(rules, scaling=None),
+        seed=training.seed,
+        folder=Path(config.logger.log_dir) / "validation",
+        show=config.logger.num_val_samples_to_print,
+    )
+
+
+def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
+    scaling = config.rollouts.reward_scaling
+    return EpisodeRules(
+        max_turns=config.rollouts.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        max_prompt_length=config.data.max_input_seq_length,
+        scaling=RewardScaling(
+            source_min=scaling.source_min,
+            source_max=scaling.source_max,
+            target_min=scaling.target_min,
+            target_max=scaling.target_max,
+        )
+        if scaling.enabled
+        else None,
+    )
+
+
+def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> LoopOptions:
+    """``filters``: the algorithm drops groups, so the search for enough of them is bounded."""
+    training = config.rollouts
+    global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
+    return LoopOptions(
+        section=config.section,
+        batch_key=f"{config.section}.num_prompts_per_step",
+        max_steps=training.last_step,
+        groups_per_step=training.num_prompts_per_step,
+        steps_per_batch=training.rollouts_per_step // global_batch,
+        update_epochs=training.epochs_per_batch,
+        max_staleness=training.max_staleness,
+        max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else 1 << 60,
+        max_errors_in_a_row=training.max_errors_in_a_row,
+        val_period=training.val_period,
+        val_start_at=training.val_start_at,
+        val_at_start=training.val_at_start,
+        val_at_end=training.val_at_end,
+        save_period=config.checkpointing.save_period,
+        share_prefixes=share_prefixes,
+    )

@@ -1,0 +1,44 @@
+"""``strop grpo``, ``sft``, ``dpo``, ...: build a run from its configuration, train, and leave the folders behind."""
+
+from __future__ import annotations
+
+from strop.assembly.describe import describe
+from strop.assembly.mistakes import run_to_end
+from strop.assembly.recorded import build_recorded_run
+from strop.assembly.rollouts import build_rollout_run
+from strop.assembly.training import make_tracker, seed_everything
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.generation.base import Generator
+from strop.loop import Run, train
+from strop.tracking.base import Tracker
+
+
+def run_training(config: TrainingRunConfig) -> int:
+    """Train as configured; 0 on success, 1 after an error that was printed."""
+    return run_to_end(_run(config))
+
+
+async def _run(config: TrainingRunConfig) -> None:
+    tracker = make_tracker(config)
+    try:
+        run, generator = await build_run(config, tracker)
+        try:
+            await train(run)
+        finally:
+            await run.stream.close()
+            if generator is not None:
+                await generator.close()
+        run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+    finally:
+        tracker.close()
+
+
+async def build_run(config: TrainingRunConfig, tracker: Tracker) -> tuple[Run, Generator | None]:
+    """Everything of a run, restored from its newest checkpoint if there is one; and its engine, if it samples."""
+    seed_everything(config.training.seed)
+    for line in describe(config).splitlines():
+        tracker.note(line)
+    if isinstance(config, RolloutRunConfig):
+        return build_rollout_run(config, tracker)
+    assert isinstance(config, RecordedRunConfig)
+    return await build_recorded_run(config, tracker), None

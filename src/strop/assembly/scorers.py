@@ -1,0 +1,67 @@
+"""Who trains, and who fills the columns an algorithm requires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.kl import REFERENCE
+from strop.assembly.roles import Policy, make_learner, make_reference
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.loop import LoopOptions
+from strop.sampling import Sampling
+from strop.tracking.base import Tracker
+from strop.training.base import ColumnSource, Learner, LogprobColumn
+from strop.types import Group
+
+
+def make_learners(
+    config: TrainingRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, options: LoopOptions, tasks: int | None
+) -> dict[str, Learner]:
+    """The policy's learner, and the critic's where there is one. ``tasks`` are those of all epochs, None for no end."""
+    total_steps = optimizer_steps(options, tasks)
+    learners: dict[str, Learner] = {
+        "policy": make_learner(
+            policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
+        )
+    }
+    return learners
+
+
+def optimizer_steps(options: LoopOptions, tasks: int | None) -> int | None:
+    """How many there will be at most; None where neither steps nor tasks end."""
+    limits = [options.max_steps] if options.max_steps < 1_000_000 else []
+    limits += [] if tasks is None else [tasks // options.groups_per_step]
+    return min(limits) * options.steps_per_batch * options.update_epochs if limits else None
+
+
+def make_scorers(
+    config: RolloutRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
+) -> dict[str, ColumnSource]:
+    """Raises ValueError for a column that nothing here fills."""
+    scorers: dict[str, ColumnSource] = {}
+    if REFERENCE in algorithm.requires:
+        scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+    return _complete(scorers, algorithm, config)
+
+
+async def make_recorded_scorers(
+    config: RecordedRunConfig,
+    policy: Policy,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    groups: Callable[[], Sequence[Group]],
+    tracker: Tracker,
+) -> dict[str, ColumnSource]:
+    """``groups()`` are all that will be read: what a reference that is computed once, before training, has to know."""
+    scorers: dict[str, ColumnSource] = {}
+    if REFERENCE in algorithm.requires:
+        scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+    return _complete(scorers, algorithm, config)
+
+
+def _complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
+    if unknown := sorted(algorithm.requires - set(scorers)):
+        name = config.algorithm.name
+        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which nothing in strop {config.section} fills")
+    return scorers

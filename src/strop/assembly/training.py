@@ -1,0 +1,160 @@
+"""What every training run is given, whatever it learns from: trackers, checkpoints, seeds, a state to continue from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from strop.checkpointing.base import RunState
+from strop.checkpointing.folders import CheckpointFolders
+from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
+from strop.loop import Run
+from strop.stopping import EarlyStop
+from strop.tracking.base import Tracker, Trackers
+from strop.tracking.console import open_console
+from strop.tracking.jsonl import FILE_NAME, JsonlTracker
+from strop.tracking.rollouts import RolloutStore
+from strop.training.base import Learner
+
+ALIASES = {"validation/val_loss": "validation/loss", "validation/validation-default_loss": "validation/loss"}  # NeMo-RL's names
+
+
+def early_stop(config: TrainingRunConfig) -> EarlyStop | None:
+    training = config.training
+    if training.stop_at_validation_metric is None:
+        return None
+    return EarlyStop(
+        metric=metric_tag(training.stop_at_validation_metric, "validation"),
+        higher_is_better=training.stop_at_validation_higher_is_better,
+        threshold=training.stop_at_validation_threshold,
+        patience=training.stop_at_validation_patience,
+    )
+
+
+def metric_tag(name: str, default: str = "train") -> str:
+    """``val:accuracy`` as it is logged: ``validation/accuracy``."""
+    kind, found, rest = name.partition(":")
+    if not found:
+        return name if "/" in name else f"{default}/{name}"
+    tag = f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
+    return ALIASES.get(tag, tag)
+
+
+def make_tracker(config: TrainingRunConfig) -> Trackers:
+    """The trackers that are on. Weights & Biases and TensorBoard are imported only then."""
+    logger, folder = config.logger, Path(config.logger.log_dir)
+    steps = config.training.last_step if config.training.last_step < 1_000_000 else None
+    trackers: list[Tracker] = [
+        open_console(logger.console, max_steps=steps, title=config.policy.model_name),
+        JsonlTracker(folder),
+    ]
+    if logger.tensorboard_enabled:
+        from strop.tracking.tensorboard import TensorBoardTracker
+
+        trackers.append(
+            TensorBoardTracker(Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard")
+        )
+    if logger.wandb_enabled:
+        from strop.tracking.wandb import WandbTracker
+
+        trackers.append(
+            WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=config.model_dump(mode="json"))
+        )
+    return Trackers(trackers)
+
+
+def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> CheckpointFolders:
+    saving = config.checkpointing
+    return CheckpointFolders(
+        folder=Path(saving.checkpoint_dir),
+        config_text=dump_config(config),
+        save_tokenizer=save_tokenizer,
+        keep_top_k=saving.keep_top_k,
+        metric=metric_tag(saving.metric_name) if saving.metric_name else None,
+        higher_is_better=saving.higher_is_better,
+        save_optimizer=saving.save_optimizer,
+    )
+
+
+def restore(
+    config: TrainingRunConfig,
+    checkpoints: CheckpointFolders,
+    learners: Mapping[str, Learner],
+    tracker: Tracker,
+    store: RolloutStore,
+) -> RunState | None:
+    """Continue from the newest checkpoint: learners in place, later records dropped. Else begin with an empty log folder."""
+    folder = Path(config.logger.log_dir)
+    newest = checkpoints.newest() if config.checkpointing.enabled and config.checkpointing.resume else None
+    if newest is None:
+        if config.checkpointing.enabled and (aside := checkpoints.set_aside()):
+            tracker.note(f"checkpointing.resume is false; the checkpoints of an earlier run are now in {aside}")
+        _set_aside(folder, tracker)
+        state, last = None, -1
+    else:
+        state = checkpoints.load(newest, learners)
+        last = state.step
+    tracker.resume(last)
+    store.resume(last)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    if state is not None:
+        tracker.log(state.step, state.logged)
+        assert newest is not None
+        tracker.note(f"continuing after step {state.step}, from {newest}")
+        if changed := _changed_settings(newest / "config.yaml", config):
+            tracker.note(f"other settings than those of the checkpoint: {', '.join(changed)}")
+    return state
+
+
+def continued(run: Run, state: RunState | None) -> Run:
+    """The run, standing where ``state`` says."""
+    if state is not None:
+        run.step, run.saved, run.logged = state.step, state.step, state.logged
+        run.early_stop = state.early_stop or run.early_stop
+        run.done = run.early_stop is not None and run.early_stop.reason is not None
+    return run
+
+
+def _changed_settings(path: Path, config: TrainingRunConfig) -> list[str]:
+    """``key: before -> now`` for every key in which a checkpoint's configuration differs from the one in force."""
+    try:
+        before = _flat(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
+    except ConfigError:
+        return [f"{path} cannot be compared"]
+    now = _flat(config.model_dump(mode="json"))
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _set_aside(folder: Path, tracker: Tracker) -> None:
+    """A run that begins anew does not write over the records of another one."""
+    if not (folder / FILE_NAME).exists() or not (folder / FILE_NAME).stat().st_size:
+        return
+    taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
+    target = folder / f"previous_{max(taken, default=0) + 1}"
+    target.mkdir()
+    for name in (FILE_NAME, "rollouts", "validation", "config.yaml", "curves.png"):
+        if (folder / name).exists():
+            (folder / name).rename(target / name)
+    tracker.note(f"there is no checkpoint to continue from; what an earlier run recorded is now in {target}")
+
+
+def seed_everything(seed: int) -> None:
+    """For whatever an environment or a model draws from the global generators; Strop's own draws follow identity."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

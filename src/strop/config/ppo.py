@@ -1,0 +1,83 @@
+"""Sections ``ppo``, ``value`` and ``value_loss_fn``: policy gradients with a critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.config.grpo import AlgorithmConfig
+from strop.config.model import Model, follows, subsection
+from strop.config.policy import ModelConfig, TokenizerConfig
+from strop.config.training import AsyncConfig, RolloutTrainingConfig
+
+
+class GaeConfig(Model):
+    """Generalised advantage estimation (arXiv 1506.02438)."""
+
+    name: Literal["gae"] = Field("gae", description="The only estimator of a critic's advantages.")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda: 0 trusts the critic, 1 the rewards (share a token).")
+    gae_gamma: float = Field(1.0, gt=0, le=1, description="Discount (share a token).")
+    normalize_advantages: bool = Field(True, description="Whiten advantages over all tokens of the batch.")
+    gae_lambda_policy: float | None = Field(
+        None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
+    )
+    gae_lambda_value: float | None = Field(
+        None, ge=0, le=1, description="Lambda of the critic's targets (VAPO's decoupled GAE); null is gae_lambda."
+    )
+    length_adaptive_alpha: float = Field(
+        0.0, ge=0, description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off."
+    )
+
+
+class PpoConfig(RolloutTrainingConfig):
+    """Proximal policy optimisation with a critic."""
+
+    ppo_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
+    policy_training_start_step: int = Field(0, ge=0, description="Before this step only the critic trains: its warm-up (steps).")
+    advantage_clip_low: float | None = Field(None, description="Advantages are raised to at least this; null does not clip.")
+    advantage_clip_high: float | None = Field(None, description="Advantages are cut to at most this; null does not clip.")
+    adv_estimator: GaeConfig = subsection(GaeConfig)
+    async_ppo: AsyncConfig = subsection(AsyncConfig)
+
+    @property
+    def asynchronous(self) -> AsyncConfig:
+        return self.async_ppo
+
+    @property
+    def epochs_per_batch(self) -> int:
+        return self.ppo_epochs
+
+
+class PpoAlgorithmConfig(AlgorithmConfig):
+    """Which algorithm turns rollouts and values into losses."""
+
+    name: str = Field("ppo", min_length=1, description="ppo, or module:Class for one from outside.")
+
+
+class ValueLossConfig(Model):
+    """The critic's loss: half the squared error of returns, clipped."""
+
+    scale: float = Field(1.0, gt=0, description="Weight of the value loss.")
+    cliprange: float | None = Field(
+        0.2, gt=0, description="A value moves at most this far from what it was before the update; null does not clip (reward)."
+    )
+
+
+class ValueTokenizerConfig(TokenizerConfig):
+    """The critic's tokenizer, which must be the policy's."""
+
+
+class ValueConfig(ModelConfig):
+    """The critic: a network of its own, or a head on the policy's."""
+
+    model_name: str = follows(
+        "..policy.model_name", alone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
+    )
+    tokenizer: ValueTokenizerConfig = subsection(ValueTokenizerConfig)
+    head_only: bool = Field(
+        False, description="The critic is a linear layer on the policy's hidden states, through which it sends no gradient."
+    )
+    max_total_sequence_length: int = follows(
+        "..policy.max_total_sequence_length", alone=512, ge=2, description="As the policy's (tokens)."
+    )

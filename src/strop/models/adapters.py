@@ -1,0 +1,204 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) inside a model: what they are, without them, merged, in files.
+
+PEFT's layers hold them: a layer ``y = W x`` becomes ``y = W x + scale * up (down x)``, with W frozen. This module reads those layers and
+needs no PEFT for it; ``strop.models.lora`` puts them there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.sampling import at_least_float32
+
+ADAPTER = "default"  # PEFT's name for the only one
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of every name in PEFT's files
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """One layer with an adapter, ``y = base(x) + scale * up (down x)``."""
+
+    name: str  # of the layer in the model, as without adapters
+    module: nn.Module  # PEFT's layer, which calls the base
+    base: Any  # nn.Linear, or a Conv1D of GPT-2, whose weight is transposed
+    down: nn.Parameter  # [r, inputs]
+    up: nn.Parameter  # [outputs, r]
+    scale: float
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """W + scale * up down, a new tensor, in at least float32: small changes of a bfloat16 weight would be rounded away."""
+        down, up, weight = (at_least_float32(tensor) for tensor in (self.down, self.up, self.base.weight))
+        change = (up @ down).mul_(self.scale)
+        return weight + (change if isinstance(self.base, nn.Linear) else change.t())
+
+
+def low_rank_layers(model: nn.Module) -> list[LowRank]:
+    """The layers with an adapter, in the model's order; none for an ordinary model."""
+    return [_low_rank(name, module) for name, module in model.named_modules() if _holds_adapter(module)]
+
+
+def _holds_adapter(module: Any) -> bool:
+    return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
+
+
+def _low_rank(name: str, module: Any) -> LowRank:
+    down, up = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+    return LowRank(name, module, module.base_layer, down, up, float(module.scaling[ADAPTER]))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it got adapters, to the last bit and without a copy: each layer is its base.
+
+    Raises RuntimeError while an engine has routed the layers through copies of its own.
+    """
+    layers = low_rank_layers(model)
+    if any("forward" in vars(layer.module) for layer in layers):
+        raise RuntimeError("the generator holds the model; the adapters can only be switched off once it has been drained")
+    for layer in layers:
+        layer.module.forward = layer.base.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.module.forward
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under the names they have without adapters, adapters merged in, one at a time.
+
+    Whoever rounds them to bfloat16 loses what is smaller than half a step of the weight: send adapters beside the base instead.
+    """
+    layers = {layer.name: layer for layer in low_rank_layers(model)}
+    for name, tensor in model.state_dict().items():
+        owner, inside = _split(name, layers)
+        if owner is None:
+            yield name, tensor
+        elif inside == "base_layer.weight":
+            yield f"{owner.name}.weight", owner.merged()
+        elif inside.startswith("base_layer."):
+            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor
+
+
+def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, str]:
+    """The layer with an adapter that a name of the state dict lies in, and the rest of the name."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        if (layer := layers.get(".".join(parts[:length]))) is not None:
+            return layer, ".".join(parts[length:])
+    return None, name
+
+
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained: the adapters, and with a classifier its score layer, under the names of PEFT's files. No copies."""
+    found: dict[str, Tensor] = {}
+    for layer in low_rank_layers(model):
+        found[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
+        found[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
+    for whole in _config_of(model).modules_to_save or ():
+        layer_state = model.get_submodule(whole).state_dict()
+        found.update({f"{_PREFIX}{whole}.{name}": tensor.detach() for name, tensor in layer_state.items()})
+    return found
+
+
+def _config_of(model: Any) -> Any:
+    """PEFT's configuration of the model's adapters."""
+    return model.peft_config[ADAPTER]
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    """The adapters in PEFT's format: ``PeftModel.from_pretrained(base, folder)`` loads them.
+
+    The model's configuration is written beside them, so that whoever merges them later builds the model that was trained.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(_config_of(model))
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    model.config.save_pretrained(folder)
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in adapter_weights(model).items()},
+        folder / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
+
+
+@torch.no_grad()
+def load_adapters(model: nn.Module, folder: Path) -> None:
+    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError unless they are of the same form."""
+    from safetensors.torch import load_file
+
+    _refuse_other_form(model, folder)
+    stored, own = load_file(folder / WEIGHTS_FILE), adapter_weights(model)
+    odd = sorted(stored.keys() ^ own.keys()) or [name for name in own if own[name].shape != stored[name].shape]
+    if odd:
+        raise ValueError(
+            f"the adapters in {folder} do not fit those of this run, which differ in {', '.join(odd[:3])}; set dtensor_cfg.lora_cfg as it "
+            "was when they were saved, or start with another checkpointing.checkpoint_dir"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
+
+
+def _refuse_other_form(model: nn.Module, folder: Path) -> None:
+    """Adapters under another scale would be another model; those of another base may be."""
+    if not (folder / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set dtensor_cfg.lora_cfg.enabled=false to "
+            "continue it, or start with another checkpointing.checkpoint_dir"
+        )
+    saved, own = read_config(folder), _config_of(model)
+    for name, key in (("r", "dim"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
+        if saved.get(name) != getattr(own, name):
+            raise ValueError(
+                f"the adapters in {folder} have {name} = {saved.get(name)}, and this run's have {getattr(own, name)}; set "
+                f"dtensor_cfg.lora_cfg.{key} as it was when they were saved"
+            )
+    if (before := saved.get("base_model_name_or_path")) != own.base_model_name_or_path:
+        warnings.warn(
+            f"the adapters in {folder} were trained on {before}, and this run puts them on {own.base_model_name_or_path}: they only "
+            "mean the same where these are the same weights",
+            stacklevel=3,
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """PEFT's configuration in a folder of adapters."""
+    found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    return found
+
+
+def adapter_folder(name: str) -> Path | None:
+    """The folder with adapters that a model name is; None for any other model."""
+    folder = Path(name).expanduser()
+    return folder if (folder / CONFIG_FILE).exists() else None
+
+
+def base_name(folder: Path) -> str:
+    """The model that the adapters in a folder were trained on. Raises ValueError where they do not say."""
+    found = read_config(folder).get("base_model_name_or_path")
+    if not found:
+        raise ValueError(f"{folder / CONFIG_FILE} does not name its base: set base_model_name_or_path in it to a hub name or a folder")
+    return str(found)
+
+
+def with_adapters_merged(model: Any, folder: Path) -> Any:
+    """An ordinary model that computes what ``model`` with the adapters in ``folder`` does. Every kind of adapter that PEFT merges will do."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

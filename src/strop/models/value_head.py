@@ -1,0 +1,82 @@
+"""A critic that is one linear layer on the policy's hidden states: no second model in memory, and no gradient into the policy.
+
+It sees what the policy's own training put there. A critic of its own (``strop.models.value``) can learn features for the value, at the
+price of a second model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.algorithms.base import ValueOutputs
+from strop.models.network import Network
+from strop.models.value import scalar
+from strop.sampling import Sampling
+from strop.types import Batch
+
+
+class ScalarHead(nn.Module):
+    """H -> 1. It begins at zero: every value is 0, and advantages are plain rewards, until it has learned something."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def save_pretrained(self, folder: Path | str, **_: Any) -> None:
+        """The head alone, as safetensors, and its size as JSON."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps({"hidden_size": self.score.in_features}))
+
+    @classmethod
+    def from_pretrained(cls, folder: Path | str) -> ScalarHead:
+        """What ``save_pretrained`` wrote. Raises FileNotFoundError."""
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        head = cls(int(json.loads((folder / CONFIG).read_text())["hidden_size"]))
+        head.load_state_dict(load_file(folder / WEIGHTS))
+        return head
+
+    def gradient_checkpointing_enable(self, **_: Any) -> None:
+        """Nothing to do: of the trunk, which runs without gradient, no activations are kept."""
+
+
+WEIGHTS, CONFIG = "model.safetensors", "value_head.json"
+
+
+class ValueHead:
+    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy's, as it is at the moment."""
+
+    def __init__(self, trunk: Network, head: ScalarHead | None = None) -> None:
+        """Raises ValueError for a head of another size than the trunk's hidden states."""
+        size = int(trunk.model.config.get_text_config().hidden_size)
+        if head is not None and head.score.in_features != size:
+            raise ValueError(
+                f"the value head reads {head.score.in_features} features and {type(trunk.model).__name__} has {size}: the head was trained "
+                "on another model; start with a new one"
+            )
+        wide = torch.promote_types(next(trunk.model.parameters()).dtype, torch.float32)
+        self.trunk = trunk
+        self.device: torch.device = trunk.device
+        self.packed = trunk.packed
+        self.model = (ScalarHead(size) if head is None else head).to(device=trunk.device, dtype=wide)
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
+        """What is expected of each place that a token is sampled at, [N]; how it is sampled makes no difference."""
+        return ValueOutputs(scalar(self.model.score, self._features(batch)))
+
+    @torch.no_grad()
+    def _features(self, batch: Batch) -> Tensor:  # [N, H]
+        with self.trunk.autocast():
+            return self.trunk.hidden(batch)

@@ -1,0 +1,149 @@
+"""Reference log-probabilities computed once, before training, and kept in a file: no reference model in memory afterwards.
+
+An example is known by its data's name, its task's id and the number of its rollout, and by a fingerprint of its tokens: one that has
+changed since is an error, never a silently wrong number. The file names the weights it was computed with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.kl import REFERENCE
+from strop.data.packing import pack
+from strop.tracking.atomic import replacing
+from strop.training.base import Scorer, token_outputs
+from strop.types import Batch, Group, Rollout
+
+AT_ONCE = 64  # groups packed together: enough for the micro-batches to be full
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceStore:
+    """Log-probabilities of recorded rollouts by who they are. A ``ColumnSource`` for the column ``reference_logprobs``."""
+
+    path: Path
+    logprobs: Tensor  # float32, those of all rollouts one after another
+    places: Mapping[tuple[int, int], tuple[int, int]]  # (name, fingerprint) of a rollout -> first and last + 1 in ``logprobs``
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """The column of the batch, [N] float32. Raises LookupError for an example that is not in the file or is not what it was."""
+        found = [self._of(group, rollout) for group in groups for rollout in group.rollouts]
+        column = torch.cat(found) if found else torch.zeros(0)
+        if len(column) != len(batch.target):
+            raise ValueError(
+                f"the batch asks about {len(batch.target)} tokens, and its groups have {len(column)} that were taught: reference "
+                "log-probabilities belong to a batch with a place for each of them"
+            )
+        return {REFERENCE: column}
+
+    def _of(self, group: Group, rollout: Rollout) -> Tensor:
+        name = _name(group, rollout)
+        place = self.places.get((_hash(name), fingerprint(rollout)))
+        if place is None:
+            known = any(found == _hash(name) for found, _ in self.places)
+            reason = "has other tokens than when" if known else "is not among the examples when"
+            raise LookupError(
+                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or how examples "
+                "are read has changed. Remove that file, and they are computed anew"
+            )
+        return self.logprobs[slice(*place)]
+
+
+async def reference_store(
+    path: Path, groups: Iterable[Group], scorer: Scorer, algorithm: Algorithm, *, weights: str, data: str, share_prefixes: bool = True
+) -> ReferenceStore:
+    """What ``path`` holds, or, where there is no such file, what ``scorer`` says of every rollout of ``groups``, which is then written there.
+
+    ``groups`` are only read in the second case; those with errors are left out. Call it while the scorer has the weights that training
+    starts from, before a checkpoint is loaded. ``weights`` (see ``weights_fingerprint``) and ``data``, a description of where examples
+    come from and how they are read, must be those that the file was computed with. Raises ValueError where they are not. Interrupted, it
+    leaves no file.
+    """
+    made_with = {"weights": weights, "data": data}
+    if path.exists():
+        return _read(path, made_with)
+    columns: list[Tensor] = []
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    end = 0
+    for some in _chunks((group for group in groups if not group.errors), AT_ONCE):
+        batch = pack(some, algorithm, share_prefixes=share_prefixes)
+        logprobs = token_outputs(await scorer.score(batch)).logprobs
+        lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
+        rollouts = ((group, rollout) for group in some for rollout in group.rollouts)
+        for (group, rollout), own in zip(rollouts, logprobs.split(lengths), strict=True):
+            if (key := (_hash(_name(group, rollout)), fingerprint(rollout))) not in places:
+                places[key] = (end, end + len(own))
+                columns.append(own)
+                end += len(own)
+    store = ReferenceStore(path, torch.cat(columns) if columns else torch.zeros(0), places)
+    _write(store, made_with)
+    return store
+
+
+def fingerprint(rollout: Rollout) -> int:
+    """64 bits that follow from a rollout's tokens and which of them are taught."""
+    digest = hashlib.blake2b(digest_size=8)
+    for author, tokens in (("prompt", rollout.prompt), *((turn.author, turn.tokens) for turn in rollout.turns)):
+        digest.update(f"{author} {len(tokens)} ".encode())
+        digest.update(tokens.to(torch.int64).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def weights_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
+    """A name for a model's weights, from the names and shapes of its parameters and up to ``samples`` entries of each."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
+        digest.update(flat[:: max(len(flat) // samples, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _name(group: Group, rollout: Rollout) -> str:
+    return f"rollout {rollout.sample} of {rollout.task.id} in {group.environment}"
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _chunks(groups: Iterable[Group], size: int) -> Iterator[list[Group]]:
+    remaining = iter(groups)
+    while some := list(islice(remaining, size)):
+        yield some
+
+
+def _write(store: ReferenceStore, made_with: Mapping[str, str]) -> None:
+    from safetensors.torch import save_file
+
+    keys = torch.tensor(list(store.places), dtype=torch.int64).reshape(-1, 2)
+    lengths = torch.tensor([last - first for first, last in store.places.values()], dtype=torch.int64)
+    with replacing(store.path) as draft:
+        save_file({"logprobs": store.logprobs, "keys": keys, "lengths": lengths}, draft, metadata=dict(made_with))
+
+
+def _read(path: Path, made_with: Mapping[str, str]) -> ReferenceStore:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        stored: dict[str, Any] = dict(file.metadata() or {})
+        logprobs, keys, lengths = (file.get_tensor(name) for name in ("logprobs", "keys", "lengths"))
+    if differing := [name for name, value in made_with.items() if stored.get(name) != value]:
+        raise ValueError(
+            f"the reference log-probabilities in {path} were computed with other {' and '.join(differing)}: "
+            f"{json.dumps({name: stored.get(name) for name in differing})}, now {json.dumps({name: made_with[name] for name in differing})}. "
+            "Remove that file to have them computed anew, or name another one"
+        )
+    ends = lengths.cumsum(0).tolist()
+    spans = zip([0, *ends[:-1]], ends, strict=True)
+    return ReferenceStore(path, logprobs, {(name, tokens): span for (name, tokens), span in zip(keys.tolist(), spans, strict=True)})

@@ -1,0 +1,239 @@
+"""Teachers: whoever fills the columns that distillation learns from.
+
+    one teacher                    TeacherLogprobs(teacher)             -> teacher_logprobs [N]
+                                   TeacherTopK(teacher, count)          -> candidates, teacher_candidates [N, K]
+    several, one for each group    RoutedTeachers({environment: source})
+    several, all for each token    MixedTeachers([source, ...])
+    the policy, shown how          SelfTeacher(source, prompt)
+
+A teacher reads the very tokens that the student sampled, so both must have one vocabulary: ``common_vocabulary`` refuses others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import CANDIDATES, Algorithm, Outputs
+from strop.algorithms.distillation import TEACHER
+from strop.algorithms.topk_distillation import TEACHER_CANDIDATES
+from strop.data.packing import micro_batches, pack, select
+from strop.metrics import Metrics
+from strop.models.network import Network
+from strop.sampling import Sampling, filtered_logits
+from strop.training.base import ColumnSource, Scorer, token_outputs
+from strop.training.torch.learner import score
+from strop.types import Batch, Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A language model that reads and is not trained. ``sampling``: the student's temperature, and no filter.
+
+    ``during`` gives what must hold while it reads, such as ``lambda: on_device(network)``, ``lambda: average.swapped_in(parameters)`` for
+    the moving average of the policy's own weights, or its adapters off. A plain network needs nothing.
+    """
+
+    network: Network
+    sampling: Sampling
+    score_tokens: int
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    async def score(self, batch: Batch) -> Outputs:
+        with self.during():
+            return score(self.network, batch, self.sampling, self.score_tokens)
+
+    @torch.no_grad()
+    def likeliest(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ``count`` most likely tokens at each place among the first ``vocabulary`` ids, and their log-probabilities: [N, K] each,
+        int64 and float32, on the CPU. Raises ValueError for more tokens than there are."""
+        known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
+        if not 1 <= count <= known:
+            raise ValueError(f"the {count} most likely of {known} tokens were asked for; set topk_logits_k to at most {known}")
+        ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
+        logprobs = torch.zeros(len(batch.target), count)
+        with self.during():
+            for part in micro_batches(batch, self.score_tokens, padded=not self.network.packed):
+                ids[part.index], logprobs[part.index] = self._likeliest(part.batch, count, known)
+        return ids, logprobs
+
+    def _likeliest(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        network, pieces = self.network, []
+        with network.autocast():
+            for rows in network.hidden(batch).split(network.chunk):  # a chunk of float32 logits at a time, as everywhere
+                logits = filtered_logits(network.head.logits(rows), self.sampling)
+                best, places = logits[:, :vocabulary].topk(count, dim=-1)
+                pieces.append((places.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
+        ids, logprobs = zip(*pieces, strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
+
+
+@contextmanager
+def on_device(network: Network) -> Iterator[None]:
+    """A model that waits in CPU memory, on its device while it is used."""
+    network.model.to(network.device)
+    try:
+        yield
+    finally:
+        network.model.to("cpu")
+
+
+@dataclass(frozen=True)
+class TeacherLogprobs:
+    """What a teacher gives the tokens that were sampled: ``teacher_logprobs`` [N]. The teacher may be any scorer."""
+
+    teacher: Scorer
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {TEACHER: token_outputs(await self.teacher.score(batch)).logprobs}
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """A teacher's ``count`` most likely tokens at each place, and what it gives them: ``candidates``, ``teacher_candidates`` [N, K]."""
+
+    teacher: Teacher
+    count: int
+    vocabulary: int | None = None  # ids that the student knows, from 0: see common_vocabulary
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        ids, logprobs = self.teacher.likeliest(batch, self.count, self.vocabulary)
+        return {CANDIDATES: ids, TEACHER_CANDIDATES: logprobs}
+
+
+@dataclass(frozen=True)
+class RoutedTeachers:
+    """Each group to the teacher of its environment. Every one must give the same columns, equally wide."""
+
+    teachers: Mapping[str, ColumnSource]  # by the environment's name
+    otherwise: ColumnSource | None = None  # for environments that are not named
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError for a group that no teacher is for."""
+        owners = [self.teacher_of(group.environment) for group in groups]
+        columns: dict[str, Tensor] = {}
+        for teacher in {id(owner): owner for owner in owners}.values():
+            places = [place for place, owner in enumerate(owners) if owner is teacher]
+            part = select(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
+            found = await teacher.columns(part.batch, [groups[place] for place in places])
+            for name, column in found.items():
+                if name not in columns:
+                    columns[name] = torch.zeros(len(batch.target), *column.shape[1:], dtype=column.dtype)
+                columns[name][part.index] = column
+        return columns
+
+    def teacher_of(self, environment: str) -> ColumnSource:
+        teacher = self.teachers.get(environment, self.otherwise)
+        if teacher is None:
+            raise ValueError(
+                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; name it in "
+                "teacher.environments, or let one teacher be for all"
+            )
+        return teacher
+
+
+@dataclass(frozen=True)
+class MixedTeachers:
+    """The mixture of several teachers, log sum_i w_i p_i(token), with weights that are made to sum to 1: ``teacher_logprobs`` [N].
+
+    Of sampled tokens only: the most likely tokens of a mixture are not known from those of its parts.
+    """
+
+    teachers: Sequence[ColumnSource]
+    weights: Sequence[float] | None = None  # None: all the same
+
+    def __post_init__(self) -> None:
+        weights = self.weights
+        if not self.teachers or (weights is not None and (len(weights) != len(self.teachers) or min(weights) <= 0)):
+            raise ValueError(f"{len(self.teachers)} teachers have the weights {weights}; give each teacher one above 0")
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError for a teacher that gives other columns."""
+        found = [await teacher.columns(batch, groups) for teacher in self.teachers]
+        if any(set(columns) != {TEACHER} for columns in found):
+            raise ValueError("teachers can be mixed for distillation only, on sampled tokens; for others route by environment")
+        weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)
+        logs = torch.stack([columns[TEACHER].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
+        return {TEACHER: logs.logsumexp(0).float()}
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """Self-distillation (arXiv 2601.19897): the teacher reads the same rollouts after another prompt, one that shows how it is done.
+
+    ``teacher`` is whatever reads them: a frozen copy of the policy, its moving average (the paper's choice), its adapters off, or the
+    learner itself. ``prompt`` gives a group's prompt with the demonstration, in tokens; it must leave room for the rollouts.
+    """
+
+    teacher: ColumnSource
+    prompt: Callable[[Group], Sequence[int]]
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError where ``groups`` are not those of the batch."""
+        shown = [self._shown(group) for group in groups]
+        reading = pack(shown, _NoCredit())
+        if not torch.equal(reading.target, batch.target):
+            raise ValueError("the groups are not those the batch was packed from: their sampled tokens differ")
+        return await self.teacher.columns(reading, shown)
+
+    def _shown(self, group: Group) -> Group:
+        prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)
+        if not len(prompt):
+            raise ValueError(
+                f"the demonstration prompt of task {group.task.id!r} is empty: the first token is predicted from its last"
+            )
+        return replace(group, rollouts=tuple(replace(rollout, prompt=prompt) for rollout in group.rollouts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoCredit(Algorithm):
+    """For batches that are only read."""
+
+    def advantages(self, group: Group) -> Tensor:
+        return torch.zeros(len(group.rollouts))
+
+    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+        raise NotImplementedError("a batch that is only read has no loss")
+
+
+_PROBE = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'
+
+
+def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
+    """How many token ids, from 0, mean the same to both; for ``TeacherTopK.vocabulary``.
+
+    ``student`` and ``teacher`` are the sizes of their output layers, ``tokenizers`` those of student and teacher. Output layers are padded,
+    so that models of one family differ in size with one tokenizer: sizes decide only where no tokenizers are given. Raises ValueError
+    where the teacher would read other text than the student wrote.
+    """
+    if student > teacher:
+        raise ValueError(
+            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to it; choose "
+            "a teacher of the student's family"
+        )
+    if tokenizers is None:
+        if student != teacher:
+            raise ValueError(
+                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told without their "
+                "tokenizers; choose a teacher of the student's family"
+            )
+        return student
+    known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
+        place, token = odd[0]
+        raise ValueError(
+            f"the tokenizers of student and teacher differ in {len(odd)} tokens, the first of them {token!r}: it is {place} to the "
+            f"student and {others.get(token, 'unknown')} to the teacher; choose a teacher of the student's family"
+        )
+    ours, theirs = (tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
+    if ours != theirs:
+        raise ValueError(
+            f"the tokenizers of student and teacher have the same tokens and cut text differently: {_PROBE[:20]!r}... is "
+            f"{len(ours)} tokens to one and {len(theirs)} to the other; choose a teacher of the student's family"
+        )
+    return min(student, int(max(known.values())) + 1)

@@ -1,0 +1,48 @@
+"""Which formula belongs to which advantage of Strop, and which laws it obeys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from conformance import formulas_advantages as formulas
+
+Formula = Callable[[Sequence[float], Sequence[float], float], list[float]]  # rewards, lengths, reward of the greedy rollout
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    part: str
+    formula: Formula
+    options: dict[str, Any] = field(default_factory=dict)
+    relative: bool = True  # exactly zero where the group does not vary
+    shift: bool = True  # a constant added to all rewards changes nothing
+    scale: Literal["invariant", "follows"] | None = "invariant"  # what a factor on all rewards does
+    zero_sum: bool = True
+    monotone: bool = True
+
+    def __str__(self) -> str:
+        return " ".join([self.part, *(f"{name}={value}" for name, value in self.options.items())])
+
+
+GROUP_ADVANTAGES = [
+    GroupCase("group_relative", lambda rewards, *_: formulas.grpo(rewards)),
+    GroupCase("group_relative", lambda rewards, *_: formulas.dr_grpo(rewards), {"normalize": False}, scale="follows"),
+    GroupCase("group_relative", lambda rewards, *_: formulas.grpo_leave_one_out(rewards), {"leave_one_out": True}),
+    GroupCase(
+        "group_relative",
+        lambda rewards, *_: formulas.rloo(rewards),
+        {"leave_one_out": True, "normalize": False},
+        scale="follows",
+    ),
+    GroupCase(
+        "group_relative",
+        lambda rewards, *_: formulas.plain(rewards),
+        {"baseline": False, "normalize": False},
+        relative=False,
+        shift=False,
+        scale="follows",
+        zero_sum=False,
+    ),
+]

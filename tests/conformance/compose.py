@@ -1,0 +1,36 @@
+"""Building Strop's algorithms for a test from parts by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from strop.algorithms import catalogue
+from strop.algorithms.base import Algorithm
+from strop.algorithms.parts import Advantage, GroupRewards, Part
+from strop.algorithms.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Advantage):
+    """Rewards as they are: for tests of what comes after credit."""
+
+    def relative(self, group: GroupRewards) -> Tensor:
+        return group.rewards
+
+
+def part(name: str, **options: Any) -> Any:
+    """The part that a configuration calls ``name``."""
+    kind: type[Part] = catalogue.parts()[name]
+    return kind(**options)
+
+
+def algorithm(name: str, **options: Any) -> Algorithm:
+    return catalogue.algorithms()[name](**options)
+
+
+def policy_gradient(**options: Any) -> PolicyGradient:
+    """A policy gradient with the clip and rewards as advantages, unless told otherwise. Truncated rollouts do not count."""
+    return PolicyGradient(**{"advantage": Given(), "objective": part("clip"), "overlong_filtering": True, **options})

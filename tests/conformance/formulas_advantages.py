@@ -1,0 +1,123 @@
+"""Rewards -> credit, from the papers, over plain lists. ``rewards`` are those of one group, unless a formula is about the whole batch.
+
+EPS stands beside every standard deviation that divides. A group whose rewards do not differ by more than rounding has no signal, and every
+formula that divides by a deviation gives it zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from conformance.formulas_common import deviation
+
+EPS = 1e-6
+
+
+def average(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def same(rewards: Sequence[float]) -> bool:
+    """Whether what differs is only rounding: a millionth of the largest reward."""
+    return max(rewards) - min(rewards) <= 1e-6 * max(abs(reward) for reward in rewards)
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """A_i = (R_i - mean(R)) / std(R)  (2402.03300, section 4.1.2)."""
+    if same(rewards):
+        return [0.0 for _ in rewards]
+    return [(reward - average(rewards)) / (deviation(rewards) + EPS) for reward in rewards]
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """A_i = R_i - mean(R)  (2503.20783)."""
+    return [0.0 if same(rewards) else reward - average(rewards) for reward in rewards]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """A_i = R_i - 1/(G-1) sum over j != i of R_j  (2402.14740, eq. 8)."""
+    others = [[reward for j, reward in enumerate(rewards) if j != i] for i in range(len(rewards))]
+    return [0.0 if same(rewards) else reward - average(rest) for reward, rest in zip(rewards, others, strict=True)]
+
+
+def grpo_leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """RLOO's baseline over the deviation of the whole group."""
+    return [advantage / (deviation(rewards) + EPS) for advantage in rloo(rewards)]
+
+
+def plain(rewards: Sequence[float]) -> list[float]:
+    """REINFORCE (Williams, 1992) without a baseline: A_i = R_i."""
+    return list(rewards)
+
+
+def remax(rewards: Sequence[float], greedy: float) -> list[float]:
+    """A_i = R_i - R(greedy rollout)  (2310.10505, eq. 3)."""
+    return [reward - greedy for reward in rewards]
+
+
+def opo(rewards: Sequence[float], lengths: Sequence[float]) -> list[float]:
+    """A_i = R_i - b, b = sum(l_i R_i) / sum(l_i): the variance-optimal baseline where |grad log pi|^2 grows with length (2505.23585)."""
+    if same(rewards) or sum(lengths) == 0:
+        return [0.0 for _ in rewards]
+    weighted = math.fsum(length * reward for length, reward in zip(lengths, rewards, strict=True)) / math.fsum(lengths)
+    return [reward - weighted for reward in rewards]
+
+
+def maxrl(rewards: Sequence[float]) -> list[float]:
+    """A_i = (R_i - mean(R)) / mean(R)  (2602.02710); zeros where nothing succeeded."""
+    if same(rewards) or average(rewards) <= 0:
+        return [0.0 for _ in rewards]
+    return [(reward - average(rewards)) / average(rewards) for reward in rewards]
+
+
+def pass_at_k(rewards: Sequence[float]) -> list[float]:
+    """Leave-one-out credit for the best of k: A_i = max(R) - max over j != i of R_j, which only the best sample gets (2503.19595)."""
+    credit = []
+    for i in range(len(rewards)):
+        rest = [reward for j, reward in enumerate(rewards) if j != i]
+        credit.append(0.0 if same(rewards) else max(rewards) - max(rest))
+    return credit
+
+
+def whiten(values: Sequence[float]) -> list[float]:
+    """(x - mean) / (std + eps) over everything given."""
+    return [(value - average(values)) / (deviation(values) + EPS) for value in values]
+
+
+def lite_ppo(batch: Sequence[Sequence[float]]) -> list[list[float]]:
+    """A_i = (R_i - mean of its group) / std of the rewards of the whole batch  (2508.08221)."""
+    spread = deviation([reward for rewards in batch for reward in rewards])
+    return [[advantage / (spread + EPS) for advantage in dr_grpo(rewards)] for rewards in batch]
+
+
+def reinforce_pp(batch: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], *, baseline: bool) -> list[list[list[float]]]:
+    """Whitened over all tokens of the global batch: A_t = (R - mean) / std; -baseline subtracts the group's mean first (2501.03262)."""
+    centred = [dr_grpo(rewards) if baseline else list(rewards) for rewards in batch]
+    tokens = [
+        value for row, sizes in zip(centred, lengths, strict=True) for value, n in zip(row, sizes, strict=True) for _ in range(n)
+    ]
+    flat = iter(whiten(tokens))
+    return [[[next(flat) for _ in range(n)] for n in sizes] for sizes in lengths]
+
+
+def gdpo(batch: Sequence[Sequence[dict[str, float]]], weights: dict[str, float]) -> list[list[float]]:
+    """Each reward normalised in its group, summed with weights, then whitened over the batch's rollouts (2601.05242, eq. 4 to 6)."""
+    summed: list[list[float]] = []
+    for group in batch:
+        total = [0.0 for _ in group]
+        for name, weight in weights.items():
+            each = grpo([rewards[name] for rewards in group])
+            total = [so_far + weight * advantage for so_far, advantage in zip(total, each, strict=True)]
+        summed.append(total)
+    flat = iter(whiten([value for row in summed for value in row]))
+    return [[next(flat) for _ in row] for row in summed]
+
+
+def soft_overlong(length: int, *, max_length: int, buffer: int, penalty: float = 1.0) -> float:
+    """R_length of DAPO (2503.14476, eq. 13): 0 up to L_max - L_cache, then a line down to -1 at L_max, then -1."""
+    if length <= max_length - buffer:
+        return 0.0
+    if length <= max_length:
+        return ((max_length - buffer) - length) / buffer * penalty
+    return -penalty

@@ -1,0 +1,57 @@
+"""Schulman's estimators of KL(pi || pi_ref) from tokens that pi sampled (joschu.net/blog/kl-approx.html), and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conformance.formulas_common import Row, Scalar, clip, exp
+
+
+def k1(now: Scalar, reference: float) -> Scalar:
+    """-log r, r = pi_ref / pi."""
+    return now - reference
+
+
+def k2(now: Scalar, reference: float) -> Scalar:
+    """(log r)^2 / 2."""
+    return (reference - now) ** 2 / 2
+
+
+def k3(now: Scalar, reference: float) -> Scalar:
+    """(r - 1) - log r."""
+    d = reference - now
+    return (exp(d) - 1) - d
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def clamped(estimator: str, now: Scalar, reference: float, inside: float | None, outside: float | None) -> Scalar:
+    """An estimate of a clamped log ratio, clamped again."""
+    if inside is not None:
+        d = clip(reference - now, -inside, inside)
+        now, reference = -d, 0.0
+    estimate = ESTIMATORS[estimator](now, reference)
+    return estimate if outside is None else clip(estimate, -outside, outside)
+
+
+def in_loss(row: Row, estimator: str, *, inside: float | None = None, outside: float | None = None) -> list[Scalar]:
+    return [clamped(estimator, row.now[t], row.reference[t], inside, outside) for t in row.tokens]
+
+
+def unbiased(row: Row, estimator: str) -> list[Scalar]:
+    """(pi / pi_old) x k: its expectation and its gradient are those of the KL, although pi_old sampled (2512.02556, eq. 7)."""
+    return [exp(row.now[t] - row.before[t]) * ESTIMATORS[estimator](row.now[t], row.reference[t]) for t in row.tokens]
+
+
+def rewards_less_kl(rows: Sequence[Row], estimator: str, weight: float) -> list[float]:
+    """R - beta sum over t of KL_t, by the policy that sampled (2009.01325, section 3.4)."""
+    return [
+        row.reward - weight * sum(ESTIMATORS[estimator](row.sampler[t], row.reference[t]) for t in row.tokens) for row in rows
+    ]
+
+
+def to_come(row: Row, estimator: str) -> list[float]:
+    """For token t: sum over s >= t of KL_s, what a return-to-go sees of a penalty in each token's reward."""
+    each = [ESTIMATORS[estimator](row.sampler[t], row.reference[t]) for t in row.tokens]
+    return [sum(each[t:]) for t in row.tokens]

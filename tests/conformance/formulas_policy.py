@@ -1,0 +1,146 @@
+"""Policy objectives, to be maximised: for one rollout, what each of its tokens contributes.
+
+rho = pi_theta / pi_old. An objective about whole rollouts gives every token the rollout's value, so that a mean over tokens is that value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from conformance.formulas_common import Row, Scalar, clip, constant, counted, exp, mean, sigmoid
+
+
+def ratios(row: Row) -> list[Scalar]:
+    return [exp(row.now[t] - row.before[t]) for t in row.tokens]
+
+
+def sampler_ratios(row: Row) -> list[Scalar]:
+    return [exp(row.now[t] - row.sampler[t]) for t in row.tokens]
+
+
+def ppo_clip(row: Row, *, low: float = 0.2, high: float = 0.2) -> list[Scalar]:
+    """min(rho A, clip(rho, 1 - low, 1 + high) A)  (1707.06347, eq. 7; high > low: DAPO, 2503.14476, eq. 10)."""
+    terms = []
+    for rho, advantage in zip(ratios(row), row.advantage, strict=True):
+        terms.append(min(rho * advantage, clip(rho, 1 - low, 1 + high) * advantage))
+    return terms
+
+
+def dual_clip(row: Row, *, low: float = 0.2, high: float = 0.2, dual: float) -> list[Scalar]:
+    """Where A < 0: max(min(rho A, clip(rho) A), c A)  (1912.09729, eq. 5)."""
+    terms = ppo_clip(row, low=low, high=high)
+    return [
+        max(term, dual * advantage) if advantage < 0 else term for term, advantage in zip(terms, row.advantage, strict=True)
+    ]
+
+
+def two_sided_clip(row: Row, *, low: float = 0.2, high: float = 0.2, delta: float) -> list[Scalar]:
+    """min(min(rho, delta) A, clip(rho, 1 - low, 1 + high) A)  (2505.07291, eq. 2)."""
+    terms = []
+    for rho, advantage in zip(ratios(row), row.advantage, strict=True):
+        terms.append(min(min(rho, delta) * advantage, clip(rho, 1 - low, 1 + high) * advantage))
+    return terms
+
+
+def gspo(row: Row, *, low: float, high: float, length_weighted: bool = False) -> list[Scalar]:
+    """min(s A, clip(s) A), s = (pi_theta(y) / pi_old(y))^(1/|y|)  (2507.18071, eq. 5 and 7).
+
+    LUSPO (2602.05261) multiplies the objective of each rollout by its length.
+    """
+    if not row.length:
+        return []
+    s = exp(sum(row.now[t] - row.before[t] for t in row.tokens) / row.length)
+    advantage = row.advantage[0]
+    value = min(s * advantage, clip(s, 1 - low, 1 + high) * advantage)
+    return [value * (row.length if length_weighted else 1) for _ in row.tokens]
+
+
+def gmpo(row: Row, *, low: float = 0.4, high: float = 0.4) -> list[Scalar]:
+    """The geometric mean of token ratios, each clipped to (e^-low, e^high) on the side that PPO's min clips, times A (2507.20673, eq. 4)."""
+    if not row.length:
+        return []
+    advantage = row.advantage[0]
+    logs = []
+    for t in row.tokens:
+        d = row.now[t] - row.before[t]
+        logs.append(min(d, clip(d, -low, high)) if advantage > 0 else max(d, clip(d, -low, high)))
+    return [exp(sum(logs) / row.length) * advantage for _ in row.tokens]
+
+
+def cispo(row: Row, *, low: float, high: float) -> list[Scalar]:
+    """sg(clip(rho, 1 - low, 1 + high)) A log pi  (2506.13585, eq. 4 and 5)."""
+    return [
+        constant(clip(rho, 1 - low, 1 + high)) * advantage * now
+        for rho, advantage, now in zip(ratios(row), row.advantage, row.now, strict=True)
+    ]
+
+
+def reinforce(row: Row) -> list[Scalar]:
+    """A log pi (Williams, 1992)."""
+    return [advantage * now for advantage, now in zip(row.advantage, row.now, strict=True)]
+
+
+def sapo(row: Row, *, positive: float = 1.0, negative: float = 1.05) -> list[Scalar]:
+    """(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A  (2511.20347, eq. 6)."""
+    terms = []
+    for rho, advantage in zip(ratios(row), row.advantage, strict=True):
+        tau = positive if advantage > 0 else negative
+        terms.append(4 / tau * sigmoid(tau * (rho - 1)) * advantage)
+    return terms
+
+
+def dppo(row: Row, *, low: float, high: float, cap: float) -> list[Scalar]:
+    """M sg(min(r, C)) A log pi with r = pi / mu, and M = 0 where the update would leave the trust region |pi - mu| <= delta:
+    A > 0 and pi - mu > delta, or A < 0 and pi - mu < -delta (2602.04879, eq. 8 and 12, binary total variation).
+    """
+    terms = []
+    for t in row.tokens:
+        difference = math.exp(constant(row.now[t])) - math.exp(row.sampler[t])
+        advantage = row.advantage[t]
+        inside = difference <= high if advantage > 0 else difference >= -low
+        terms.append(constant(min(sampler_ratios(row)[t], cap)) * advantage * row.now[t] * float(inside))
+    return terms
+
+
+def vespo(
+    row: Row, logs: Sequence[float], *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
+) -> list[Scalar]:
+    """sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W = prod of ``logs``' ratios over the rollout (2602.10693, eq. 13)."""
+    if not row.length:
+        return []
+    total = sum(logs)
+    power, decay = positive if row.advantage[0] > 0 else negative
+    phi = math.exp(max(power * total + decay * (1 - math.exp(min(total, 600.0))), -745.0))
+    return [phi * advantage * now for advantage, now in zip(row.advantage, row.now, strict=True)]
+
+
+def m2po_kept(rows: Sequence[Row], logs: dict[int, list[float]], tau: float) -> dict[tuple[int, int], bool]:
+    """Mask the tokens with the largest (log r)^2, one after the other, until the mean over those left is at most tau (2510.01161)."""
+    tokens = [(logs[i][t] ** 2, (i, t)) for i, row in enumerate(rows) if row.counts for t in row.tokens]
+    tokens.sort()
+    while tokens and sum(square for square, _ in tokens) / len(tokens) > tau:
+        tokens.pop()
+    left = {place for _, place in tokens}
+    return {(i, t): (i, t) in left for i, row in enumerate(rows) for t in row.tokens}
+
+
+def covariances(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
+    """(log pi - mean log pi) x (A - mean A) over the tokens that count (2505.22617, eq. 9)."""
+    tokens = [(i, t) for i, row in enumerate(rows) if row.counts for t in row.tokens]
+    logs = {(i, t): constant(rows[i].now[t]) for i, t in tokens}
+    mean_log = mean(list(logs.values())) if tokens else 0.0
+    mean_advantage = mean([rows[i].advantage[t] for i, t in tokens]) if tokens else 0.0
+    return {(i, t): (logs[i, t] - mean_log) * (rows[i].advantage[t] - mean_advantage) for i, t in tokens}
+
+
+def top_entropy(rows: Sequence[Row], share: float) -> dict[tuple[int, int], bool]:
+    """The ``share`` of all tokens that count with the largest entropy (2506.01939, eq. 5)."""
+    tokens = [((i, t), constant(row.entropy[t])) for i, row in enumerate(rows) if row.counts for t in row.tokens]
+    tokens.sort(key=lambda token: -token[1])
+    chosen = {place for place, _ in tokens[: math.ceil(share * len(tokens))]}
+    return {(i, t): (i, t) in chosen for i, row in enumerate(rows) for t in row.tokens}
+
+
+def positive_tokens(rows: Sequence[Row]) -> int:
+    return sum(row.length for row in counted(rows) if row.length and row.advantage[0] > 0)

@@ -1,0 +1,93 @@
+"""Each correction's weights against its formula in plain loops, and what they do to a loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conformance import formulas_policy
+from conformance.cases import STEPS, Sample, Step
+from conformance.compose import part, policy_gradient
+from conformance.corrections import CORRECTIONS, CorrectionCase
+from conformance.formulas_common import AGGREGATIONS, Row
+from conformance.harness import EXACT, Leaves, assert_same, column, given_advantages, packed, through_formula, through_strop
+from strop.algorithms.parts import Mismatch
+
+STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+CASE = pytest.mark.parametrize("case", CORRECTIONS, ids=str)
+AT_SEQUENCES = ("importance sequence", "tis sequence", "mis sequence")
+
+
+def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
+    algorithm = policy_gradient()
+    batch = given_advantages(step, packed(step, algorithm))
+    log_ratio = column(step, "before") - column(step, "sampler")
+    found, _ = part(case.part, **case.options).weights(
+        Mismatch(log_ratio=log_ratio, advantages=batch.advantages, batch=batch)
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@STEP
+@CASE
+def test_weights_are_their_formula(case: CorrectionCase, step: Step) -> None:
+    found = iter(weights_of(case, step).tolist())
+    for row in Leaves(step).rows():
+        each = [next(found) for _ in row.tokens]
+        assert all(map(math.isfinite, each))
+        if row.counts:  # the tokens of a filtered rollout have a weight that nobody uses
+            assert each == pytest.approx(case.weights(row), rel=EXACT, abs=1e-300)
+
+
+@STEP
+@CASE
+def test_a_corrected_loss_is_the_objective_times_the_weights(case: CorrectionCase, step: Step) -> None:
+    """Denominators stay: a token with weight 0 still counts in the mean."""
+    found = through_strop(policy_gradient(corrections=(part(case.part, **case.options),)), step, given=True)
+
+    def weighed(row: Row) -> list[object]:
+        return [weight * term for weight, term in zip(case.weights(row), formulas_policy.ppo_clip(row), strict=True)]
+
+    assert_same(found, through_formula(lambda rows: -AGGREGATIONS["token_mean"](rows, weighed), step))  # type: ignore[arg-type]
+
+
+def test_two_corrections_multiply() -> None:
+    """Decoupled PPO with rejection of far rollouts."""
+    step = STEPS["random"]
+    cases = {str(case): case for case in CORRECTIONS}
+    first, second = cases["tis cap=1.1"], cases["geometric_rejection low=0.9 high=1.1"]
+    parts = tuple(part(case.part, **case.options) for case in (first, second))
+    found = through_strop(policy_gradient(corrections=parts), step, given=True)
+
+    def weighed(row: Row) -> list[object]:
+        return [
+            a * b * term
+            for a, b, term in zip(first.weights(row), second.weights(row), formulas_policy.ppo_clip(row), strict=True)
+        ]
+
+    assert_same(found, through_formula(lambda rows: -AGGREGATIONS["token_mean"](rows, weighed), step))  # type: ignore[arg-type]
+
+
+def impossible(one: Sample) -> Sample:
+    """The sampler drew what the learner finds impossible, and what it finds certain the sampler hardly drew."""
+    return replace(one, before=[-1e4 if t % 2 else -1e-12 for t in range(one.length)], sampler=[-1e-12 if t % 2 else -1e4 for t in range(one.length)])
+
+
+@CASE
+def test_impossible_tokens_give_finite_weights_and_a_finite_loss(case: CorrectionCase) -> None:
+    step = STEPS["random"].map(impossible)
+    assert bool(weights_of(case, step).isfinite().all())
+    within = step.map(lambda one: replace(one, before=one.now))
+    found = through_strop(policy_gradient(corrections=(part(case.part, **case.options),)), within, given=True)
+    assert math.isfinite(found.value)
+    assert bool(found.gradients["logprobs"].isfinite().all())
+
+
+@CASE
+def test_where_sampler_and_learner_agree_every_weight_is_one(case: CorrectionCase) -> None:
+    step = STEPS["on policy"]
+    found = weights_of(case, step)
+    assert found.tolist() == [1.0] * len(found)

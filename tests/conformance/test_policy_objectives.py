@@ -1,0 +1,59 @@
+"""Each objective's loss and gradient against its paper's formula in plain loops, on every step of ``cases.STEPS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance import formulas_policy as formulas
+from conformance.cases import STEPS, Step
+from conformance.compose import part, policy_gradient
+from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant_length
+from conformance.harness import assert_same, through_formula, through_strop
+from conformance.objectives import OBJECTIVES, ObjectiveCase
+
+STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+
+
+@STEP
+@pytest.mark.parametrize("case", OBJECTIVES, ids=str)
+def test_an_objective_is_its_papers_formula(case: ObjectiveCase, step: Step) -> None:
+    algorithm = policy_gradient(objective=part(case.part, **case.options), aggregation=case.aggregation)
+    found = through_strop(algorithm, step, given=True)
+    wanted = through_formula(lambda rows: -AGGREGATIONS[case.aggregation](rows, case.terms(rows)), step)
+    assert_same(found, wanted)
+
+
+@STEP
+@pytest.mark.parametrize("how", [*AGGREGATIONS, "constant_length"])
+def test_an_aggregation_is_its_formula(how: str, step: Step) -> None:
+    found = through_strop(policy_gradient(aggregation=how, constant_length=11), step, given=True)
+    aggregate: Callable[..., Scalar] = AGGREGATIONS.get(how, lambda rows, terms: constant_length(rows, terms, 11))
+    assert_same(found, through_formula(lambda rows: -aggregate(rows, formulas.ppo_clip), step))
+
+
+@STEP
+@pytest.mark.parametrize("options", [{"ratio_to": "sampler"}, {"on_policy_ratio": True}], ids=str)
+def test_the_ratio_is_to_the_policy_that_was_asked_for(options: dict[str, Any], step: Step) -> None:
+    from dataclasses import replace
+
+    def moved(row: Row) -> Row:
+        older = row.sampler if "ratio_to" in options else [float(now) for now in row.now]
+        return replace(row, before=older)
+
+    found = through_strop(policy_gradient(**options), step, given=True)
+    formula = AGGREGATIONS["token_mean"]
+    assert_same(found, through_formula(lambda rows: -formula([moved(row) for row in rows], formulas.ppo_clip), step))
+
+
+@STEP
+def test_an_entropy_bonus_is_subtracted_from_the_loss(step: Step) -> None:
+    found = through_strop(policy_gradient(entropy_bonus=0.07), step, given=True)
+
+    def loss(rows: list[Row]) -> Scalar:
+        token_mean = AGGREGATIONS["token_mean"]
+        return -token_mean(rows, formulas.ppo_clip) - 0.07 * token_mean(rows, lambda row: row.entropy)
+
+    assert_same(found, through_formula(loss, step))
