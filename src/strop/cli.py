@@ -188,7 +188,11 @@ def _dry_run(config: TrainingRunConfig | EvalRunConfig) -> int:
     print(dump_config(config))
     from strop import assembly
 
-    print(assembly.describe(config))
+    try:
+        print(assembly.describe(config))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
     return 0
 
 

@@ -1,9 +1,9 @@
 """How tokens are drawn, in one place, so that sampler and learner cannot disagree (law 3).
 
 The engine draws from the softmax of ``filtered_logits(logits, sampling)``; the learner's log-probabilities are of the same function of
-its own logits. Under top-k, top-p or min-p that function is not continuous: where the learner's logits differ a little, another set of
-tokens may pass, and every probability jumps by the mass that came or went. ``Sampling.record_kept`` removes the jump: the engine reports
-the set it drew from, and the learner renormalises over that one (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
+its own logits. Filters make that function jump: where the learner's logits differ a little, another set of tokens may pass, and all
+probabilities change by the mass that came or went. With ``Sampling.record_kept`` they do not: the engine reports the set it drew from,
+and the learner renormalises over that one (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Sampling:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if self.records and (self.top_k is None or self.top_k > MOST_RECORDED):
             raise ValueError(
-                f"the ids of all tokens that could have been drawn are to be recorded, and top_k is {self.top_k}: without a bound that may be "
-                f"most of the vocabulary for every sampled token. Set top_k to at most {MOST_RECORDED}; 512 seldom binds below a top_p of 0.95 "
-                "and costs at most 2 KiB a token"
+                f"all tokens that could have been drawn are to be recorded for each sampled one, and top_k is {self.top_k}: they may be "
+                f"most of the vocabulary every time. Set top_k to at most {MOST_RECORDED}; 512 seldom binds below a top_p of 0.95, and "
+                "costs at most 2 KiB a token"
             )
 
     @property

@@ -21,6 +21,7 @@ class GroupCase:
     scale: Literal["invariant", "follows"] | None = "invariant"  # what a factor on all rewards does
     zero_sum: bool = True
     monotone: bool = True
+    success: bool = False  # rewards are success rates: negative ones are refused
 
     def __str__(self) -> str:
         return " ".join([self.part, *(f"{name}={value}" for name, value in self.options.items())])
@@ -45,4 +46,29 @@ GROUP_ADVANTAGES = [
         scale="follows",
         zero_sum=False,
     ),
+    GroupCase("leave_one_out", lambda rewards, *_: formulas.rloo(rewards), scale="follows"),
+    GroupCase("plain_reward", lambda rewards, *_: formulas.plain(rewards), relative=False, shift=False, scale="follows", zero_sum=False),
+    GroupCase(
+        "greedy_baseline",
+        lambda rewards, _, greedy: formulas.remax(rewards, greedy),
+        relative=False,
+        shift=False,
+        scale=None,
+        zero_sum=False,
+    ),
+    GroupCase(
+        "length_weighted",
+        lambda rewards, lengths, _: formulas.opo(rewards, lengths),
+        scale="follows",
+        zero_sum=False,
+    ),
+    GroupCase("success_rate", lambda rewards, *_: formulas.maxrl(rewards), shift=False, success=True),
+    GroupCase("best_of_k", lambda rewards, *_: formulas.pass_at_k(rewards), scale="follows", zero_sum=False),
+    *(
+        GroupCase(
+            "best_of_k", lambda rewards, *_, k=k: formulas.pass_at_k_of_sets(rewards, k), {"k": k}, scale="follows", zero_sum=False
+        )
+        for k in (2,)
+    ),
+    GroupCase("best_of_k", lambda rewards, *_: formulas.pass_at_k_analytic(rewards, 2), {"k": 2, "analytic": True}),
 ]

@@ -6,6 +6,7 @@ formula that divides by a deviation gives it zeros.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -72,11 +73,38 @@ def maxrl(rewards: Sequence[float]) -> list[float]:
 
 
 def pass_at_k(rewards: Sequence[float]) -> list[float]:
-    """Leave-one-out credit for the best of k: A_i = max(R) - max over j != i of R_j, which only the best sample gets (2503.19595)."""
+    """Leave-one-out credit for the best of the group: A_i = max(R) - max over j != i of R_j, which only the best sample gets
+    (2503.19595, eq. 7).
+    """
     credit = []
     for i in range(len(rewards)):
         rest = [reward for j, reward in enumerate(rewards) if j != i]
         credit.append(0.0 if same(rewards) else max(rewards) - max(rest))
+    return credit
+
+
+def pass_at_k_of_sets(rewards: Sequence[float], k: int) -> list[float]:
+    """The same for sets of k out of the group: the mean over all sets that i is in, one after the other."""
+    credit = []
+    for i in range(len(rewards)):
+        sets = [members for members in itertools.combinations(range(len(rewards)), k) if i in members]
+        gains = []
+        for members in sets:
+            rest = [rewards[j] for j in members if j != i]
+            gains.append(max(rewards[j] for j in members) - max(rest))
+        credit.append(0.0 if same(rewards) else average(gains))
+    return credit
+
+
+def pass_at_k_analytic(rewards: Sequence[float], k: int) -> list[float]:
+    """The mean best of the sets that i is in, less the mean over all sets, over their deviation (2508.10751, section 2.4, by listing
+    the sets)."""
+    best = {members: max(rewards[j] for j in members) for members in itertools.combinations(range(len(rewards)), k)}
+    spread = deviation(list(best.values()))
+    credit = []
+    for i in range(len(rewards)):
+        own = average([value for members, value in best.items() if i in members])
+        credit.append(0.0 if same(rewards) else (own - average(list(best.values()))) / (spread + EPS))
     return credit
 
 
@@ -91,7 +119,9 @@ def lite_ppo(batch: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[advantage / (spread + EPS) for advantage in dr_grpo(rewards)] for rewards in batch]
 
 
-def reinforce_pp(batch: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], *, baseline: bool) -> list[list[list[float]]]:
+def reinforce_pp(
+    batch: Sequence[Sequence[float]], lengths: Sequence[Sequence[int]], *, baseline: bool
+) -> list[list[list[float]]]:
     """Whitened over all tokens of the global batch: A_t = (R - mean) / std; -baseline subtracts the group's mean first (2501.03262)."""
     centred = [dr_grpo(rewards) if baseline else list(rewards) for rewards in batch]
     tokens = [

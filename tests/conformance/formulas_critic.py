@@ -10,7 +10,7 @@ from conformance.formulas_common import Row, Scalar, clip, deviation
 
 def temporal_differences(rewards: Sequence[float], values: Sequence[float], gamma: float) -> list[float]:
     """delta_t = r_t + gamma V(s_{t+1}) - V(s_t), V after the last token 0 (1506.02438, eq. 10)."""
-    following = [*values[1:], 0.0]
+    following = [*values, 0.0][1:]
     return [reward + gamma * after - value for reward, value, after in zip(rewards, values, following, strict=True)]
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from conformance.formulas_common import Scalar, exp, log
 
 
@@ -16,10 +13,10 @@ def renormalised(logs: Sequence[Scalar]) -> list[Scalar]:
     return [value - log(mass) for value in logs]
 
 
-def with_rest(logs: Sequence[Scalar]) -> list[Scalar]:
-    """The k tokens, and one more event that holds all others."""
+def with_rest(logs: Sequence[Scalar], *, least: float = 1e-7) -> list[Scalar]:
+    """The k tokens, and one more event that holds all others. What is left of 1 is known to ``least``, from float32 probabilities."""
     mass = sum(exp(value) for value in logs)
-    return [*logs, torch.log1p(-mass) if isinstance(mass, Tensor) else log(1 - mass)]
+    return [*logs, log(max(1 - mass, least))]
 
 
 def kl(p: Sequence[Scalar], q: Sequence[Scalar]) -> Scalar:

@@ -51,7 +51,7 @@ def rewards_less_kl(rows: Sequence[Row], estimator: str, weight: float) -> list[
     ]
 
 
-def to_come(row: Row, estimator: str) -> list[float]:
+def to_come(row: Row, estimator: str, *, inside: float | None = None, outside: float | None = None) -> list[float]:
     """For token t: sum over s >= t of KL_s, what a return-to-go sees of a penalty in each token's reward."""
-    each = [ESTIMATORS[estimator](row.sampler[t], row.reference[t]) for t in row.tokens]
+    each = [float(clamped(estimator, row.sampler[t], row.reference[t], inside, outside)) for t in row.tokens]
     return [sum(each[t:]) for t in row.tokens]

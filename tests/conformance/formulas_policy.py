@@ -30,9 +30,7 @@ def ppo_clip(row: Row, *, low: float = 0.2, high: float = 0.2) -> list[Scalar]:
 def dual_clip(row: Row, *, low: float = 0.2, high: float = 0.2, dual: float) -> list[Scalar]:
     """Where A < 0: max(min(rho A, clip(rho) A), c A)  (1912.09729, eq. 5)."""
     terms = ppo_clip(row, low=low, high=high)
-    return [
-        max(term, dual * advantage) if advantage < 0 else term for term, advantage in zip(terms, row.advantage, strict=True)
-    ]
+    return [max(term, dual * advantage) if advantage < 0 else term for term, advantage in zip(terms, row.advantage, strict=True)]
 
 
 def two_sided_clip(row: Row, *, low: float = 0.2, high: float = 0.2, delta: float) -> list[Scalar]:
@@ -104,25 +102,39 @@ def dppo(row: Row, *, low: float, high: float, cap: float) -> list[Scalar]:
 
 
 def vespo(
-    row: Row, logs: Sequence[float], *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
+    row: Row, *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
 ) -> list[Scalar]:
-    """sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W = prod of ``logs``' ratios over the rollout (2602.10693, eq. 13)."""
+    """sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W = product over the rollout of pi / mu (2602.10693, eq. 13)."""
     if not row.length:
         return []
-    total = sum(logs)
+    total = sum(constant(row.now[t]) - row.sampler[t] for t in row.tokens)
     power, decay = positive if row.advantage[0] > 0 else negative
     phi = math.exp(max(power * total + decay * (1 - math.exp(min(total, 600.0))), -745.0))
     return [phi * advantage * now for advantage, now in zip(row.advantage, row.now, strict=True)]
 
 
-def m2po_kept(rows: Sequence[Row], logs: dict[int, list[float]], tau: float) -> dict[tuple[int, int], bool]:
-    """Mask the tokens with the largest (log r)^2, one after the other, until the mean over those left is at most tau (2510.01161)."""
-    tokens = [(logs[i][t] ** 2, (i, t)) for i, row in enumerate(rows) if row.counts for t in row.tokens]
+def outward(row: Row, t: int) -> bool:
+    """Whether the update pushes pi further from mu: A > 0 and r > 1, or A < 0 and r < 1."""
+    log = constant(row.now[t]) - row.sampler[t]
+    return row.advantage[t] * log > 0
+
+
+def m2po(rows: Sequence[Row], *, limit: float, outward_only: bool) -> dict[tuple[int, int], bool]:
+    """M: mask the tokens with the largest (log r)^2, r = pi / mu, one after the other, until the mean over those left is at most tau
+    (2510.01161, eq. 5 and algorithm 1). ``outward_only``: of the tokens that a clip would act on.
+    """
+    tokens = [
+        ((constant(row.now[t]) - row.sampler[t]) ** 2, (i, t))
+        for i, row in enumerate(rows)
+        if row.counts
+        for t in row.tokens
+        if not outward_only or outward(row, t)
+    ]
     tokens.sort()
-    while tokens and sum(square for square, _ in tokens) / len(tokens) > tau:
-        tokens.pop()
-    left = {place for _, place in tokens}
-    return {(i, t): (i, t) in left for i, row in enumerate(rows) for t in row.tokens}
+    masked = set()
+    while tokens and math.fsum(square for square, _ in tokens) / len(tokens) > limit:
+        masked.add(tokens.pop()[1])
+    return {(i, t): (i, t) not in masked for i, row in enumerate(rows) for t in row.tokens}
 
 
 def covariances(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
@@ -132,6 +144,47 @@ def covariances(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
     mean_log = mean(list(logs.values())) if tokens else 0.0
     mean_advantage = mean([rows[i].advantage[t] for i, t in tokens]) if tokens else 0.0
     return {(i, t): (logs[i, t] - mean_log) * (rows[i].advantage[t] - mean_advantage) for i, t in tokens}
+
+
+def largest(values: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:
+    """The ``share`` of all tokens with the largest values, at least one."""
+    ranked = sorted(values, key=lambda place: -values[place])
+    return set(ranked[: max(1, int(share * len(ranked)))]) if ranked else set()
+
+
+def clip_cov(
+    rows: Sequence[Row], *, low: float = 0.2, high: float = 0.2, share: float, lowest: float, highest: float
+) -> dict[tuple[int, int], bool]:
+    """The tokens that lose their gradient: the ``share`` r of all tokens, of those with lowest < Cov < highest that PPO's clip does not
+    hold already (2505.22617, eq. 10 and 11; the paper draws them, here they are those with the largest covariance).
+    """
+    found = covariances(rows)
+    for (i, t), covariance in list(found.items()):
+        held = low_or_high(constant(rows[i].now[t]) - rows[i].before[t], rows[i].advantage[t], low, high)
+        if held or not lowest < covariance < highest:
+            del found[i, t]
+    number = max(1, int(share * sum(row.length for row in counted(rows))))
+    chosen = sorted(found, key=lambda place: -found[place])[:number]
+    return {(i, t): (i, t) in chosen for i, row in enumerate(rows) for t in row.tokens}
+
+
+def low_or_high(log: float, advantage: float, low: float, high: float) -> bool:
+    """Whether PPO's clip holds the token: no gradient is left."""
+    ratio = math.exp(log)
+    return (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
+
+
+def kl_cov(rows: Sequence[Row], row: Row, *, share: float, weight: float) -> list[Scalar]:
+    """rho A, and - beta |log rho| for the ``share`` of tokens with the largest covariance (2505.22617, eq. 12 and 13; the estimate of
+    KL(pi_old || pi) is that of the authors' code).
+    """
+    penalised = largest(covariances(rows), share)
+    i = next(place for place, other in enumerate(rows) if other is row)
+    terms = []
+    for t in row.tokens:
+        d = row.now[t] - row.before[t]
+        terms.append(exp(d) * row.advantage[t] - weight * abs(d) * float((i, t) in penalised))
+    return terms
 
 
 def top_entropy(rows: Sequence[Row], share: float) -> dict[tuple[int, int], bool]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from conformance import formulas_advantages as formulas
+from conformance import formulas_kl
+from conformance.advantages import GROUP_ADVANTAGES, GroupCase
+from conformance.cases import REWARDS, STEPS, Step
+from conformance.compose import part, policy_gradient
+from conformance.harness import SINGLE, Leaves, packed
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-from conformance.advantages import GROUP_ADVANTAGES, GroupCase
-from conformance.cases import REWARDS
-from conformance.compose import part
+from strop.algorithms.kl import Kl
 from strop.algorithms.parts import GroupRewards
 
 GROUP = pytest.mark.parametrize("rewards", REWARDS.values(), ids=REWARDS)
@@ -26,6 +30,7 @@ def lengths_of(rewards: Sequence[float], seed: int = 0) -> list[float]:
 
 
 def credit(case: GroupCase, rewards: Sequence[float], lengths: Sequence[float], greedy: float = 0.5) -> list[float]:
+    rewards = taken(case, rewards)
     group = GroupRewards(
         rewards=torch.tensor(rewards, dtype=torch.float64), lengths=torch.tensor(lengths, dtype=torch.float64), greedy=greedy
     )
@@ -33,11 +38,16 @@ def credit(case: GroupCase, rewards: Sequence[float], lengths: Sequence[float], 
     return found
 
 
+def taken(case: GroupCase, rewards: Sequence[float]) -> list[float]:
+    """The rewards, without their sign where the advantage wants a success rate."""
+    return [abs(reward) for reward in rewards] if case.success else list(rewards)
+
+
 @CASE
 @GROUP
 def test_credit_is_its_papers_formula(case: GroupCase, rewards: list[float]) -> None:
     lengths = lengths_of(rewards)
-    wanted = case.formula(rewards, lengths, 0.5)
+    wanted = case.formula(taken(case, rewards), lengths, 0.5)
     assert credit(case, rewards, lengths) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
@@ -51,7 +61,9 @@ def _finite(number: float) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in GROUP_ADVANTAGES if case.relative], ids=str)
-@pytest.mark.parametrize("name", ["all right", "all wrong", "all the same, not representable", "float residue", "float32 residue"])
+@pytest.mark.parametrize(
+    "name", ["all right", "all wrong", "all the same, not representable", "float residue", "float32 residue"]
+)
 def test_a_group_that_does_not_vary_has_no_credit_at_all(case: GroupCase, name: str) -> None:
     rewards = REWARDS[name]
     assert credit(case, rewards, lengths_of(rewards)) == [0.0] * len(rewards)
@@ -99,7 +111,7 @@ def test_rollouts_can_come_in_any_order(case: GroupCase, rewards: list[float], s
 @given(rewards=rewards_of_groups)
 def test_a_better_rollout_never_has_less_credit(case: GroupCase, rewards: list[float]) -> None:
     assume(len(set(rewards)) > 1)
-    ranked = sorted(zip(rewards, credit(case, rewards, lengths_of(rewards)), strict=True))
+    ranked = sorted(zip(taken(case, rewards), credit(case, rewards, lengths_of(rewards)), strict=True))
     assert all(later[1] >= earlier[1] - 1e-12 for earlier, later in zip(ranked, ranked[1:], strict=False))
 
 
@@ -110,4 +122,123 @@ def test_a_lone_success_in_16_has_its_due() -> None:
     assert alone[1:] == pytest.approx([-(15**-0.5)] * 15, rel=1e-5)
 
 
-Formula = Callable[..., Any]
+def test_a_success_rate_is_never_negative() -> None:
+    with pytest.raises(ValueError, match="success rate"):
+        part("success_rate").relative(GroupRewards(rewards=torch.tensor([1.0, -1.0]), lengths=torch.ones(2)))
+
+
+# Credit that looks at the whole batch, through ``pack`` and ``credit``
+
+STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+
+
+def credited(step: Step, advantage: str, options: dict[str, Any], *, kl: Kl | None = None) -> list[list[float]]:
+    """What each token of each rollout has. Truncated rollouts do not count."""
+    subject = policy_gradient(advantage=part(advantage, **options), kl=kl)
+    batch = subject.credit(packed(step, subject))
+    flat = iter(batch.advantages.tolist())
+    return [[next(flat) for _ in sample.now] for sample in step.samples]
+
+
+def rewards_of(step: Step) -> list[list[float]]:
+    return [[sample.reward for sample in group] for group in step.groups]
+
+
+def per_rollout(step: Step, credit: Sequence[Sequence[float]]) -> list[list[float]]:
+    flat = [advantage for group in credit for advantage in group]
+    return [[advantage] * sample.length for advantage, sample in zip(flat, step.samples, strict=True)]
+
+
+def assert_credit(found: list[list[float]], wanted: list[list[float]], step: Step) -> None:
+    """Of the rollouts that count; seven digits, as the column is float32."""
+    for sample, here, there in zip(step.samples, found, wanted, strict=True):
+        if not sample.truncated:
+            assert here == pytest.approx(there, rel=SINGLE, abs=SINGLE)
+
+
+@STEP
+def test_lite_ppo_scales_by_the_deviation_of_the_batch(step: Step) -> None:
+    wanted = per_rollout(step, formulas.lite_ppo(rewards_of(step)))
+    assert_credit(credited(step, "batch_scaled", {}), wanted, step)
+
+
+@STEP
+def test_reinforce_minus_the_mean_of_the_batch(step: Step) -> None:
+    rewards = [sample.reward for sample in step.samples]
+    wanted = [[sample.reward - sum(rewards) / len(rewards)] * sample.length for sample in step.samples]
+    assert_credit(credited(step, "plain_reward", {"batch_mean": True}), wanted, step)
+
+
+@STEP
+@pytest.mark.parametrize("baseline", [False, True])
+def test_reinforce_pp_whitens_over_the_tokens_of_the_batch(step: Step, baseline: bool) -> None:
+    lengths = [[0 if sample.truncated else sample.length for sample in group] for group in step.groups]
+    wanted = [tokens for group in formulas.reinforce_pp(rewards_of(step), lengths, baseline=baseline) for tokens in group]
+    assert_credit(credited(step, "batch_whitened", {"group_mean": baseline}), wanted, step)
+
+
+@STEP
+def test_reinforce_pp_whitens_after_the_kl_penalty(step: Step) -> None:
+    if step.name in ("log ratios of 50", "huge rewards"):
+        pytest.skip("the penalties cancel to seven digits")
+    kl = Kl(weight=0.05, estimator="k1", place="token_reward", input_clamp=None, output_clamp=None)
+    rows = Leaves(step).rows()
+    plain = [[row.reward - 0.05 * float(penalty) for penalty in formulas_kl.to_come(row, "k1")] for row in rows]
+    white = iter(formulas.whiten([number for row, numbers in zip(rows, plain, strict=True) if row.counts for number in numbers]))
+    wanted = [[next(white) if row.counts else 0.0 for _ in row.tokens] for row in rows]
+    found = credited(step, "batch_whitened", {}, kl=kl)
+    for row, here, there in zip(rows, found, wanted, strict=True):
+        if row.counts:
+            assert here == pytest.approx(there, rel=1e-5, abs=1e-5)
+
+
+@STEP
+def test_gdpo_normalises_each_reward_by_itself(step: Step) -> None:
+    if any(not sample.length for sample in step.samples):
+        pytest.skip("the batch's deviation is over rollouts with tokens: no column holds the credit of an empty one")
+    weights = {"correct": 1.0, "format": 0.3}
+    parts = [[dict(sample.parts) for sample in group] for group in step.groups]
+    wanted = per_rollout(step, formulas.gdpo(parts, weights))
+    assert_credit(credited(step, "decoupled_rewards", {"weights": weights}), wanted, step)
+
+
+@STEP
+@pytest.mark.parametrize(
+    "advantage, options",
+    [("group_relative", {}), ("leave_one_out", {}), ("length_weighted", {}), ("best_of_k", {}), ("greedy_baseline", {})],
+    ids=lambda value: str(value),
+)
+def test_credit_of_a_group_reaches_each_of_its_tokens(step: Step, advantage: str, options: dict[str, Any]) -> None:
+    """Empty and filtered rollouts count in the baseline."""
+    case = next(case for case in GROUP_ADVANTAGES if case.part == advantage and case.options == options)
+    credit = [
+        case.formula([sample.reward for sample in group], [float(sample.length) for sample in group], greedy)
+        for group, greedy in zip(step.groups, step.greedy, strict=True)
+    ]
+    assert_credit(credited(step, advantage, options), per_rollout(step, credit), step)
+
+
+@pytest.mark.parametrize("advantage", ["group_relative", "leave_one_out", "batch_scaled", "batch_whitened", "best_of_k"])
+def test_groups_can_come_in_any_order(advantage: str) -> None:
+    step = STEPS["random"]
+    turned = replace(step, groups=tuple(reversed(step.groups)), greedy=tuple(reversed(step.greedy)))
+    plain, moved = credited(step, advantage, {}), credited(turned, advantage, {})
+    first = len(step.groups[0])
+    for here, there in zip([*plain[first:], *plain[:first]], moved, strict=True):
+        assert here == pytest.approx(there, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("advantage", ["group_relative", "leave_one_out", "length_weighted", "best_of_k"])
+def test_dropping_a_group_that_does_not_vary_changes_no_other_credit(advantage: str) -> None:
+    step = STEPS["one-sided groups"]
+    alone = replace(step, groups=step.groups[2:], greedy=step.greedy[2:])
+    assert credited(step, advantage, {})[5:] == credited(alone, advantage, {})
+
+
+@pytest.mark.parametrize("length", [0, 5, 6, 8, 9, 10, 11, 400])
+def test_soft_overlong_punishment_is_a_line_down_to_the_limit(length: int) -> None:
+    shaped = part("soft_overlong", max_length=10, buffer=4, penalty=0.7).shape(
+        torch.tensor([1.0, 0.0]), torch.tensor([float(length), 1.0]), torch.tensor([length > 10, False])
+    )
+    expected = formulas.soft_overlong(length, max_length=10, buffer=4, penalty=0.7)
+    assert shaped.tolist() == pytest.approx([1.0 + expected, 0.0], rel=1e-12)

@@ -24,9 +24,7 @@ def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
     algorithm = policy_gradient()
     batch = given_advantages(step, packed(step, algorithm))
     log_ratio = column(step, "before") - column(step, "sampler")
-    found, _ = part(case.part, **case.options).weights(
-        Mismatch(log_ratio=log_ratio, advantages=batch.advantages, batch=batch)
-    )
+    found, _ = part(case.part, **case.options).weights(Mismatch(log_ratio=log_ratio, advantages=batch.advantages, batch=batch))
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -73,7 +71,11 @@ def test_two_corrections_multiply() -> None:
 
 def impossible(one: Sample) -> Sample:
     """The sampler drew what the learner finds impossible, and what it finds certain the sampler hardly drew."""
-    return replace(one, before=[-1e4 if t % 2 else -1e-12 for t in range(one.length)], sampler=[-1e-12 if t % 2 else -1e4 for t in range(one.length)])
+    return replace(
+        one,
+        before=[-1e4 if t % 2 else -1e-12 for t in range(one.length)],
+        sampler=[-1e-12 if t % 2 else -1e4 for t in range(one.length)],
+    )
 
 
 @CASE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.sampling import Sampling, filtered_logits, kept_tokens, mix_seed, uniform
+from strop.sampling import Sampling, filtered_logits, kept_tokens, mix_seed, pad_kept, recorded_logits, uniform
 
 SEEDS = [16294208416658607535, 756822902802210472, 3976058954295664219]
 UNIFORM = 0.1407204796355167
@@ -77,6 +78,22 @@ def test_a_token_that_was_drawn_keeps_its_probability_even_if_rounding_would_cut
     logits = torch.tensor([[2.0, 1.0, 1.0 - 1e-6, -1.0]])
     assert filtered_logits(logits, Sampling(top_k=2))[0, 2] == float("-inf")
     assert torch.isfinite(filtered_logits(logits, Sampling(top_k=2), torch.tensor([2]))[0, 2])
+
+
+def test_recorded_logits_are_those_of_the_set_after_the_temperature_with_nothing_for_padding() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 5.0, 7.0]])
+    kept = pad_kept([torch.tensor([1, 3]), torch.tensor([0, 1, 2])])
+    assert kept.tolist() == [[1, 3, -1], [0, 1, 2]] and kept.dtype == torch.int32
+    found = recorded_logits(logits, kept, Sampling(temperature=0.5, top_k=1))
+    assert found.tolist() == [[2.0, -2.0, float("-inf")], [0.0, 6.0, 10.0]]
+
+
+def test_sets_are_recorded_only_where_something_is_cut_and_something_is_drawn() -> None:
+    asked = Sampling(record_kept=True)
+    assert not asked.records
+    assert replace(asked, top_k=5).records
+    assert not replace(asked, top_k=5, temperature=0.0).records
+    assert not Sampling(top_k=5).records
 
 
 def test_half_precision_logits_are_made_float32_and_float64_stays() -> None:

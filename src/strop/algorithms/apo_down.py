@@ -13,7 +13,7 @@ from strop.algorithms.preference import ReferencedPreference
 class APODown(ReferencedPreference):
     """sigmoid(beta h(chosen)) + 1 - sigmoid(beta (h(chosen) - h(rejected))): both become less likely, the rejected one more so.
 
-    At the reference it is 1.
+    At the reference it is 1, and has no slope in h(chosen) yet: that begins once the two are apart.
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

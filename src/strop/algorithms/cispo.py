@@ -19,8 +19,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class ClippedWeight(Objective):
     """stop_gradient(clip(ratio, 1 - low, 1 + high)) A log pi.
 
-    The paper sets no lower bound (``low`` 1) and tunes the upper one without naming it; ScaleRL (2510.13786) caps the weight at 5 (``high`` 4).
-    TRL clamps at its epsilon_high itself, without the 1: with PPO's 0.2 it would scale an on-policy weight of 1 down to 0.2.
+    The paper sets no lower bound (``low`` 1) and tunes the upper one without naming it; ScaleRL (2510.13786) caps the weight at
+    5 (``high`` 4). TRL clamps at its epsilon_high itself, without the 1: with PPO's 0.2 it would scale an on-policy weight of 1
+    down to 0.2.
     """
 
     name: ClassVar[str] = "cispo"

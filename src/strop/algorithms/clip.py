@@ -15,8 +15,8 @@ from strop.algorithms.parts import Objective, PolicyTokens
 class Clip(Objective):
     """min(ratio A, clip(ratio, 1 - low, 1 + high) A).
 
-    ``high`` > ``low``: DAPO's clip-higher (2503.14476). ``dual`` c > 1: where A < 0 bounded below by c A (1912.09729). ``two_sided`` d > 1:
-    the unclipped ratio is at most d, which bounds the term where A < 0 too (2505.07291).
+    ``high`` > ``low``: DAPO's clip-higher (2503.14476). ``dual`` c > 1: where A < 0 bounded below by c A (1912.09729).
+    ``two_sided`` d > 1: the unclipped ratio is at most d, which bounds the term where A < 0 too (2505.07291).
     """
 
     low: float = 0.2

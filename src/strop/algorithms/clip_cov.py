@@ -20,7 +20,7 @@ from strop.types import Batch
 
 
 def covariances(tokens: PolicyTokens) -> Tensor:
-    """(A - mean A) (log pi - mean log pi) of each token, means over the counted ones, [N] float64; -inf for tokens that do not count."""
+    """(A - mean A) (log pi - mean log pi), means over counted tokens, [N] float64; -inf for tokens that do not count."""
     counted = tokens.batch.mask > 0
     advantages, logprobs = tokens.advantages.double(), tokens.logprobs.detach().double()
     products = (advantages - advantages[counted].mean()) * (logprobs - logprobs[counted].mean())
@@ -29,10 +29,11 @@ def covariances(tokens: PolicyTokens) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceClip(Clip):
-    """PPO's clip, times 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and ``highest``.
+    """PPO's clip, times 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and
+    ``highest``.
 
-    At least one token is chosen, as in the authors' code, and none that the clip already holds. ``choose`` uniform draws them by a seed
-    made of the step's own tokens, so that a repeated run draws the same; largest takes those of largest covariance.
+    At least one token is chosen, as in the authors' code, and none that the clip already holds. ``choose`` uniform draws them
+    by a seed made of the step's own tokens, so that a repeated run draws the same; largest takes those of largest covariance.
     """
 
     surveys: ClassVar[bool] = True
@@ -45,8 +46,8 @@ class CovarianceClip(Clip):
         super().__post_init__()
         if not 0 < self.share <= 1 or self.lowest >= self.highest:
             raise ValueError(
-                f"a share of {self.share} of the tokens, with a covariance in ({self.lowest}, {self.highest}), is to be left out: the share must "
-                "lie in (0, 1], and lowest below highest"
+                f"a share of {self.share} of the tokens, with a covariance in ({self.lowest}, {self.highest}), is to be left "
+                "out: the share must lie in (0, 1], and lowest below highest"
             )
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:

@@ -21,7 +21,10 @@ def problems_of(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
     yield from _kl(algorithm)
     yield from _ratio(algorithm, plan)
     if algorithm.drop_constant_groups and plan.group_size < 2 and not algorithm.advantage.greedy_baseline:
-        yield "dynamic sampling drops groups whose rewards are all equal, and every group of one is; raise num_generations_per_prompt"
+        yield (
+            "dynamic sampling drops groups whose rewards are all equal, as in every group of one; raise "
+            "num_generations_per_prompt"
+        )
     low, high = algorithm.advantage_low, algorithm.advantage_high
     if low is not None and high is not None and low > high:
         yield f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high"
@@ -33,8 +36,8 @@ def _rewards(algorithm: PolicyGradient) -> Iterator[str]:
     advantage, kl = algorithm.advantage, algorithm.kl
     if advantage.needs_parts and algorithm.shaping is not None:
         yield (
-            f"{type(algorithm.shaping).__name__} changes the sum of the rewards, and {type(advantage).__name__} looks at each of them alone: "
-            "drop the shaping, or make it a reward of the environment"
+            f"{type(algorithm.shaping).__name__} changes the sum of the rewards, and {type(advantage).__name__} looks at each "
+            "of them alone: drop the shaping, or make it a reward of the environment"
         )
     in_reward = kl is not None and bool(kl.weight) and kl.place == "reward"
     if advantage.divides_by_mean and (algorithm.shaping is not None or in_reward):
@@ -72,25 +75,31 @@ def _ratio(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
         yield f"{' and '.join(reweighting)} each multiply by the ratio of learner to sampler: keep one of them"
     if reweighting and (algorithm.ratio_to == "sampler" or algorithm.objective.own_correction):
         yield (
-            f"{reweighting[0]} multiplies by the ratio of learner to sampler, and the objective's own ratio is already taken to the "
-            "sampler: it would count twice. Drop the correction, or set ratio_to learner"
+            f"{reweighting[0]} multiplies by the ratio of learner to sampler, and the objective's own ratio is already taken "
+            "to the sampler: it would count twice. Drop the correction, or set ratio_to learner"
         )
     if algorithm.on_policy_ratio and algorithm.ratio_to != "learner":
-        yield f"on_policy_ratio makes the ratio 1, and ratio_to {algorithm.ratio_to} takes it to other probabilities: set one of them"
+        yield (
+            f"on_policy_ratio makes the ratio 1, and ratio_to {algorithm.ratio_to} takes it to the sampler's side: set one "
+            "of them"
+        )
     objective = type(algorithm.objective).__name__
     asked = "on_policy_ratio" if algorithm.on_policy_ratio else f"ratio_to {algorithm.ratio_to}"
     if not algorithm.objective.takes_ratio and asked != "ratio_to learner":
-        yield f"{objective} takes no ratio, or one of its own: {asked} would change nothing; leave it out, or choose another objective"
+        yield (
+            f"{objective} takes no ratio, or one of its own, and {asked} would change nothing; leave it out, or change the "
+            "objective"
+        )
     if not 0 <= algorithm.proximal_weight <= 1:
-        yield f"proximal_weight is {algorithm.proximal_weight}, which is not between sampler (0) and policy (1); set for instance 0.5"
+        yield f"proximal_weight is {algorithm.proximal_weight}, not between sampler (0) and policy (1); set for instance 0.5"
     drifts = algorithm.ratio_to != "learner" or plan.optimizer_steps > 1
     if algorithm.objective.needs_drift and (algorithm.on_policy_ratio or not drifts):
         yield (
-            f"{objective} holds the policy back from where it was before the update, but with one optimizer step a batch it is still there "
-            "and nothing is held back; make several steps of a batch, or set ratio_to sampler"
+            f"{objective} holds the policy near where it was before the update, and with one optimizer step a batch it is "
+            "still there: nothing would be held; make several steps of a batch, or set ratio_to sampler"
         )
     if algorithm.on_policy_ratio and plan.optimizer_steps > 1:
         yield (
-            f"on_policy_ratio takes the ratio as 1, but a batch makes {plan.optimizer_steps} optimizer steps and from the second on it is "
-            "not; set it to false, or make one step of a batch"
+            f"on_policy_ratio takes the ratio as 1, but a batch makes {plan.optimizer_steps} optimizer steps and from the "
+            "second on it is not; set it to false, or make one step of a batch"
         )

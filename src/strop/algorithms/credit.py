@@ -90,6 +90,5 @@ def _parts(group: Group) -> dict[str, Tensor]:
     """Each reward of a group's rollouts by name, [G] float64, not weighted; 0 where a rollout lacks it."""
     names = sorted({name for rollout in group.rollouts for name in rollout.rewards})
     return {
-        name: torch.tensor([rollout.rewards.get(name, 0.0) for rollout in group.rollouts], dtype=torch.float64)
-        for name in names
+        name: torch.tensor([rollout.rewards.get(name, 0.0) for rollout in group.rollouts], dtype=torch.float64) for name in names
     }

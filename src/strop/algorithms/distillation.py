@@ -1,7 +1,9 @@
-"""On-policy distillation (GKD, arXiv 2306.13649; Thinking Machines, "On-Policy Distillation", 2025): a teacher grades every token.
+"""On-policy distillation (GKD, arXiv 2306.13649; Thinking Machines, "On-Policy Distillation", 2025): a teacher grades every
+token.
 
-The student writes, the teacher reads. What a token earns is log pi_T(token) - log pi(token): minus a sample of the reverse KL divergence
-KL(pi || pi_T) at that place. Only this token's own term counts for it, not those of later tokens (a discount of 0).
+The student writes, the teacher reads. What a token earns is log pi_T(token) - log pi(token): minus a sample of the reverse KL
+divergence KL(pi || pi_T) at that place. Only this token's own term counts for it, not those of later tokens (a discount of
+0).
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ TEACHER = "teacher_logprobs"  # a batch column, [N]: what the teacher gives the 
 class ReverseKl(Advantage):
     """A_t = log pi_T - log mu, and ``reward_weight`` x what the advantage ``reward`` makes of the environment's rewards.
 
-    mu is the policy that sampled, by the sampler's own record: with it the mean of A_t is exactly minus the reverse KL of the policy
-    that wrote the rollout. Under staleness that policy is older than the one that learns; the objective's ratio, and the corrections,
-    are what accounts for it.
+    mu is the policy that sampled, by the sampler's own record: with it the mean of A_t is exactly minus the reverse KL of the
+    policy that wrote the rollout. Under staleness that policy is older than the one that learns; the objective's ratio, and
+    the corrections, are what accounts for it.
     """
 
     smallest_group: ClassVar[int] = 1
@@ -56,8 +58,8 @@ class ReverseKl(Advantage):
 class Distillation(PolicyGradient):
     """The teacher's advantage through any objective: PPO's clip by default, whose ratio is 1 with one optimizer step a batch.
 
-    ``advantage_low`` and ``advantage_high`` bound the sum of both advantages: a token that the teacher finds impossible would otherwise
-    outweigh all others. The teacher's log-probabilities are wanted at the temperature the student samples with.
+    ``advantage_low`` and ``advantage_high`` bound the sum of both advantages: a token that the teacher finds impossible would
+    otherwise outweigh all others. The teacher's log-probabilities are wanted at the temperature the student samples with.
 
     Metrics: those of a policy gradient; teacher_kl, the mean of log mu - log pi_T, which estimates KL(policy || teacher) a token.
     """
@@ -72,7 +74,7 @@ class Distillation(PolicyGradient):
     def problems(self, plan: Plan) -> Iterator[str]:
         yield from super().problems(plan)
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
-            yield f"the KL to the reference is in the {self.kl.place}, which a teacher's advantage does not look at; put it in the loss"
+            yield f"the KL term is in the {self.kl.place}, and a teacher's advantage looks at no reward; put it in the loss"
         if self.drop_constant_groups and not self.advantage.reward_weight:
             yield "dynamic sampling drops groups by rewards that are not learned from; set drop_constant_groups to false"
 

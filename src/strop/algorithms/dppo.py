@@ -1,7 +1,7 @@
 """DPPO (arXiv 2602.04879): the trust region is about probabilities, not their ratio, and about the sampler, not the last policy.
 
-Metrics: divergence, the mean |pi - mu| of sampled tokens; divergence_masked, the share of tokens without a gradient; ratio_capped;
-probs_ratio and its maximum, of policy to sampler.
+Metrics: divergence, the mean |pi - mu| of sampled tokens; divergence_masked, the share of tokens without a gradient;
+ratio_capped; probs_ratio and its maximum, of policy to sampler.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class DivergenceMask(Objective):
     """stop_gradient(min(r, cap)) A log pi where (A > 0 and pi - mu <= high) or (A <= 0 and pi - mu >= -low), else 0; r = pi / mu.
 
-    |pi - mu| of the sampled token bounds the total variation from below (the paper's Binary-TV). r is taken to the sampler, which
-    makes a correction beside it needless. ``low`` and ``high`` are probabilities; the paper's variant with a KL divergence is not here.
+    |pi - mu| of the sampled token bounds the total variation from below (the paper's Binary-TV). r is taken to the sampler,
+    which makes a correction beside it needless. ``low`` and ``high`` are probabilities; the paper's variant with a KL
+    divergence is not here.
     """
 
     own_correction: ClassVar[bool] = True

@@ -1,8 +1,9 @@
-"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that bias it, by the group's deviation and by each rollout's length.
+"""Dr. GRPO (arXiv 2503.20783): GRPO without its divisions by the group's deviation and each rollout's length.
 
-Credit R - m. The loss sums over tokens and divides by rollouts x a constant length, the same for all of them: set ``constant_length``, for
-instance to the longest response. TRL's ``dr_grpo`` divides by max_completion_length, and scales by the deviation unless told not to; verl's
-seq-mean-token-sum-norm divides by the longest response of the batch, so that its step size changes from batch to batch.
+Credit R - m. The loss sums over tokens and divides by rollouts x a constant length, the same for all of them: set
+``constant_length``, for instance to the longest response. TRL's ``dr_grpo`` divides by max_completion_length, and scales by the
+deviation unless told not to; verl's seq-mean-token-sum-norm divides by the longest response of the batch unless told a length,
+so that its steps change with the batch.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic that algorithms share. Shapes: [G] per rollout of a group, [N] per predicted token, [S] per rollout of a batch."""
+"""The arithmetic that algorithms share. Shapes: [G] rollouts of a group, [N] predicted tokens, [S] rollouts of a batch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def varies(rewards: Tensor) -> bool:
 def group_advantages(
     rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = EPS
 ) -> Tensor:
-    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary, or the rewards as
-    they are where there is no baseline either: no deviation is there to divide by.
+    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary, or the
+    rewards as they are where there is no baseline either: no deviation is there to divide by.
 
-    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, leave-one-out, the mean of the other rollouts (RLOO, 2402.14740).
-    The scale is always the deviation of the whole group: dividing by a leave-one-out deviation gives a lone success less than its
-    due and the group a net negative credit. ``normalize=False`` is Dr.GRPO's choice (2503.20783).
+    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, leave-one-out, the mean of the other rollouts (RLOO,
+    2402.14740). The scale is always the deviation of the whole group: dividing by a leave-one-out deviation gives a lone
+    success less than its due and the group a net negative credit. ``normalize=False`` is Dr.GRPO's choice (2503.20783).
     """
     if not varies(rewards):
         return torch.zeros_like(rewards) if baseline else rewards
@@ -114,7 +114,7 @@ def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
 def geometric_mean(log_ratios: Tensor, batch: Batch) -> Tensor:
     """exp(mean over each rollout's counted tokens), [N] -> [N], where each token's entry has the gradient of its own log-ratio.
 
-    The sum over a rollout of these gradients is its length times the gradient of the mean itself (the GSPO-token form, arXiv 2507.18071).
+    The sum over a rollout of these gradients is its length times the gradient of the mean itself (arXiv 2507.18071).
     """
     shared = sequence_mean(log_ratios.detach(), batch)[batch.sequence]
     return exponential(shared + log_ratios - log_ratios.detach())
@@ -123,8 +123,8 @@ def geometric_mean(log_ratios: Tensor, batch: Batch) -> Tensor:
 def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:
     """Sum [N] values into a scalar over the counts of the whole optimizer step (``batch.totals``), so that parts add up (law 1).
 
-    token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of their means. sequence_sum: mean over rollouts of
-    their sums. constant_length: sums over rollouts x ``constant_length`` (Dr.GRPO).
+    token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of their means. sequence_sum: mean over rollouts
+    of their sums. constant_length: sums over rollouts x ``constant_length`` (Dr.GRPO).
     """
     counted = values * batch.mask
     match how:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import varies
+from strop.algorithms.functional import RESIDUE, whiten
 from strop.algorithms.parts import Advantage, GroupRewards
 from strop.types import Batch
 
@@ -21,16 +21,17 @@ RETURNS = "returns"  # what the critic should have expected
 class Gae(Advantage):
     """A_t = sum over k of (gamma lambda)^k delta_{t+k}, with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    A time step is a token that the policy sampled: gamma and lambda count no token of a prompt or of an environment's answer. V_t is the
-    critic's value of everything before token t, so in a conversation the value that follows the last token of a turn is that of the
-    state after the environment's answer. After a rollout's last token the value is 0, whether it stopped or met a length limit: the
-    limit is part of the task, as in TRL, verl and NeMo-RL, and the critic never reads the last token. (``overlong_filtering`` leaves
-    rollouts that met the limit out of both losses.)
+    A time step is a token that the policy sampled: gamma and lambda count no token of a prompt or of an environment's answer.
+    V_t is the critic's value of everything before token t, so in a conversation the value that follows the last token of a
+    turn is that of the state after the environment's answer. After a rollout's last token the value is 0, whether it stopped
+    or met a length limit: the limit is part of the task, as in TRL, verl and NeMo-RL, and the critic never reads the last
+    token. (``overlong_filtering`` leaves rollouts that met the limit out of both losses.)
 
-    ``lambda_value`` is that of the critic's targets V + A: VAPO's decoupled GAE (2504.05118) sets it to 1, which makes them plain
-    discounted returns. ``length_adaptive_alpha`` a > 0 makes lambda of the policy 1 - 1 / (a l) for a rollout of l sampled tokens (VAPO:
-    0.05), at least 0. ``whiten``: advantages minus their mean, over their population standard deviation, both over all counted tokens
-    of the batch; exactly 0 where they do not vary. The critic's targets are never whitened.
+    ``lambda_value`` is that of the critic's targets V + A: VAPO's decoupled GAE (2504.05118) sets it to 1, which makes them
+    plain discounted returns. ``length_adaptive_alpha`` a > 0 makes lambda of the policy 1 - 1 / (a l) for a rollout of l
+    sampled tokens (VAPO: 0.05), at least 0. ``whiten``: advantages minus their mean, over their population standard
+    deviation, both over all counted tokens of the batch; exactly 0 where they do not vary. The critic's targets are never
+    whitened.
     """
 
     smallest_group: ClassVar[int] = 1
@@ -55,7 +56,7 @@ class Gae(Advantage):
     def over_batch(self, batch: Batch) -> Tensor:
         """Advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
         advantages = self._estimate(batch, self.lambdas(batch))
-        return (whitened(advantages, batch) if self.whiten else advantages).float()
+        return (_whitened(advantages, batch) if self.whiten else advantages).float()
 
     def returns(self, batch: Batch) -> Tensor:
         """The critic's targets, [N] float32, from the same columns."""
@@ -83,8 +84,9 @@ class Gae(Advantage):
 def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
     """For each token the sum over itself and the later tokens of its rollout of decay^distance x value, [N] float64.
 
-    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout, whose tokens stand together and in order, as ``pack`` lays
-    them. By doubling: sums over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps instead of ten thousand.
+    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout, whose tokens stand together and in order, as
+    ``pack`` lays them. By doubling: sums over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps instead of
+    ten thousand.
     """
     sums, factor, span = values, decay, 1
     longest = int(torch.bincount(batch.sequence).max())
@@ -97,7 +99,9 @@ def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
 
 
 def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
-    """Rewards of rollouts, [S], at the last sampled token of each, [N] float64; 0 elsewhere. A rollout without tokens has no place."""
+    """Rewards of rollouts, [S], at the last sampled token of each, [N] float64; 0 elsewhere. A rollout without tokens has no
+    place.
+    """
     count = len(batch.target)
     last = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence, torch.arange(count), "amax")
     placed = torch.zeros(count, dtype=torch.float64)
@@ -105,9 +109,10 @@ def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
     return placed
 
 
-def whitened(values: Tensor, batch: Batch) -> Tensor:
-    """(value - mean) / population standard deviation, both over the counted tokens of the batch, [N]; zeros where those do not vary."""
-    counted = values[batch.mask > 0]
-    if len(counted) < 2 or not varies(counted):
-        return torch.zeros_like(values)
-    return (values - counted.mean()) / counted.std(correction=0)
+def _whitened(advantages: Tensor, batch: Batch) -> Tensor:
+    """Zeros where advantages differ by no more than the rounding of the float32 values and rewards they are differences of."""
+    counted = batch.mask > 0
+    terms = torch.stack([batch.extra(VALUES).double(), batch.rewards[batch.sequence]]).abs()
+    if not counted.any() or advantages[counted].abs().max() <= RESIDUE * terms[:, counted].max():
+        return torch.zeros_like(advantages)
+    return whiten(advantages, batch.mask)

@@ -22,12 +22,14 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledRewards(Advantage):
-    """sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, over the deviation of that sum in the batch.
+    """sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, over the deviation of that sum in the
+    batch.
 
-    A reward that does not vary in a group adds exactly 0. The sum's mean over the batch is 0 since each group's is, and is not subtracted
-    again, so that groups without signal keep a credit of 0. The batch's deviation is over rollouts, as in the paper and TRL; verl whitens
-    over tokens. ``weights`` are by the name of the reward; one that is not named is not counted. Empty: every reward, those an environment
-    only logs too, counts 1, which ``problems`` refuses. The environment's own weights are not used.
+    A reward that does not vary in a group adds exactly 0. The sum's mean over the batch is 0 since each group's is, and is not
+    subtracted again, so that groups without signal keep a credit of 0. The batch's deviation is over rollouts, as in the paper
+    and TRL; verl whitens over tokens. ``weights`` are by the name of the reward; one that is not named is not counted. Empty:
+    every reward, those an environment only logs too, counts 1, which ``problems`` refuses. The environment's own weights are
+    not used.
     """
 
     needs_parts: ClassVar[bool] = True
@@ -38,8 +40,9 @@ class DecoupledRewards(Advantage):
         known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
         if len(self.weights) < 2:
             yield (
-                f"GDPO normalises each reward by itself and adds them up, and {len(self.weights)} of them are named; set the weights of at "
-                f"least two in algorithm.kwargs.advantage.weights (the environment's: {known}), or choose grpo for a single reward"
+                f"GDPO normalises each reward by itself and adds them up, and {len(self.weights)} of them are named; set the "
+                f"weights of at least two in algorithm.kwargs.advantage.weights (there are: {known}), or choose grpo for a "
+                "single reward"
             )
         unknown = [name for name in self.weights if name not in plan.environment_rewards]
         if plan.environment_rewards and unknown:

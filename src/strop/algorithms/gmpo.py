@@ -21,8 +21,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class GeometricMean(Objective):
     """A x exp(mean over the rollout of c), c = min(log ratio, high) where A > 0 and max(log ratio, -low) where A < 0.
 
-    ``low`` and ``high`` are nats: the paper clips to (exp(-0.4), exp(0.4)). Like PPO's the clip acts on the side that A pushes to. Each
-    token's entry has its own part of the gradient, so that the mean over the rollout is the paper's term in value and gradient.
+    ``low`` and ``high`` are nats: the paper clips to (exp(-0.4), exp(0.4)). Like PPO's the clip acts on the side that A pushes
+    to. Each token's entry has its own part of the gradient, so that the mean over the rollout is the paper's term in value and
+    gradient.
     """
 
     sequence_level: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): credit is how a rollout did against the others of its group.
+"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): credit is what sets a rollout apart from its group.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum; kl_penalty where there is one.
 """

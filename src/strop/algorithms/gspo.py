@@ -21,7 +21,8 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class SequenceClip(Clip):
     """PPO's clip of s = exp(mean over a rollout of log ratio), the same for each of its tokens.
 
-    s carries the gradient of each token's own log-probability (the paper's GSPO-token form): the sum over a rollout is the gradient of s.
+    s carries the gradient of each token's own log-probability (the paper's GSPO-token form): their mean over a rollout is the
+    gradient of s.
     """
 
     sequence_level: ClassVar[bool] = True

@@ -22,9 +22,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class CovarianceKl(Objective):
     """ratio A, minus ``weight`` x |log ratio| for the ``share`` of counted tokens with the largest covariance; no clip.
 
-    |log ratio| is the authors' estimate of the KL divergence from the policy before the update. Its gradient is 0 at ratio 1, so that
-    the term acts from the second optimizer step of a batch on. At least one token has it. The paper's shares are 2e-3 for a model of 7B
-    parameters and 2e-4 for one of 32B.
+    |log ratio| is the authors' estimate of the KL divergence from the policy before the update. Its gradient is 0 at ratio 1,
+    so that the term acts from the second optimizer step of a batch on. At least one token has it. The paper's shares are 2e-3
+    for a model of 7B parameters and 2e-4 for one of 32B.
     """
 
     silent_without_credit: ClassVar[bool] = False
@@ -36,8 +36,8 @@ class CovarianceKl(Objective):
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or self.weight < 0:
             raise ValueError(
-                f"a share of {self.share} of the tokens is to be penalised with weight {self.weight}: the share must lie in (0, 1], the weight "
-                "must not be negative"
+                f"a share of {self.share} of the tokens is to be penalised with weight {self.weight}: the share must lie in "
+                "(0, 1], the weight must not be negative"
             )
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:

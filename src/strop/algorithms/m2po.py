@@ -1,7 +1,7 @@
-"""M2PO (arXiv 2510.01161): stale samples are trained on unclipped, but for the few tokens that make the second moment of the ratio large.
+"""M2PO (arXiv 2510.01161): stale samples unclipped, but for the few tokens that make the ratio's second moment large.
 
-Metrics: second_moment, the mean of log^2 r over counted tokens; second_moment_masked, the share of tokens without a gradient; probs_ratio
-and its maximum, of policy to sampler.
+Metrics: second_moment, the mean of log^2 r over counted tokens; second_moment_masked, the share of tokens without a gradient;
+probs_ratio and its maximum, of policy to sampler.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class SecondMomentMask(Objective):
     """M r A, r = pi / mu, M = 0 for the tokens of largest log^2 r until the mean of the others' is at most ``limit``, else 1.
 
-    The mask is decided on the whole optimizer step. As in the paper only tokens that the update pushes further away (A > 0 and r > 1, or
-    A < 0 and r < 1) are looked at, in the mean and by the mask; ``outward_only`` False looks at all of them, as AReaL does. r is taken to
-    the sampler, so that there is no correction beside it.
+    The mask is decided on the whole optimizer step. As in the paper only tokens that the update pushes further away (A > 0 and
+    r > 1, or A < 0 and r < 1) are looked at, in the mean and by the mask; ``outward_only`` False looks at all of them, as AReaL
+    does. r is taken to the sampler, so that there is no correction beside it.
     """
 
     own_correction: ClassVar[bool] = True
@@ -36,7 +36,9 @@ class SecondMomentMask(Objective):
 
     def __post_init__(self) -> None:
         if self.limit <= 0:
-            raise ValueError(f"the second moment is limited to {self.limit}, which masks every token that moved; set for instance 0.04")
+            raise ValueError(
+                f"the second moment is limited to {self.limit}, which masks all tokens that moved; set for instance 0.04"
+            )
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         logs = tokens.logprobs - tokens.sampler

@@ -1,8 +1,8 @@
 """MaxRL (arXiv 2602.02710): the gradient of the log of the success rate, not of the rate: rare successes weigh more.
 
-(R - m) / m. With rewards of 0 and 1 its expectation is the gradient of -sum over k <= G of (1 - p)^k / k, which tends to log p as the group
-grows; pass@1, what the others maximise, is its first term. A group without a success teaches nothing. The paper changes this one line of an
-existing loss, here GRPO's.
+(R - m) / m. With rewards of 0 and 1 its expectation is the gradient of -sum over k < G of (1 - p)^k / k, which tends to log p
+as the group grows; the success rate, what the others maximise, is its first term but for a constant. A group without a success
+teaches nothing. The paper changes this one line of an existing loss, here GRPO's.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
@@ -31,8 +31,8 @@ class SuccessRate(Advantage):
         """Raises ValueError for a negative reward."""
         if bool((group.rewards < 0).any()):
             raise ValueError(
-                f"a reward of {float(group.rewards.min()):g} was found, but MaxRL divides by the mean reward as by a success rate; use rewards "
-                "of 0 and 1, or map yours to [0, 1] with grpo.reward_scaling"
+                f"a reward of {float(group.rewards.min()):g} was found, but MaxRL divides by the mean reward as by a success "
+                "rate; use rewards of 0 and 1, or map yours to [0, 1] with grpo.reward_scaling"
             )
         if not varies(group.rewards):
             return torch.zeros_like(group.rewards)

@@ -1,8 +1,8 @@
 """OPO (arXiv 2505.23585): on-policy REINFORCE with the baseline of least variance.
 
-The optimal baseline weighs rewards by the squared norm of each rollout's gradient; where tokens' gradients are about orthogonal that is
-proportional to length l: b = sum l R / sum l over the group. The derivation is for sums over a rollout's tokens and no ratio; verl's recipe
-takes the mean over tokens.
+The optimal baseline weighs rewards by the squared norm of each rollout's gradient; where tokens' gradients are about orthogonal
+that is proportional to length l: b = sum l R / sum l over the group. The derivation is for sums over a rollout's tokens and no
+ratio; verl's recipe takes the mean over tokens.
 
 Metrics: probs_ratio and its maximum.
 """

@@ -110,7 +110,7 @@ class Objective(Part):
         """The contribution of each token, [N], and columns [N] whose means over counted tokens are logged."""
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
-        """Columns [N] that depend on the whole optimizer step, all of whose tokens are shown here; they are added to its batch."""
+        """Columns [N] that depend on the whole optimizer step, whose tokens are all shown here; its batch gets them."""
         return {}
 
 

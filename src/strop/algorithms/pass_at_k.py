@@ -23,10 +23,10 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class BestOfK(Advantage):
     """The mean, over the sets of k rollouts that a rollout is in, of the set's best reward minus the best of its k - 1 others.
 
-    ``k`` None is the whole group: the best rollout gets best - second best, all others 0 (the paper's estimator, unbiased for the
-    gradient of E max). A smaller k takes the mean over all sets. ``analytic`` compares with the mean over all sets in place of the set
-    without the rollout, and divides by their deviation (2508.10751, where rewards are 0 and 1; here any): credit of both signs that
-    sums to 0. Exactly 0 where the group does not vary.
+    ``k`` None is the whole group: the best rollout gets best - second best, all others 0 (the paper's estimator: summed over
+    the group, unbiased for the gradient of E max). A smaller k takes the mean over all sets. ``analytic`` compares with the
+    mean over all sets in place of the set without the rollout, and divides by their deviation (2508.10751, where rewards are 0
+    and 1; here any): credit of both signs that sums to 0. Exactly 0 where the group does not vary.
     """
 
     k: int | None = None
@@ -34,15 +34,18 @@ class BestOfK(Advantage):
 
     def __post_init__(self) -> None:
         if self.k is not None and self.k < 2:
-            raise ValueError(f"k is {self.k}: a rollout is compared with sets of k - 1 others; set at least 2, or choose grpo for k = 1")
+            raise ValueError(f"k is {self.k}: a rollout is compared with k - 1 others; set at least 2, or choose grpo for k = 1")
 
     def problems(self, plan: Plan) -> Iterator[str]:
         yield from super().problems(plan)
         k = plan.group_size if self.k is None else self.k
         if k > plan.group_size:
-            yield f"pass@{k} is asked for, and a group has {plan.group_size} rollouts; lower k, or raise num_generations_per_prompt"
+            yield (
+                f"pass@{k} needs as many rollouts, and a group has {plan.group_size}; lower k, or raise "
+                "num_generations_per_prompt"
+            )
         if self.analytic and k >= plan.group_size:
-            yield f"the analytic pass@{k} compares sets of {k}, and a group of {plan.group_size} has one; set k below the group size"
+            yield f"the analytic pass@{k} compares sets of {k}, and a group of {plan.group_size} has one; set k below that"
 
     def relative(self, group: GroupRewards) -> Tensor:
         if not varies(group.rewards):

@@ -1,4 +1,4 @@
-"""The family of policy gradients: one algorithm whose parts are chosen independently. GRPO, DAPO, GSPO, RLOO, ... are compositions."""
+"""The family of policy gradients: one algorithm whose parts are chosen independently; GRPO, DAPO, RLOO, ... are compositions."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ class PolicyGradient(GroupCredit):
         return sequence_sum(batch.advantages.abs(), batch) == 0
 
     def before(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch the learner's
-        are the current ones. ``between`` approximates them from sampler and current policy, which saves several steps the scoring pass.
+        """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch
+        the learner's are the current ones. ``between`` approximates them from sampler and current policy, which saves several
+        steps the scoring pass.
         """
         current = logprobs.detach()
         learner = batch.extras.get("policy_logprobs", current)

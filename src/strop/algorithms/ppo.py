@@ -15,7 +15,7 @@ from torch import Tensor
 from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.clip import Clip
-from strop.algorithms.functional import aggregate
+from strop.algorithms.functional import aggregate, varies
 from strop.algorithms.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, at_the_ends
 from strop.algorithms.parts import Objective
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -27,16 +27,16 @@ from strop.types import Batch
 class PPO(PolicyGradient):
     """Two learners, ``policy`` and ``value``, which share a batch and step apart. A group may be a single rollout.
 
-    What a token earns is 0, and the last one of a rollout earns the rollout's reward. ``kl`` says where a distance to a reference goes:
-    token_reward takes weight x estimate from each token's own reward (InstructGPT, with estimator k1), reward takes their sum from the
-    last token's, loss adds the term to the policy's loss.
+    What a token earns is 0, and the last one of a rollout earns the rollout's reward. ``kl`` says where a distance to a
+    reference goes: token_reward takes weight x estimate from each token's own reward (InstructGPT, with estimator k1), reward
+    takes their sum from the last token's, loss adds the term to the policy's loss.
 
-    Before ``policy_training_start_step`` only the critic trains. Its optimizer is its own, so ``value_scale`` matters where the norm of
-    its gradient is clipped, and with optimizers that are not scale-free.
+    Before ``policy_training_start_step`` only the critic trains. Its optimizer is its own, so ``value_scale`` matters where
+    the norm of its gradient is clipped, and with optimizers that are not scale-free.
 
-    Metrics: those of a policy gradient; value_loss; value_clipped, the share of tokens whose loss is the clipped one's; value_error, mean
-    |V - R|; and of the critic before the update explained_variance, 1 - var(R - V) / var(R), which is left out where the returns do not
-    vary (R leans on V itself unless ``lambda_value`` is 1), values_mean and returns_mean.
+    Metrics: those of a policy gradient; value_loss; value_clipped, the share of tokens whose loss is the clipped one's;
+    value_error, mean |V - R|; and of the critic before the update explained_variance, 1 - var(R - V) / var(R), which is left
+    out where the returns do not vary (R leans on V itself unless ``lambda_value`` is 1), values_mean and returns_mean.
     """
 
     advantage: Gae = Gae()
@@ -100,6 +100,7 @@ class PPO(PolicyGradient):
         if not len(returns):
             return {}
         logged = {"train/values_mean": float(values.mean()), "train/returns_mean": float(returns.mean())}
-        if spread := float(returns.var(correction=0)):
-            logged["train/explained_variance"] = 1 - float((returns - values).var(correction=0)) / spread
+        if varies(returns):
+            unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
+            logged["train/explained_variance"] = 1 - float(unexplained)
         return logged

@@ -111,7 +111,7 @@ class PairwisePreference(Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedPreference(PairwisePreference):
-    """Pair losses that measure against a reference policy. ``beta`` is how dearly moving away from it is paid: 0.05 in NeMo-RL, 0.1 in papers."""
+    """Pair losses that measure against a reference policy. ``beta`` is the price of moving away from it: 0.05 in NeMo-RL, 0.1 in papers."""
 
     beta: float = 0.05
 

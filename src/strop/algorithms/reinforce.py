@@ -1,7 +1,7 @@
 """REINFORCE (Williams, 1992): each token's log-probability, weighted by what its rollout earned. No ratio, no clip.
 
-The gradient is that of the policy that sampled: where samples are older, or several optimizer steps are made of a batch, add a correction
-(``importance``, ``tis``), which weighs by learner before the update over sampler.
+The gradient is that of the policy that sampled: where samples are older, or several optimizer steps are made of a batch, add a
+correction (``importance``, ``tis``), which weighs by learner before the update over sampler.
 
 Metrics: probs_ratio and its maximum, of the policy to itself before the update, though the objective has no ratio.
 """

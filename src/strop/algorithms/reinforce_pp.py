@@ -1,7 +1,8 @@
 """REINFORCE++ (arXiv 2501.03262): no baseline from a group; credit is whitened over all tokens of the batch.
 
-A_t = R - beta x sum over later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch, then PPO's clip.
-Groups may be of one. Deviations are those of the population; verl and OpenRLHF take the same whitening over counted tokens.
+A_t = R - beta x sum over later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch,
+then PPO's clip. Groups may be of one. Deviations are those of the population; verl and OpenRLHF take the same whitening over
+counted tokens.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
 """
@@ -26,8 +27,8 @@ from strop.types import Batch
 class BatchWhitened(Advantage):
     """R, or with ``group_mean`` R - mean of its group, whitened over the counted tokens of the batch.
 
-    Subtracting the batch's mean gives a group that does not vary the same small credit throughout: with ``group_mean`` the mean over
-    rollouts is 0, but over tokens long ones count more. If nothing in the batch varies all credit is exactly 0.
+    Subtracting the batch's mean gives a group that does not vary the same small credit throughout: with ``group_mean`` the mean
+    over rollouts is 0, but over tokens long ones count more. If nothing in the batch varies all credit is exactly 0.
     """
 
     group_mean: bool = False

@@ -1,7 +1,7 @@
 """ReMax (arXiv 2310.10505): REINFORCE with the reward of the greedy response as baseline.
 
-One more rollout for each prompt, sampled greedily and not trained on. One sampled rollout a prompt suffices. verl's ``remax`` is this credit
-under PPO's loss.
+One more rollout for each prompt, sampled greedily and not trained on. One sampled rollout a prompt suffices. verl's ``remax``
+is this credit under PPO's loss.
 
 Metrics: probs_ratio and its maximum.
 """

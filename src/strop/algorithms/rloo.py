@@ -1,8 +1,8 @@
 """RLOO (arXiv 2402.14740): REINFORCE on whole rollouts, each compared with the others of its group.
 
-G / (G - 1) times the mean-centred reward. A rollout is one action: its log-probability is the sum over its tokens. The paper takes the KL term
-into the reward (``kl`` with place reward, estimator k1); none is set here. TRL's RLOO trainer clips a ratio of whole rollouts instead, and
-verl's uses PPO's loss per token.
+G / (G - 1) times the mean-centred reward. A rollout is one action: its log-probability is the sum over its tokens. The paper
+takes the KL term into the reward (``kl`` with place reward, estimator k1); none is set here. TRL's RLOO trainer clips a ratio
+of whole rollouts instead, and verl's uses PPO's loss per token.
 
 Metrics: probs_ratio and its maximum; kl_penalty where there is one.
 """

@@ -12,7 +12,8 @@ from strop.algorithms.parts import PolicyTokens, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TopEntropy(Selection):
-    """The ``share`` of counted tokens with the largest entropy over the whole optimizer step, at least one, and ties with the last of them.
+    """The ``share`` of counted tokens with the largest entropy over the whole optimizer step, at least one; ties with the last
+    too.
 
     The others count in every total, as in the paper. TRL takes the quantile over each micro-batch. Logged: tokens_selected.
     """

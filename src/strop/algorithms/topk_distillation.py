@@ -25,23 +25,27 @@ LEAST_REST = 1e-7  # a sum of float32 probabilities does not know what is left o
 class TopKDistillation(Algorithm):
     """The mean over tokens of a divergence between teacher p and student q at each place where the student sampled.
 
-    forward: KL(p || q), which covers what the teacher does. reverse: KL(q || p), which leaves what it would not. mixed: ``mixed_kl_weight``
-    x forward + the rest x reverse. jsd: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, the generalised
-    Jensen-Shannon divergence; divided by beta it tends to forward as beta tends to 0, divided by 1 - beta to reverse as beta tends to 1.
+    forward: KL(p || q), which covers what the teacher does. reverse: KL(q || p), which leaves what it would not. mixed:
+    ``mixed_kl_weight`` x forward + the rest x reverse. jsd: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 -
+    beta) q, the generalised Jensen-Shannon divergence; divided by beta it tends to forward as beta tends to 0, divided by 1 -
+    beta to reverse as beta tends to 1.
 
-    Both are known on the teacher's K tokens only. ``outside`` says what becomes of the others: bucket makes them one more event, whose
-    probability is what the K leave of 1, so that the divergence is a lower bound of the whole one and a student is held back from
-    tokens the teacher would not choose. renormalise divides both by their mass on the K, and is blind to what the student does elsewhere.
-    NeMo-RL's zero_outside_topk=false is renormalise. Its true is bucket's relative: there the teacher is renormalised on the K and gives
-    each other token exp(-100), where bucket leaves the teacher the mass it has outside.
+    Both are known on the teacher's K tokens only. ``outside`` says what becomes of the others: bucket makes them one more
+    event, whose probability is what the K leave of 1, so that the divergence is a lower bound of the whole one and a student
+    is held back from tokens the teacher would not choose. renormalise divides both by their mass on the K, and is blind to
+    what the student does elsewhere. NeMo-RL's zero_outside_topk=false is renormalise. Its true is bucket's relative: there
+    the teacher is renormalised on the K and gives each other token exp(-100), where bucket leaves the teacher the mass it has
+    outside.
 
-    Gradients go through the student's log-probabilities of the candidates, at the temperature and under the filters it samples with. The
-    teacher should be at the same temperature, and neither filtered: what a filter removed from the student cannot be taught. Nothing
-    corrects for staleness: the divergence is the current student's, at places that an older one came to.
+    Gradients go through the student's log-probabilities of the candidates, at the temperature and under the filters it
+    samples with. The teacher should be at the same temperature, and neither filtered: what a filter removed from the student
+    cannot be taught. Nothing corrects for staleness: the divergence is the current student's, at places that an older one
+    came to.
 
     The column TEACHER_CANDIDATES comes together with CANDIDATES from one source (``strop.training.torch.teachers.TeacherTopK``).
 
-    Metrics: loss; kl_forward and kl_reverse, whatever is trained; teacher_mass and student_mass, the probability of the candidates.
+    Metrics: loss; kl_forward and kl_reverse, whatever is trained; teacher_mass and student_mass, the probability of the
+    candidates.
     """
 
     kl_type: Literal["forward", "reverse", "mixed", "jsd"] = "reverse"
@@ -59,9 +63,9 @@ class TopKDistillation(Algorithm):
         if not 0 <= self.mixed_kl_weight <= 1:
             yield f"mixed_kl_weight is {self.mixed_kl_weight}: it is the forward KL's share; set it in [0, 1]"
         if self.kl_type == "jsd" and not 0 < self.beta < 1:
-            yield f"beta is {self.beta}, where the Jensen-Shannon divergence is 0; set it between 0 and 1, or kl_type forward or reverse"
+            yield f"beta is {self.beta}, where the divergence is 0; set it between 0 and 1, or kl_type forward or reverse"
         if self.aggregation == "constant_length" and not self.constant_length:
-            yield "aggregation constant_length divides by constant_length, which is not set; set it, for instance to max_new_tokens"
+            yield "aggregation constant_length divides by constant_length, which is null; set it, for instance to max_new_tokens"
 
     def advantages(self, group: Group) -> Tensor:
         """Zeros: rewards are logged and not learned from."""
@@ -106,7 +110,9 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def events(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
-    """Log-probabilities of K tokens, [N, K] -> those of a distribution: [N, K] renormalised, or [N, K + 1] with the rest as an event."""
+    """Log-probabilities of K tokens, [N, K] -> those of a distribution: [N, K] renormalised, or [N, K + 1] with the rest as
+    an event.
+    """
     logs = logs.clamp(min=LOG_ZERO)
     mass = logs.logsumexp(-1, keepdim=True)
     if outside == "renormalise":

@@ -12,11 +12,12 @@ from strop.algorithms.ppo import PPO
 
 @dataclass(frozen=True, kw_only=True)
 class VAPO(PPO):
-    """The critic's targets are plain returns (lambda 1), the policy's lambda is 1 - 1 / (0.05 l) for a rollout of l tokens, the clip is
-    DAPO's, correct rollouts are also imitated with weight 0.1, and the critic trains alone for 50 steps.
+    """The critic's targets are plain returns (lambda 1), the policy's lambda is 1 - 1 / (0.05 l) for a rollout of l tokens,
+    the clip is DAPO's, correct rollouts are also imitated with weight 0.1, and the critic trains alone for 50 steps.
 
-    A rollout of at most 20 tokens has lambda 0. Correct is a reward above 0. The paper begins with a critic that was a reward model and
-    samples 16 rollouts a prompt; both are the run's to set. It does not say whether advantages are whitened; here they are, as PPO's.
+    A rollout of at most 20 tokens has lambda 0. Correct is a reward above 0. The paper begins with a critic that was a reward
+    model and samples 16 rollouts a prompt; both are the run's to set. It does not say whether advantages are whitened; here
+    they are, as PPO's.
 
     Metrics: PPO's.
     """

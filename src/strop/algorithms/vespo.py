@@ -21,9 +21,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class GammaWeight(Objective):
     """stop_gradient(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), w = product over the rollout of pi / mu.
 
-    phi(1) = 1, and phi falls to 0 on both sides of k / lambda. k and lambda differ by the sign of A; the defaults are the authors'. The
-    product is not normalised by length. The authors multiply the ratio to the learner before the update by a bounded correction; here
-    w is taken to the sampler at once, which is the same where that bound does not act.
+    phi(1) = 1, and phi falls to 0 on both sides of k / lambda. k and lambda differ by the sign of A; the defaults are the
+    authors'. The product is not normalised by length. The authors multiply the ratio to the learner before the update by a
+    bounded correction; here w is taken to the sampler at once, which is the same where that bound does not act.
     """
 
     own_correction: ClassVar[bool] = True
@@ -36,8 +36,9 @@ class GammaWeight(Objective):
     def __post_init__(self) -> None:
         if min(self.k_positive, self.k_negative) < 0 or min(self.lambda_positive, self.lambda_negative) <= 0:
             raise ValueError(
-                f"k is {self.k_positive} and {self.k_negative}, lambda {self.lambda_positive} and {self.lambda_negative}: with a negative k or "
-                "a lambda of 0 or less the weight of an unlikely or a likely rollout has no bound; set k >= 0 and lambda > 0"
+                f"k is {self.k_positive} and {self.k_negative}, lambda {self.lambda_positive} and {self.lambda_negative}: "
+                "with a negative k or a lambda of 0 or less the weight of an unlikely or a likely rollout has no bound; set "
+                "k >= 0 and lambda > 0"
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:

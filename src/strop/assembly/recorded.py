@@ -29,6 +29,7 @@ from strop.sampling import Sampling
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import RolloutStore
 from strop.types import Group, Task
+from strop.validation import LossValidation
 from strop.weights.shared import SharedWeights
 
 READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
@@ -86,10 +87,12 @@ class Examples:
 
 async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker) -> Run:
     """Everything of a run, restored from its newest checkpoint if there is one."""
-    from strop.validation import LossValidation
-
     algorithm = recorded_algorithm_of(config)
-    policy = load_reward_policy(config) if isinstance(config, RmRunConfig) else load_training_policy(config.policy)
+    policy = (
+        load_reward_policy(config)
+        if isinstance(config, RmRunConfig)
+        else load_training_policy(config.policy, config.training.seed)
+    )
     sampling = Sampling()
     rules = recorded_rules(config, policy)
     train = training_examples(config, algorithm, policy, rules)
@@ -102,13 +105,15 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker) -> Run
     checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), "none")
     state = restore(config, checkpoints, learners, tracker, store)
-    validation = LossValidation(
-        groups=held_out,
-        algorithm=algorithm,
-        learner=learners["policy"],
-        scorers=scorers,
-        share_prefixes=options.share_prefixes,
-    )
+    validation = None
+    if held_out:
+        validation = LossValidation(
+            groups=held_out,
+            algorithm=algorithm,
+            learner=learners["policy"],
+            scorers=scorers,
+            share_prefixes=share_prefixes,
+        )
     run = Run(
         options=options,
         algorithm=algorithm,
@@ -118,7 +123,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker) -> Run
         weights=SharedWeights([]),
         tracker=tracker,
         rollouts=store,
-        evaluator=validation if held_out else None,
+        evaluator=validation,
         early_stop=early_stop(config),
         checkpoints=checkpoints if config.checkpointing.enabled else None,
     )

@@ -13,17 +13,23 @@ import torch
 
 from strop.config.generation import GenerationConfig
 from strop.config.policy import ModelConfig, PolicyConfig
-from strop.config.schema import RmRunConfig
+from strop.config.schema import PpoRunConfig, RmRunConfig
 from strop.generation.torch.engine import TorchEngine
 from strop.generation.torch.runner import CachedRunner, RecomputeRunner, Runner
+from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import load_model, load_tokenizer, stop_tokens
+from strop.models.lora import LoraOptions, add_adapters, count_parameters
 from strop.models.memory import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
+from strop.models.value import ValueNetwork
+from strop.models.value_head import ValueHead
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
+from strop.training.base import Scorer
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
 from strop.training.torch.master import round_weights
 from strop.training.torch.optimizers import ParameterGroup
+from strop.training.torch.reference import AdapterOffScorer
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,16 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def prepare_device(wanted: str, threads: int | None) -> torch.device:
+    """The device, with this process set up for it. Raises ValueError where it is not there."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = choose_device(wanted)
+    if chosen.type == "cpu":
+        reuse_freed_memory()
+    return chosen
+
+
 def load_policy(
     model_name: str,
     *,
@@ -63,11 +79,7 @@ def load_policy(
     weights_dtype: str = "float32",
 ) -> Policy:
     """Raises ModelNotFound, ValueError."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    chosen = choose_device(device)
-    if chosen.type == "cpu":
-        reuse_freed_memory()
+    chosen = prepare_device(device, threads)
     model = load_model(model_name, overrides=overrides, device=str(chosen))
     for name in disable_dropout(model):
         log.warning("dropout of %s is off: it would make sampler and learner disagree", name)
@@ -77,8 +89,9 @@ def load_policy(
     return Policy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), stop_tokens(model, tokenizer))
 
 
-def load_training_policy(config: PolicyConfig) -> Policy:
-    return load_policy(
+def load_training_policy(config: PolicyConfig, seed: int = 0) -> Policy:
+    """``seed`` is that of the run: adapters begin with it."""
+    policy = load_policy(
         config.model_name,
         tokenizer_name=config.tokenizer.name,
         chat_template=config.tokenizer.chat_template,
@@ -91,6 +104,16 @@ def load_training_policy(config: PolicyConfig) -> Policy:
         packed=config.sequence_packing.enabled,
         weights_dtype=config.weights_dtype,
     )
+    adapt(policy.network, config, seed)
+    return policy
+
+
+def adapt(network: Network, config: ModelConfig, seed: int) -> None:
+    """Put adapters on a model that will be trained, where its configuration asks for them. After its weights were rounded."""
+    if config.dtensor_cfg.lora_cfg.enabled:
+        options = LoraOptions(**config.dtensor_cfg.lora_cfg.options())
+        add_adapters(network.model, options, base=config.model_name, seed=seed)
+        log.info("%s", count_parameters(network.model))
 
 
 def make_learner(
@@ -131,14 +154,44 @@ def make_learner(
 
 def load_reward_policy(config: RmRunConfig) -> Policy:
     """The model of a reward model: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
-    raise NotImplementedError
+    settings = config.policy
+    device = prepare_device(settings.device, settings.num_threads)
+    tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
+    model = load_classifier(settings.model_name, overrides=settings.hf_config_overrides, device=str(device), seed=config.rm.seed)
+    stop_ids = stop_tokens(model, tokenizer)
+    set_pad_token(model, tokenizer, stop_ids)
+    disable_dropout(model)
+    packed = None if settings.sequence_packing.enabled else False
+    network = ValueNetwork(model, precision=PRECISIONS[settings.precision], packed=packed)
+    round_weights(model, PRECISIONS[settings.weights_dtype])
+    adapt(network, settings, config.rm.seed)
+    return Policy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
 
 
-def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> FrozenScorer:
-    """A frozen copy of the policy as it is now. Call it before a checkpoint is loaded."""
+def make_critic(config: PpoRunConfig, policy: Policy) -> TrainableNetwork:
+    """A head on the policy's hidden states, or a sequence classifier with one label of its own."""
+    settings = config.value
+    if settings.head_only:
+        return ValueHead(policy.network)
+    device = prepare_device(settings.device, settings.num_threads)
+    model = load_classifier(
+        settings.model_name, overrides=settings.hf_config_overrides, device=str(device), seed=config.ppo.seed, spread=0.0
+    )
+    disable_dropout(model)
+    packed = None if settings.sequence_packing.enabled else False
+    network = ValueNetwork(model, precision=PRECISIONS[settings.precision], packed=packed)
+    round_weights(model, PRECISIONS[settings.weights_dtype])
+    adapt(network, settings, config.ppo.seed)
+    return network
+
+
+def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> Scorer:
+    """The policy with its adapters off, or a frozen copy of it as it is now. Call it before a checkpoint is loaded."""
+    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
+    if config.dtensor_cfg.lora_cfg.enabled:
+        return AdapterOffScorer(policy.network, sampling, score_tokens=packing.logprob_mb_tokens)
     model = copy.deepcopy(policy.network.model).eval()
     network = Network(model, precision=policy.network.precision, chunk=policy.network.chunk, packed=policy.network.packed)
-    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     return FrozenScorer(network, sampling, score_tokens=packing.logprob_mb_tokens, offload=config.reference.offload)
 
 

@@ -38,7 +38,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         config.data.train, config.env, seed=training.seed, shuffle=config.data.shuffle, max_epochs=training.max_num_epochs
     )
     validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed)
-    policy = load_training_policy(config.policy)
+    policy = load_training_policy(config.policy, training.seed)
     sampling = Sampling(**config.policy.generation.sampling_options())
     engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
     options = loop_options(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from strop.algorithms.base import Algorithm
+from strop.algorithms.gae import VALUES
 from strop.algorithms.kl import REFERENCE
-from strop.assembly.roles import Policy, make_learner, make_reference
+from strop.assembly.roles import Policy, make_critic, make_learner, make_reference
+from strop.assembly.teachers import make_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.schema import DistillationRunConfig, DpoRunConfig, PpoRunConfig
 from strop.loop import LoopOptions
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker
-from strop.training.base import ColumnSource, Learner, LogprobColumn
+from strop.training.base import ColumnSource, Learner, LogprobColumn, ValueColumn
+from strop.training.torch.learner import NetworkScorer
+from strop.training.torch.reference_store import reference_store, weights_fingerprint
 from strop.types import Group
 
 
@@ -25,6 +31,9 @@ def make_learners(
             policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
         )
     }
+    if isinstance(config, PpoRunConfig):
+        critic = make_critic(config, policy)
+        learners["value"] = make_learner(critic, config.value, sampling, total_steps=total_steps, section="value")
     return learners
 
 
@@ -42,6 +51,10 @@ def make_scorers(
     scorers: dict[str, ColumnSource] = {}
     if REFERENCE in algorithm.requires:
         scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+    if VALUES in algorithm.requires and "value" in learners:
+        scorers[VALUES] = ValueColumn(VALUES, learners["value"])
+    if isinstance(config, DistillationRunConfig):
+        scorers.update(make_teachers(config, policy, algorithm, sampling, learners))
     return _complete(scorers, algorithm, config)
 
 
@@ -56,8 +69,36 @@ async def make_recorded_scorers(
     """``groups()`` are all that will be read: what a reference that is computed once, before training, has to know."""
     scorers: dict[str, ColumnSource] = {}
     if REFERENCE in algorithm.requires:
-        scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+        once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
+        scorers[REFERENCE] = (
+            await _computed_reference(config, policy, algorithm, sampling, groups, tracker)
+            if once
+            else LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+        )
     return _complete(scorers, algorithm, config)
+
+
+async def _computed_reference(
+    config: RecordedRunConfig,
+    policy: Policy,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    groups: Callable[[], Sequence[Group]],
+    tracker: Tracker,
+) -> ColumnSource:
+    """The policy as it is now, asked once about everything that will be read. Call it before a checkpoint is loaded."""
+    path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
+    tracker.note(f"reference log-probabilities: {'found in' if path.exists() else 'computing them once, for'} {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return await reference_store(
+        path,
+        groups(),
+        NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
+        algorithm,
+        weights=weights_fingerprint(policy.network.model),
+        data=config.data.model_dump_json(),
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+    )
 
 
 def _complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from strop.assembly.algorithms import Setting
 from strop.config import TrainingRunConfig
+from strop.config.distillation import DistillationConfig, DistillationLossConfig
 from strop.config.grpo import GrpoConfig, LossConfig
+from strop.config.ppo import PpoConfig, ValueLossConfig
 from strop.config.recorded import DpoConfig, RmConfig
-from strop.config.schema import DpoRunConfig, GrpoRunConfig, RmRunConfig
+from strop.config.schema import DistillationRunConfig, DpoRunConfig, GrpoRunConfig, PpoRunConfig, RmRunConfig
+from strop.config.training import RolloutTrainingConfig
 
 
 def settings_of(config: TrainingRunConfig) -> list[Setting]:
@@ -16,6 +19,10 @@ def settings_of(config: TrainingRunConfig) -> list[Setting]:
     match config:
         case GrpoRunConfig():
             return list(policy_gradient_settings(config.section, config.grpo, config.loss_fn))
+        case PpoRunConfig():
+            return list(_with_critic(config.ppo, config.loss_fn, config.value_loss_fn))
+        case DistillationRunConfig():
+            return list(_distillation(config.algorithm.name, config.distillation, config.loss_fn))
         case DpoRunConfig():
             return list(_preference(config.dpo))
         case RmRunConfig():
@@ -28,10 +35,46 @@ def _preference(dpo: DpoConfig) -> Iterator[Setting]:
     return _given(
         ("dpo.reference_policy_kl_penalty", "beta", dpo.reference_policy_kl_penalty),
         ("dpo.preference_average_log_probs", "average_log_probs", dpo.preference_average_log_probs),
-        ("dpo.sft_average_log_probs", "sft_average_log_probs", dpo.sft_average_log_probs),
+        ("dpo.sft_average_log_probs", "sft_aggregation", _SFT_AGGREGATION[dpo.sft_average_log_probs]),
         ("dpo.preference_loss_weight", "preference_weight", dpo.preference_loss_weight),
         ("dpo.sft_loss_weight", "sft_weight", dpo.sft_loss_weight),
     )
+
+
+def _with_critic(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> Iterator[Setting]:
+    gae, own = ppo.adv_estimator, "ppo.adv_estimator"
+    yield from _given(
+        (f"{own}.gae_lambda", "advantage.lambda_policy", gae.gae_lambda),
+        (f"{own}.gae_lambda_policy", "advantage.lambda_policy", gae.gae_lambda_policy),
+        (f"{own}.gae_lambda_value", "advantage.lambda_value", gae.gae_lambda_value),
+        (f"{own}.gae_gamma", "advantage.gamma", gae.gae_gamma),
+        (f"{own}.normalize_advantages", "advantage.whiten", gae.normalize_advantages),
+        (f"{own}.length_adaptive_alpha", "advantage.length_adaptive_alpha", gae.length_adaptive_alpha),
+        ("ppo.advantage_clip_low", "advantage_low", ppo.advantage_clip_low),
+        ("ppo.advantage_clip_high", "advantage_high", ppo.advantage_clip_high),
+        ("ppo.policy_training_start_step", "policy_training_start_step", ppo.policy_training_start_step),
+        ("value_loss_fn.scale", "value_scale", value.scale),
+    )
+    yield from _filters("ppo", ppo)
+    if value.cliprange is not None:
+        yield Setting("value_loss_fn.cliprange", "value_clip", value.cliprange or None)
+    yield from _policy_loss(loss, kl_in_reward="token_reward")
+
+
+def _distillation(name: str, distillation: DistillationConfig, loss: DistillationLossConfig) -> Iterator[Setting]:
+    """The divergence is that of topk_distillation; the others have none to set."""
+    if name == "topk_distillation":
+        yield from _given(
+            ("loss_fn.kl_type", "kl_type", loss.kl_type),
+            ("loss_fn.mixed_kl_weight", "mixed_kl_weight", loss.mixed_kl_weight),
+            ("loss_fn.beta", "beta", loss.beta),
+            ("loss_fn.zero_outside_topk", "outside", "bucket" if loss.zero_outside_topk else "renormalise"),
+        )
+    else:
+        yield from _filters("distillation", distillation)
+
+
+_SFT_AGGREGATION = {True: "sequence_mean", False: "sequence_sum", None: None}
 
 
 def _reward_model(rm: RmConfig) -> Iterator[Setting]:
@@ -41,9 +84,13 @@ def _reward_model(rm: RmConfig) -> Iterator[Setting]:
 def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:
     """In the order in which they must be applied: what chooses a part comes before what sets its options."""
     yield from _credit(section, grpo)
+    yield from _policy_loss(loss, kl_in_reward="reward")
+
+
+def _policy_loss(loss: LossConfig, *, kl_in_reward: str) -> Iterator[Setting]:
     yield from _objective(loss)
     yield from _correction(loss)
-    yield from _kl(loss)
+    yield from _kl(loss, kl_in_reward)
     yield from _given(
         ("loss_fn.force_on_policy_ratio", "on_policy_ratio", loss.force_on_policy_ratio or None),
         ("loss_fn.aggregation", "aggregation", loss.resolved_aggregation),
@@ -58,7 +105,6 @@ def _given(*settings: tuple[str, str, object]) -> Iterator[Setting]:
 
 
 def _credit(section: str, grpo: GrpoConfig) -> Iterator[Setting]:
-    shaping = grpo.reward_shaping
     yield from _given(
         (f"{section}.adv_estimator.name", "advantage", ADVANTAGES.get(str(grpo.adv_estimator.name), grpo.adv_estimator.name)),
         (f"{section}.minus_baseline", "advantage.baseline", grpo.minus_baseline),
@@ -66,8 +112,15 @@ def _credit(section: str, grpo: GrpoConfig) -> Iterator[Setting]:
         (f"{section}.normalize_rewards", "advantage.normalize", grpo.normalize_rewards),
         (f"{section}.advantage_clip_low", "advantage_low", grpo.advantage_clip_low),
         (f"{section}.advantage_clip_high", "advantage_high", grpo.advantage_clip_high),
-        (f"{section}.use_dynamic_sampling", "drop_constant_groups", grpo.use_dynamic_sampling),
-        (f"{section}.overlong_filtering", "overlong_filtering", grpo.overlong_filtering),
+    )
+    yield from _filters(section, grpo)
+
+
+def _filters(section: str, training: RolloutTrainingConfig) -> Iterator[Setting]:
+    shaping = training.reward_shaping
+    yield from _given(
+        (f"{section}.use_dynamic_sampling", "drop_constant_groups", training.use_dynamic_sampling),
+        (f"{section}.overlong_filtering", "overlong_filtering", training.overlong_filtering),
     )
     if shaping.enabled:
         options = {
@@ -126,12 +179,12 @@ def _correction(loss: LossConfig) -> Iterator[Setting]:
     yield Setting("loss_fn.use_importance_sampling_correction", "corrections", [options])
 
 
-def _kl(loss: LossConfig) -> Iterator[Setting]:
+def _kl(loss: LossConfig, place: str) -> Iterator[Setting]:
     penalty = loss.reference_policy_kl_penalty
     yield from _given(
         ("loss_fn.reference_policy_kl_penalty", "kl.weight", penalty),
         ("loss_fn.reference_policy_kl_type", "kl.estimator", loss.reference_policy_kl_type),
-        ("loss_fn.use_kl_in_reward", "kl.place", "reward" if loss.use_kl_in_reward else None),
+        ("loss_fn.use_kl_in_reward", "kl.place", place if loss.use_kl_in_reward else None),
         ("loss_fn.use_on_policy_kl_approximation", "kl.unbiased", loss.use_on_policy_kl_approximation or None),
     )
     if penalty:

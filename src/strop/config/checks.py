@@ -189,6 +189,17 @@ def learning_rate(config: TrainingRunConfig) -> Problems:
 # --- lengths ---------------------------------------------------------------------------------------------------------------
 
 
+def adapter_dropout(config: RolloutRunConfig) -> Problems:
+    lora = config.policy.dtensor_cfg.lora_cfg
+    if lora.enabled and lora.dropout:
+        yield Problem(
+            "policy.dtensor_cfg.lora_cfg.dropout",
+            f"found {lora.dropout}, but rollouts are sampled without dropout: what is trained would be another policy than the one "
+            "that sampled, at every step by other masks",
+            "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
+        )
+
+
 def rollout_lengths(config: RolloutRunConfig) -> Problems:
     total = config.policy.max_total_sequence_length
     yield from _at_most(
@@ -420,7 +431,7 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     ((GrpoRunConfig, PpoRunConfig), (on_policy_ratio, aggregation)),
     (RolloutRunConfig, (ranges,)),
     (TrainingRunConfig, (early_stop, learning_rate)),
-    (RolloutRunConfig, (rollout_lengths,)),
+    (RolloutRunConfig, (rollout_lengths, adapter_dropout)),
     (TrainingRunConfig, (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED)),
     (EvalRunConfig, (eval_lengths, sampling)),
     ((RolloutRunConfig, EvalRunConfig), (environments,)),

@@ -45,9 +45,8 @@ class DistillationLossConfig(Model):
         "mixed",
         description="forward is KL(teacher || student), reverse KL(student || teacher), mixed both, jsd the Jensen-Shannon divergence.",
     )
-    mixed_kl_weight: float = Field(
-        0.5, ge=0, le=1, description="Share of the forward KL in mixed, and the teacher's share in jsd (beta)."
-    )
+    mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="Share of the forward KL in mixed.")
+    beta: float = Field(0.5, gt=0, lt=1, description="The teacher's share of the middle in jsd.")
     zero_outside_topk: bool = Field(
         False,
         description="Give what lies outside the teacher's tokens an event of its own; false renormalises both distributions on them.",
@@ -61,7 +60,7 @@ class TeacherTokenizerConfig(TokenizerConfig):
 class TeacherConfig(Model):
     """The model that is learned from. It only scores."""
 
-    model_name: str = Field(..., min_length=1, description="A hub name or a folder; self is the policy shown demonstrations.")
+    model_name: str = Field(..., min_length=1, description="A hub name or a folder; self is the policy, shown demonstrations.")
     tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)
     device: Device = follows("..policy.device", alone="auto", description="As policy.device.")
     precision: Precision = follows("..policy.precision", alone="bfloat16", description="bfloat16 or float32.")
@@ -73,3 +72,11 @@ class TeacherConfig(Model):
         None, strict=False, description="Aliases of env whose rollouts this teacher scores; null is all. For several teachers."
     )
     weight: float = Field(1.0, gt=0, description="Share of this teacher where several score the same rollouts.")
+    demonstration: str | None = Field(
+        None,
+        description="With model_name self: what is added to the question that the teacher reads, with {answer} for the task's answer.",
+    )
+    self_weights: Literal["initial", "current", "ema"] = Field(
+        "initial",
+        description="With model_name self: the policy as it was before training, as it is, or its moving average (policy.ema).",
+    )

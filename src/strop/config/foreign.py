@@ -53,7 +53,6 @@ FOREIGN = (
     Foreign("policy.dtensor_cfg.automodel_kwargs", LATER),
     Foreign("policy.dtensor_cfg.dp_replicate_size", LATER),
     Foreign("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
-    Foreign("policy.dtensor_cfg.lora_cfg", LATER),
     Foreign("policy.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
     Foreign("policy.draft", LATER),
     Foreign("policy.sequence_packing.algorithm", "groups are packed whole", tuning=True),

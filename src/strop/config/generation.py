@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from strop.config.model import Model, follows, subsection
 
@@ -91,6 +91,11 @@ class GenerationConfig(Model):
     min_p: float = Field(
         0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the likeliest; 0 keeps every token."
     )
+    keep_sampling_mask: bool = Field(
+        False,
+        description="Record which tokens top_k, top_p and min_p kept and let the learner renormalise over them (arXiv 2512.02556), so that "
+        "no ratio jumps where it would keep others; needs a top_k of at most 4096, and up to 4 x top_k bytes for each sampled token.",
+    )
     val_temperature: Temperature = follows(".temperature", alone=1.0, description="temperature in validation.")
     val_top_p: TopP = follows(".top_p", alone=1.0, description="top_p in validation.")
     val_top_k: TopK = follows(
@@ -105,6 +110,17 @@ class GenerationConfig(Model):
     )
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
+    @field_validator("keep_sampling_mask")
+    @classmethod
+    def _bounded(cls, value: bool, info: ValidationInfo) -> bool:
+        filters = info.data.get("top_p", 1.0) < 1 or info.data.get("min_p", 0.0) > 0
+        if value and filters and info.data.get("top_k") in (None, -1):
+            raise ValueError(
+                "it needs a top_k: top_p and min_p alone may keep most of the vocabulary for every token, and all of that would be "
+                "recorded; set top_k, for instance to 512"
+            )
+        return value
+
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
         """Keyword arguments of ``strop.sampling.Sampling``."""
         top_k = self.val_top_k if validation else self.top_k
@@ -113,6 +129,7 @@ class GenerationConfig(Model):
             "top_p": self.val_top_p if validation else self.top_p,
             "top_k": None if top_k == -1 else top_k,
             "min_p": self.min_p,
+            "record_kept": self.keep_sampling_mask and not validation,
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": self.stop_token_ids or (),
             "stop_strings": self.stop_strings or (),

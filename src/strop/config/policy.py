@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
 from strop.config.generation import Device, GenerationConfig, Precision
+from strop.config.lora import LoraConfig
 from strop.config.model import Model, follows, subsection
 
 
@@ -129,6 +130,7 @@ class DtensorConfig(Model):
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks (GPUs).")
     context_parallel_size: int = Field(1, ge=1, description="Context-parallel ranks (GPUs).")
     custom_parallel_plan: str | None = Field(None, description="Dotted name of a tensor-parallel plan; null is the model's own.")
+    lora_cfg: LoraConfig = subsection(LoraConfig)
 
 
 class MegatronConfig(Model):

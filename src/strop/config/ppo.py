@@ -16,17 +16,32 @@ class GaeConfig(Model):
     """Generalised advantage estimation (arXiv 1506.02438)."""
 
     name: Literal["gae"] = Field("gae", description="The only estimator of a critic's advantages.")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="Lambda: 0 trusts the critic, 1 the rewards (share a token).")
-    gae_gamma: float = Field(1.0, gt=0, le=1, description="Discount (share a token).")
-    normalize_advantages: bool = Field(True, description="Whiten advantages over all tokens of the batch.")
+    gae_lambda: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Lambda: 0 trusts the critic, 1 the rewards (share a token); null is the algorithm's own (ppo: 0.95).",
+    )
+    gae_gamma: float | None = Field(
+        None, gt=0, le=1, description="Discount (share a token); null is the algorithm's own (ppo: 1)."
+    )
+    normalize_advantages: bool | None = Field(
+        None, description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true)."
+    )
     gae_lambda_policy: float | None = Field(
         None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
     )
     gae_lambda_value: float | None = Field(
-        None, ge=0, le=1, description="Lambda of the critic's targets (VAPO's decoupled GAE); null is gae_lambda."
+        None,
+        ge=0,
+        le=1,
+        description="Lambda of the critic's targets (decoupled GAE); null is the algorithm's own (ppo: gae_lambda).",
     )
-    length_adaptive_alpha: float = Field(
-        0.0, ge=0, description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off."
+    length_adaptive_alpha: float | None = Field(
+        None,
+        ge=0,
+        description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off, null the algorithm's own "
+        "(ppo: 0).",
     )
 
 
@@ -34,7 +49,11 @@ class PpoConfig(RolloutTrainingConfig):
     """Proximal policy optimisation with a critic."""
 
     ppo_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
-    policy_training_start_step: int = Field(0, ge=0, description="Before this step only the critic trains: its warm-up (steps).")
+    policy_training_start_step: int | None = Field(
+        None,
+        ge=0,
+        description="Before this step only the critic trains: its warm-up (steps); null is the algorithm's own (ppo: 0).",
+    )
     advantage_clip_low: float | None = Field(None, description="Advantages are raised to at least this; null does not clip.")
     advantage_clip_high: float | None = Field(None, description="Advantages are cut to at most this; null does not clip.")
     adv_estimator: GaeConfig = subsection(GaeConfig)
@@ -52,15 +71,18 @@ class PpoConfig(RolloutTrainingConfig):
 class PpoAlgorithmConfig(AlgorithmConfig):
     """Which algorithm turns rollouts and values into losses."""
 
-    name: str = Field("ppo", min_length=1, description="ppo, or module:Class for one from outside.")
+    name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class for one from outside.")
 
 
 class ValueLossConfig(Model):
     """The critic's loss: half the squared error of returns, clipped."""
 
-    scale: float = Field(1.0, gt=0, description="Weight of the value loss.")
+    scale: float | None = Field(None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1).")
     cliprange: float | None = Field(
-        0.2, gt=0, description="A value moves at most this far from what it was before the update; null does not clip (reward)."
+        None,
+        ge=0,
+        description="A value moves at most this far from what it was before the update (reward); 0 does not clip, null is the "
+        "algorithm's own (ppo: 0.2).",
     )
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from strop.algorithms.base import Algorithm
+from strop.sampling import KEPT, NO_TOKEN
 from strop.types import Batch, Group, Rollout, Totals
 
 
@@ -94,8 +96,28 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             group=torch.tensor(owners),
             rewards=torch.tensor(rewards, dtype=torch.float64),
             totals=Totals(0, 0, 0),
+            extras={} if algorithm.places == "ends" else _kept_tokens(groups, joined["target"]),
         )
     )
+
+
+def _kept_tokens(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
+    """What the sampler drew each target [N] from, as the column KEPT: [N, K] int32, K the size of the largest set. None where none was
+    recorded. Raises ValueError for turns of both kinds, and for a target that is not in its set."""
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.policy_turns if len(turn.tokens)]
+    recorded = [turn.kept for turn in turns if turn.kept is not None]
+    if not recorded:
+        return {}
+    if len(recorded) < len(turns):
+        raise ValueError(
+            f"{len(recorded)} of the {len(turns)} turns of this batch say which tokens they were drawn from, and the others do not: they "
+            "were sampled under different options. Go on with the policy.generation.keep_sampling_mask that the run was begun with"
+        )
+    largest = max(kept.shape[1] for kept in recorded)
+    column = torch.cat([pad(kept, (0, largest - kept.shape[1]), value=NO_TOKEN) for kept in recorded])
+    if not bool((column == target[:, None]).any(1).all()):
+        raise ValueError("a sampled token is not among those it is said to have been drawn from: the engine records other tokens")
+    return {KEPT: column}
 
 
 def with_totals(batch: Batch) -> Batch:

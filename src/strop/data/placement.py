@@ -40,7 +40,9 @@ class Placement:
     @cached_property
     def _shares(self) -> tuple[Fraction, ...]:
         """Each component's share of what the components before it left over; exact, so that no position is lost."""
-        weights = [Fraction(str(size if weight is None else weight)) for size, weight in zip(self.sizes, self.weights, strict=True)]
+        weights = [
+            Fraction(str(size if weight is None else weight)) for size, weight in zip(self.sizes, self.weights, strict=True)
+        ]
         return tuple(weight / sum(weights[i:]) for i, weight in enumerate(weights))
 
     def _place(self, index: int) -> tuple[int, int]:

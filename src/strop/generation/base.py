@@ -21,7 +21,9 @@ class Completion:
     text: str
     stopped: bool  # True: a stop token or stop string; False: the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
-    kept: Tensor | None = None  # [L, K] int32, the ids each token was drawn from, padded with -1; None unless ``sampling.records``
+    kept: Tensor | None = (
+        None  # [L, K] int32, the ids each token was drawn from, padded with -1; None unless ``sampling.records``
+    )
 
 
 class RequestTooLong(ValueError):

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) inside a model: what they are, without them, merged, in files.
 
-PEFT's layers hold them: a layer ``y = W x`` becomes ``y = W x + scale * up (down x)``, with W frozen. This module reads those layers and
-needs no PEFT for it; ``strop.models.lora`` puts them there.
+PEFT's layers hold them: a layer ``y = W x`` becomes ``y = W x + scale * up (down x)``, with W frozen. This module reads those
+layers and needs no PEFT for it; ``strop.models.lora`` puts them there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from strop.sampling import at_least_float32
 ADAPTER = "default"  # PEFT's name for the only one
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+BASE_CONFIG_FILE = "base_config.json"  # under the name config.json the folder would pass for a whole model
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 
 
@@ -105,10 +106,11 @@ def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, st
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """What is trained: the adapters, and with a classifier its score layer, under the names of PEFT's files. No copies."""
     found: dict[str, Tensor] = {}
-    for layer in low_rank_layers(model):
+    layers = low_rank_layers(model)
+    for layer in layers:
         found[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
         found[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
-    for whole in _config_of(model).modules_to_save or ():
+    for whole in (_config_of(model).modules_to_save or ()) if layers else ():
         layer_state = model.get_submodule(whole).state_dict()
         found.update({f"{_PREFIX}{whole}.{name}": tensor.detach() for name, tensor in layer_state.items()})
     return found
@@ -129,8 +131,9 @@ def save_adapters(model: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(_config_of(model))
     config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set, which would be written in another order each time
     config.save_pretrained(str(folder))
-    model.config.save_pretrained(folder)
+    model.config.to_json_file(folder / BASE_CONFIG_FILE)
     save_file(
         {name: tensor.cpu().contiguous() for name, tensor in adapter_weights(model).items()},
         folder / WEIGHTS_FILE,
@@ -140,7 +143,7 @@ def save_adapters(model: Any, folder: Path) -> None:
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError unless they are of the same form."""
+    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError for those of another form."""
     from safetensors.torch import load_file
 
     _refuse_other_form(model, folder)
@@ -148,8 +151,8 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     odd = sorted(stored.keys() ^ own.keys()) or [name for name in own if own[name].shape != stored[name].shape]
     if odd:
         raise ValueError(
-            f"the adapters in {folder} do not fit those of this run, which differ in {', '.join(odd[:3])}; set dtensor_cfg.lora_cfg as it "
-            "was when they were saved, or start with another checkpointing.checkpoint_dir"
+            f"the adapters in {folder} do not fit those of this run, which differ in {', '.join(odd[:3])}; set "
+            "dtensor_cfg.lora_cfg as it was when they were saved, or start with another checkpointing.checkpoint_dir"
         )
     for name, tensor in own.items():
         tensor.copy_(stored[name])
@@ -159,8 +162,8 @@ def _refuse_other_form(model: nn.Module, folder: Path) -> None:
     """Adapters under another scale would be another model; those of another base may be."""
     if not (folder / CONFIG_FILE).exists():
         raise ValueError(
-            f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set dtensor_cfg.lora_cfg.enabled=false to "
-            "continue it, or start with another checkpointing.checkpoint_dir"
+            f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set "
+            "dtensor_cfg.lora_cfg.enabled=false to continue it, or start with another checkpointing.checkpoint_dir"
         )
     saved, own = read_config(folder), _config_of(model)
     for name, key in (("r", "dim"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
@@ -171,8 +174,8 @@ def _refuse_other_form(model: nn.Module, folder: Path) -> None:
             )
     if (before := saved.get("base_model_name_or_path")) != own.base_model_name_or_path:
         warnings.warn(
-            f"the adapters in {folder} were trained on {before}, and this run puts them on {own.base_model_name_or_path}: they only "
-            "mean the same where these are the same weights",
+            f"the adapters in {folder} were trained on {before}, and this run puts them on {own.base_model_name_or_path}: "
+            "they only mean the same where these are the same weights",
             stacklevel=3,
         )
 
@@ -193,12 +196,14 @@ def base_name(folder: Path) -> str:
     """The model that the adapters in a folder were trained on. Raises ValueError where they do not say."""
     found = read_config(folder).get("base_model_name_or_path")
     if not found:
-        raise ValueError(f"{folder / CONFIG_FILE} does not name its base: set base_model_name_or_path in it to a hub name or a folder")
+        raise ValueError(
+            f"{folder / CONFIG_FILE} does not name its base: set base_model_name_or_path in it to a hub name or a folder"
+        )
     return str(found)
 
 
 def with_adapters_merged(model: Any, folder: Path) -> Any:
-    """An ordinary model that computes what ``model`` with the adapters in ``folder`` does. Every kind of adapter that PEFT merges will do."""
+    """An ordinary model that computes what ``model`` with the adapters in ``folder`` does; any that PEFT can merge."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

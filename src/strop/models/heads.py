@@ -6,7 +6,9 @@ them: for a vocabulary of 150,000 that trades 1.2 MB of memory per token and pas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -61,61 +63,75 @@ def head_of(model: nn.Module) -> Head:
 
 
 def token_logprobs(
-    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int, candidates: Tensor | None = None
+    hidden: Tensor,
+    target: Tensor,
+    head: Head,
+    sampling: Sampling,
+    chunk: int,
+    candidates: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> TokenOutputs:
     """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
 
-    ``candidates`` [N, K] are token ids whose log-probabilities are wanted too. ``chunk`` rows of float32 logits are held at once. All
-    outputs are differentiable; a gradient that is not asked for costs nothing.
+    ``candidates`` [N, K] are token ids whose log-probabilities are wanted too. ``kept`` [N, K], padded with -1, are the ids that the
+    sampler drew each target from: the distribution is then over these, and not over what the filters would keep of these logits.
+    ``chunk`` rows of float32 logits are held at once. All outputs are differentiable; a gradient that is not asked for costs nothing.
     """
-    if candidates is not None:
-        return _with_candidates(hidden, target, head, sampling, chunk, candidates)
     pieces = [
-        _chunk_logprobs(rows, wanted, head, sampling)
-        for rows, wanted in zip(hidden.split(chunk), target.split(chunk), strict=True)
+        _chunk_outputs(rows, wanted, head, sampling, others, recorded)
+        for rows, wanted, others, recorded in zip(
+            hidden.split(chunk), target.split(chunk), _split(candidates, chunk), _split(kept, chunk), strict=False
+        )
     ]
-    logprobs, entropies = (torch.cat(column) for column in zip(*pieces, strict=True))
-    return TokenOutputs(logprobs, entropies)
-
-
-def _with_candidates(
-    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, chunk: int, candidates: Tensor
-) -> TokenOutputs:
-    pieces = []
-    for rows, wanted, chosen in zip(hidden.split(chunk), target.split(chunk), candidates.split(chunk), strict=True):
-        if torch.is_grad_enabled():
-            pieces.append(checkpoint(_autograd_candidates, rows, wanted, chosen, head, sampling, use_reentrant=False))
-        else:
-            pieces.append(_autograd_candidates(rows, wanted, chosen, head, sampling))
     return TokenOutputs(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 
-def _autograd_candidates(
-    hidden: Tensor, target: Tensor, candidates: Tensor, head: Head, sampling: Sampling
-) -> tuple[Tensor, Tensor, Tensor]:
-    logs = filtered_logits(head.logits(hidden), sampling, target).log_softmax(-1)
-    return logs.gather(1, target[:, None]).squeeze(1), _entropy(logs), logs.gather(1, candidates)
+def _split(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
+    return repeat(None) if column is None else column.split(chunk)
+
+
+def _chunk_outputs(
+    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Log-probabilities and entropies [n] of one chunk, and [n, K] of the candidates if there are any."""
+    if head.linear and candidates is None and kept is None and not sampling.filtered:
+        apply: Any = _ChunkLogprobs.apply
+        outputs: tuple[Tensor, ...] = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
+        return outputs
+    if torch.is_grad_enabled():
+        outputs = checkpoint(_autograd_outputs, hidden, target, head, sampling, candidates, kept, use_reentrant=False)
+        return outputs
+    return _autograd_outputs(hidden, target, head, sampling, candidates, kept)
+
+
+def _autograd_outputs(
+    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The same by autograd alone, for every head, filter and recorded set."""
+    logits = head.logits(hidden)
+    if kept is not None:
+        return _over_recorded(logits, target, sampling, candidates, kept)
+    logs = filtered_logits(logits, sampling, target).log_softmax(-1)
+    outputs = logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)
+    return outputs if candidates is None else (*outputs, logs.gather(1, candidates))
+
+
+def _over_recorded(
+    logits: Tensor, target: Tensor, sampling: Sampling, candidates: Tensor | None, kept: Tensor
+) -> tuple[Tensor, ...]:
+    """Log-probabilities under the softmax over each row's recorded tokens; -inf for candidates that are not among them."""
+    scaled = recorded_logits(logits, kept, sampling)
+    total = scaled.logsumexp(-1, keepdim=True)
+    logprobs = (recorded_logits(logits, target[:, None], sampling) - total).squeeze(1)
+    outputs = logprobs, _entropy(scaled - total)
+    if candidates is None:
+        return outputs
+    among = (candidates[:, :, None] == kept[:, None, :]).any(-1)
+    return *outputs, (recorded_logits(logits, candidates, sampling) - total).masked_fill(~among, float("-inf"))
 
 
 def _entropy(logs: Tensor) -> Tensor:
     return -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
-
-
-def _chunk_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    if head.linear and not sampling.filtered:
-        apply: Any = _ChunkLogprobs.apply
-        logprobs, entropy = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
-        return logprobs, entropy
-    if torch.is_grad_enabled():
-        result: tuple[Tensor, Tensor] = checkpoint(_autograd_logprobs, hidden, target, head, sampling, use_reentrant=False)
-        return result
-    return _autograd_logprobs(hidden, target, head, sampling)
-
-
-def _autograd_logprobs(hidden: Tensor, target: Tensor, head: Head, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The same by autograd alone, for every head and filter."""
-    logs = filtered_logits(head.logits(hidden), sampling, target).log_softmax(-1)
-    return logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)
 
 
 class _ChunkLogprobs(torch.autograd.Function):

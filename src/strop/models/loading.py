@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strop.models.adapters import adapter_folder, base_name, with_adapters_merged
+from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_name, with_adapters_merged
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,7 @@ class ModelNotFound(ValueError):
     """A model name that leads nowhere; the message says what was tried and what to set."""
 
 
-def load_model(
-    name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None
-) -> Any:
+def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
     """A Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
 
     ``name`` may be a folder with adapters (PEFT's format): they come merged into their base, which is loaded by the name they give, with
@@ -53,7 +51,8 @@ def saved_config(adapters: Path) -> Any | None:
     """The configuration of the model that adapters were trained in, where it lies beside them."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(adapters) if (adapters / "config.json").exists() else None
+    path = adapters / BASE_CONFIG_FILE
+    return AutoConfig.from_pretrained(path) if path.exists() else None
 
 
 def overridden(config: Any, overrides: Mapping[str, Any] | None) -> Any:
@@ -78,9 +77,11 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a turn: the tokenizer's end of sequence and those of the model's generation configuration."""
+    """The ids that end a turn: the tokenizer's end of sequence and those of the model's configurations. A classifier has no one for
+    generation."""
     ids: set[int] = set()
-    for found in (tokenizer.eos_token_id, getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id):
+    generation = getattr(model, "generation_config", None)
+    for found in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
         ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
     return tuple(sorted(ids))
 
@@ -90,7 +91,7 @@ def locate(name: str) -> tuple[str, str | None]:
     path = Path(name).expanduser()
     if path.is_dir():
         files = [file.name for file in path.glob("*.gguf")]
-        if not files and not (path / "config.json").exists():
+        if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} holds no model (no config.json, no .gguf file)")
         return str(path), files[0] if files and not (path / "config.json").exists() else None
     if path.is_absolute() or name.startswith("."):

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.algorithms.base import CANDIDATES, TokenOutputs
+from strop.models.adapters import adapters_off
 from strop.models.attention import IMPLEMENTATION, TreePlan
 from strop.models.heads import Head, head_of, token_logprobs
-from strop.sampling import Sampling, at_least_float32
+from strop.sampling import KEPT, Sampling, at_least_float32
 from strop.types import Batch
 
 
@@ -64,15 +66,18 @@ class Network:
         """bf16 autocast over float32 weights, or nothing."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """While it lasts, the model is what it was before it got adapters: the reference policy of a LoRA run, at no memory."""
+        return adapters_off(self.model)
+
     def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
         """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and those of the tokens in
-        its column ``candidates``, if there is one."""
-        candidates = batch.extras.get(CANDIDATES)
+        its column ``candidates``, if there is one. With a column ``kept_tokens`` all of them are of the distribution over that set."""
+        asked = (batch.extras.get(CANDIDATES), batch.extras.get(KEPT))
+        candidates, kept = (None if column is None else column.to(self.device) for column in asked)
         with self.autocast():
             hidden = self.hidden(batch)
-            target = batch.target.to(self.device)
-            chosen = None if candidates is None else candidates.to(self.device)
-            return token_logprobs(hidden, target, self.head, sampling, self.chunk, chosen)
+            return token_logprobs(hidden, batch.target.to(self.device), self.head, sampling, self.chunk, candidates, kept)
 
     def hidden(self, batch: Batch) -> Tensor:  # [N, H]
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)

@@ -1,7 +1,7 @@
 """A critic that is one linear layer on the policy's hidden states: no second model in memory, and no gradient into the policy.
 
-It sees what the policy's own training put there. A critic of its own (``strop.models.value``) can learn features for the value, at the
-price of a second model.
+It sees what the policy's own training put there. A critic of its own (``strop.models.value``) can learn features for the
+value, at the price of a second model.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ WEIGHTS, CONFIG = "model.safetensors", "value_head.json"
 
 
 class ValueHead:
-    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy's, as it is at the moment."""
+    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy's, as it is at the
+    moment.
+    """
 
     def __init__(self, trunk: Network, head: ScalarHead | None = None) -> None:
         """Raises ValueError for a head of another size than the trunk's hidden states."""
         size = int(trunk.model.config.get_text_config().hidden_size)
         if head is not None and head.score.in_features != size:
             raise ValueError(
-                f"the value head reads {head.score.in_features} features and {type(trunk.model).__name__} has {size}: the head was trained "
-                "on another model; start with a new one"
+                f"the value head reads {head.score.in_features} features and {type(trunk.model).__name__} has {size}: the head "
+                "was trained on another model; start with a new one"
             )
         wide = torch.promote_types(next(trunk.model.parameters()).dtype, torch.float32)
         self.trunk = trunk

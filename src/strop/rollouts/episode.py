@@ -150,6 +150,11 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
         seed=mix_seed(rollout.seed, len(rollout.policy_turns)),
         session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
     )
+    if sampling.records and completion.kept is None:
+        raise RuntimeError(
+            f"{type(generator).__name__} does not say which tokens it drew from, as policy.generation.keep_sampling_mask asks; set that "
+            "to false, or choose the backend torch"
+        )
     turn = Turn(
         author="policy",
         tokens=completion.tokens,

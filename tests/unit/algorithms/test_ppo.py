@@ -115,7 +115,7 @@ def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_square
     values = torch.tensor([0.1, -0.5, 0.9], requires_grad=True)
     loss, logged = value_loss(algorithm, batch, values)
     errors = [0.9**2, 1.5**2, 0.8**2]  # the third is held at 0.2
-    assert float(loss) == pytest.approx(3.0 * sum(errors) / 3 / 2)
+    assert loss.item() == pytest.approx(3.0 * sum(errors) / 3 / 2)
     assert logged["clipped"] == pytest.approx(1 / 3)
     assert logged["error"] == pytest.approx((0.9 + 1.5 + 0.1) / 3)
     loss.backward()
@@ -146,7 +146,12 @@ def test_at_the_values_before_the_update_the_clip_changes_neither_loss_nor_gradi
 
 def test_before_the_policys_first_step_only_the_critic_trains() -> None:
     algorithm = PPO(policy_training_start_step=2)
-    assert [sorted(algorithm.losses(step)) for step in range(4)] == [["value"], ["value"], ["policy", "value"], ["policy", "value"]]
+    assert [sorted(algorithm.losses(step)) for step in range(4)] == [
+        ["value"],
+        ["value"],
+        ["policy", "value"],
+        ["policy", "value"],
+    ]
     assert sorted(PPO().losses(0)) == ["policy", "value"]
 
 
@@ -170,7 +175,7 @@ def test_rollouts_left_out_of_the_loss_are_left_out_of_the_critics_too() -> None
     loss.backward()
     assert values.grad is not None
     assert (values.grad == 0).tolist() == [False, False, True, True, True]
-    assert float(loss) == pytest.approx(float((values - batch.extra(RETURNS))[:2].detach().square().mean() / 2))
+    assert loss.item() == pytest.approx(float((values - batch.extra(RETURNS))[:2].detach().square().mean() / 2))
 
 
 def test_the_report_explains_variance() -> None:
@@ -196,7 +201,9 @@ def test_variance_that_is_not_there_is_not_explained() -> None:
 
 def test_a_group_may_be_a_single_rollout() -> None:
     assert list(PPO().problems(Plan(group_size=1))) == []
-    assert list(PPO(kl=Kl(weight=0.1, place="token_reward")).problems(Plan(group_size=1, optimizer_steps=4, max_staleness=1))) == []
+    assert (
+        list(PPO(kl=Kl(weight=0.1, place="token_reward")).problems(Plan(group_size=1, optimizer_steps=4, max_staleness=1))) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +211,7 @@ def test_a_group_may_be_a_single_rollout() -> None:
     [
         ({"value_scale": 0.0}, "value_scale is 0.0"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
-        ({"drop_constant_groups": True}, "every group of one is"),
+        ({"drop_constant_groups": True}, "group of one"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.data.packing import Part, micro_batches, mini_batches, pack, select
-from strop.types import Batch, Group, Totals
+from strop.sampling import KEPT, pad_kept
+from strop.types import Batch, Group, Totals, Turn, observation
 from support.algorithms import grpo
 from support.rollouts import GroupShape, batch_shapes, group_of, groups_of, rollout_of, sampled, simple_groups
 
@@ -176,6 +178,40 @@ def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], dat
 def test_a_batch_of_empty_rollouts_is_refused() -> None:
     with pytest.raises(ValueError, match="every rollout is empty"):
         pack([group_of(rollout_of([4, 5]))], grpo())
+
+
+def recording(*sets: Sequence[int]) -> Turn:
+    """A turn of the first token of each set, drawn from that set."""
+    return replace(sampled([row[0] for row in sets]), kept=pad_kept([torch.tensor(row) for row in sets]))
+
+
+def test_what_each_token_was_drawn_from_is_a_column_as_wide_as_the_largest_set() -> None:
+    first = rollout_of([5, 6], recording([7], [8, 9]), observation([1, 2], ""), recording([10, 11, 12]))
+    second = rollout_of([5, 6], recording([13, 14]))
+    empty = rollout_of([5, 6])
+    batch = pack([group_of(first, second, empty), group_of(rollout_of([4], recording([20, 21, 22])), index=1)], grpo())
+    wanted = [[7, -1, -1], [8, 9, -1], [10, 11, 12], [13, 14, -1], [20, 21, 22]]
+    assert batch.extra(KEPT).dtype == torch.int32
+    assert batch.extra(KEPT).tolist() == wanted
+    assert batch.target.tolist() == [row[0] for row in wanted]
+    for part in [*micro_batches(batch, 4), *mini_batches(batch, 2)]:
+        assert part.batch.extra(KEPT).tolist() == [wanted[place] for place in part.index.tolist()]
+
+
+def test_without_recorded_sets_there_is_no_such_column() -> None:
+    assert KEPT not in pack(simple_groups((4, (3, 2))), grpo()).extras
+
+
+def test_turns_sampled_with_and_without_recording_do_not_go_into_one_batch() -> None:
+    group = group_of(rollout_of([5, 6], recording([7, 8])), rollout_of([5, 6], sampled([7])))
+    with pytest.raises(ValueError, match=r"1 of the 2 turns .* keep_sampling_mask that the run was begun with"):
+        pack([group], grpo())
+
+
+def test_a_token_that_its_own_set_lacks_is_refused() -> None:
+    wrong = replace(recording([7, 8], [9]), tokens=torch.tensor([7, 8]))
+    with pytest.raises(ValueError, match="not among those it is said to have been drawn from"):
+        pack([group_of(rollout_of([5], wrong))], grpo())
 
 
 def test_columns_of_the_wrong_length_and_missing_columns_are_named() -> None:

@@ -84,6 +84,63 @@ def test_a_filtered_distribution_is_renormalised_over_what_is_kept() -> None:
         assert float(found.logprobs[row].detach()) == pytest.approx(float(logits[row, target[row]] - normaliser), abs=1e-12)
 
 
+def recorded_sets(target: Tensor, largest: int) -> Tensor:
+    """Random sets of 1 to ``largest`` tokens with the target among them, [N, largest] int32, padded with -1."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.full((len(target), largest), -1, dtype=torch.int32)
+    for place, token in enumerate(target.tolist()):
+        others = [other for other in torch.randperm(WORDS, generator=generator).tolist() if other != token]
+        members = sorted([token, *others[: place % largest]])
+        rows[place, : len(members)] = torch.tensor(members, dtype=torch.int32)
+    return rows
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("shape", [{"bias": True}, {"bias": False, "softcap": 2.0}, {"bias": True, "divisor": 3.0}])
+def test_over_recorded_sets_values_and_gradients_are_those_of_the_softmax_over_each_set(
+    shape: dict[str, Any], chunk: int
+) -> None:
+    """Whatever the filters would keep of these logits: here top-k would keep two tokens."""
+    hidden, target, head = problem(**shape)
+    kept = recorded_sets(target, 6)
+    candidates = torch.stack([target, kept[:, 0].long()], 1)
+    leaves = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
+    found = token_logprobs(hidden, target, head, Sampling(temperature=0.7, top_k=2), chunk, candidates, kept)
+
+    logits = head.logits(hidden) / 0.7
+    logprobs, entropies, first = [], [], []
+    for row, members in enumerate(kept.tolist()):
+        present = [member for member in members if member >= 0]
+        logs = logits[row, present] - logits[row, present].exp().sum().log()
+        logprobs.append(logs[present.index(int(target[row]))])
+        entropies.append(-(logs.exp() * logs).sum())
+        first.append(logs[0])
+    wanted = torch.stack(logprobs), torch.stack(entropies)
+    assert float((found.logprobs - wanted[0]).detach().abs().max()) < EXACT
+    assert float((found.entropy - wanted[1]).detach().abs().max()) < EXACT
+    assert found.candidates is not None
+    assert torch.allclose(found.candidates, torch.stack([wanted[0], torch.stack(first)], 1), atol=EXACT)
+    pairs = zip(slopes((found.logprobs, found.entropy), leaves, (1, -0.3)), slopes(wanted, leaves, (1, -0.3)), strict=True)
+    for own, plain in pairs:
+        assert float((own - plain).abs().max()) < 1e-11
+
+
+def test_a_set_of_one_token_leaves_it_no_choice_and_no_gradient() -> None:
+    hidden, target, head = problem(bias=False)
+    found = token_logprobs(hidden, target, head, Sampling(), 7, kept=target[:, None].int())
+    assert not found.logprobs.any() and not found.entropy.any()
+    assert all(not slope.any() for slope in slopes((found.logprobs, found.entropy), [hidden, head.weight], (1.0, 1.0)))
+
+
+def test_candidates_outside_the_recorded_set_could_not_be_drawn() -> None:
+    hidden, target, head = problem(bias=False)
+    kept = recorded_sets(target, 6)
+    outside = torch.tensor([min(set(range(WORDS)) - set(row)) for row in kept.tolist()])
+    found = token_logprobs(hidden, target, head, Sampling(), 7, outside[:, None], kept)
+    assert found.candidates is not None
+    assert bool((found.candidates == float("-inf")).all())
+
+
 def test_greedy_log_probabilities_are_those_of_temperature_one() -> None:
     hidden, target, head = problem(bias=True)
     greedy = token_logprobs(hidden, target, head, Sampling(temperature=0.0), 7)

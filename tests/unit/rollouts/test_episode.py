@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -86,7 +86,15 @@ def says(*texts: str, end: bool = True):
     return FakeGenerator(TOKENIZER, script)
 
 
-def play(environment: Environment[Any], generator: Any, *, max_new_tokens: int = 20, seed: int = 3, **rules: Any) -> Rollout:
+def play(
+    environment: Environment[Any],
+    generator: Any,
+    *,
+    max_new_tokens: int = 20,
+    seed: int = 3,
+    sampling: Sampling | None = None,
+    **rules: Any,
+) -> Rollout:
     return asyncio.run(
         run_episode(
             environment,
@@ -95,7 +103,7 @@ def play(environment: Environment[Any], generator: Any, *, max_new_tokens: int =
             seed,
             generator=generator,
             template=TEMPLATE,
-            sampling=Sampling(max_new_tokens=max_new_tokens),
+            sampling=sampling or Sampling(max_new_tokens=max_new_tokens),
             rules=EpisodeRules(**{"max_length": 200, **rules}),
         )
     )
@@ -229,6 +237,29 @@ def test_an_engine_that_raises_is_recorded():
 
     rollout = play(Talk(), Broken(TOKENIZER))
     assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ERROR
+
+
+RECORDING = Sampling(max_new_tokens=20, top_k=3, record_kept=True)
+
+
+def test_a_turn_carries_what_its_tokens_were_drawn_from():
+    class Recording(FakeGenerator):
+        async def generate(self, prompt: Any, *, sampling: Sampling, **rest: Any) -> Completion:
+            found = await super().generate(prompt, sampling=sampling, **rest)
+            return replace(found, kept=found.tokens[:, None].int()) if sampling.records else found
+
+    scripted = says("12", "3")
+    rollout = play(Talk(replies=("no",)), Recording(TOKENIZER, scripted.script), max_turns=2, sampling=RECORDING)
+    assert rollout.error is None and len(rollout.policy_turns) == 2
+    for turn in rollout.turns:
+        assert turn.kept is None if not turn.sampled else turn.kept.flatten().tolist() == turn.tokens.tolist()
+
+
+def test_an_engine_that_cannot_record_what_it_kept_is_an_error_with_the_key_to_change():
+    rollout = play(Talk(), says("1"), sampling=RECORDING)
+    assert rollout.ending == Ending.ERROR
+    assert "FakeGenerator does not say which tokens it drew from" in str(rollout.error)
+    assert "policy.generation.keep_sampling_mask" in str(rollout.error)
 
 
 def test_a_response_that_is_no_list_of_messages_is_recorded():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Drawn:
     tokens: Tensor  # [B] int64
     logprobs: Tensor  # [B] float32, under the distribution that was drawn from
     entropies: Tensor  # [B] float32; zeros where it was not asked for
-    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, the tokens it was drawn from; rows that record it only
+    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32: what it was drawn from, where that is recorded
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
@@ -30,9 +31,8 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
         return _draw(logits, samplings[0], numbers)
-    drawn = Drawn(
-        *(torch.zeros(len(logits), dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32, torch.float32))
-    )
+    blank = partial(torch.zeros, len(logits), device=logits.device)
+    drawn = Drawn(blank(dtype=torch.int64), blank(dtype=torch.float32), blank(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         places = [row for row, own in enumerate(samplings) if own == sampling]
         rows = torch.tensor(places, device=logits.device)
@@ -65,7 +65,8 @@ def _kept(scaled: Tensor) -> dict[int, Tensor]:
     """The tokens of each row [B, V] that were not cut, by row, ascending, on the CPU."""
     row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(scaled)).tolist()
-    return dict(enumerate(token.to("cpu", torch.int32).split(counts)))
+    # Copies: a view would keep every row of this step in memory as long as any of them is needed.
+    return {place: tokens.clone() for place, tokens in enumerate(token.to("cpu", torch.int32).split(counts))}
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

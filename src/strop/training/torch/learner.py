@@ -15,6 +15,7 @@ from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.data.packing import Part, micro_batches
 from strop.metrics import Metrics
+from strop.models.adapters import adapter_folder, adapter_weights, load_adapters, low_rank_layers, merged_weights, save_adapters
 from strop.models.loading import quiet
 from strop.models.memory import give_back_freed_memory
 from strop.sampling import Sampling
@@ -78,6 +79,18 @@ class FrozenScorer:
         if self.offload:
             self.network.model.to("cpu")
         return scores
+
+
+@dataclass(frozen=True)
+class NetworkScorer:
+    """A network as it is at the moment it is asked, whoever trains it."""
+
+    network: TrainableNetwork
+    sampling: Sampling
+    score_tokens: int
+
+    async def score(self, batch: Batch) -> Outputs:
+        return score(self.network, batch, self.sampling, self.score_tokens)
 
 
 @torch.no_grad()
@@ -192,15 +205,20 @@ class TorchLearner:
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
+        """All of them, under their names in an ordinary model: adapters are merged in."""
+        yield from merged_weights(self.model)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """What a LoRA run trains, under the names of PEFT's files; nothing where the model has no adapters."""
+        yield from adapter_weights(self.model).items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """``weights/`` as a Hugging Face folder, ``ema/`` with their average, and ``optimizer.pt`` with what it takes to go on."""
-        with quiet():
-            self.network.model.save_pretrained(folder / "weights")
-            if self.average is not None:
-                with self.average.swapped_in(self.trained):
-                    self.network.model.save_pretrained(folder / "ema")
+        """``weights/`` as a Hugging Face folder, or adapters in PEFT's format; ``ema/`` with their average; and ``optimizer.pt``
+        with what it takes to go on."""
+        save_weights(self.model, folder / "weights")
+        if self.average is not None:
+            with self.average.swapped_in(self.trained):
+                save_weights(self.model, folder / "ema")
         if optimizer:
             state = {
                 "masters": self.masters.state_dict(),
@@ -235,13 +253,29 @@ class TorchLearner:
         self.average.restart()
 
 
+def save_weights(model: Any, folder: Path) -> None:
+    """A Hugging Face folder, or the adapters alone where there are any."""
+    with quiet():
+        if low_rank_layers(model):
+            save_adapters(model, folder)
+        else:
+            model.save_pretrained(folder)
+
+
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a module, in place, from the safetensors of a Hugging Face folder. Raises ValueError unless every weight is there.
+    """Fill a module, in place, from what ``save_weights`` wrote. Raises ValueError unless every weight is there.
 
     A weight that is tied to another is stored once.
     """
     from safetensors.torch import load_file
 
+    if low_rank_layers(model):
+        return load_adapters(model, folder)
+    if adapter_folder(str(folder)) is not None:
+        raise ValueError(
+            f"{folder} holds adapters, and this run trains all of the model; set dtensor_cfg.lora_cfg as it was when they were "
+            "saved, or start with another checkpointing.checkpoint_dir"
+        )
     stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     missing, unexpected = model.load_state_dict(stored, strict=False)
     own = model.state_dict()

@@ -7,7 +7,6 @@ changed since is an error, never a silently wrong number. The file names the wei
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -60,9 +59,16 @@ class ReferenceStore:
 
 
 async def reference_store(
-    path: Path, groups: Iterable[Group], scorer: Scorer, algorithm: Algorithm, *, weights: str, data: str, share_prefixes: bool = True
+    path: Path,
+    groups: Iterable[Group],
+    scorer: Scorer,
+    algorithm: Algorithm,
+    *,
+    weights: str,
+    data: str,
+    share_prefixes: bool = True,
 ) -> ReferenceStore:
-    """What ``path`` holds, or, where there is no such file, what ``scorer`` says of every rollout of ``groups``, which is then written there.
+    """What ``path`` holds; where there is no such file, what ``scorer`` says of every rollout of ``groups``, which is then written there.
 
     ``groups`` are only read in the second case; those with errors are left out. Call it while the scorer has the weights that training
     starts from, before a checkpoint is loaded. ``weights`` (see ``weights_fingerprint``) and ``data``, a description of where examples
@@ -138,12 +144,16 @@ def _read(path: Path, made_with: Mapping[str, str]) -> ReferenceStore:
     with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
         stored: dict[str, Any] = dict(file.metadata() or {})
         logprobs, keys, lengths = (file.get_tensor(name) for name in ("logprobs", "keys", "lengths"))
-    if differing := [name for name, value in made_with.items() if stored.get(name) != value]:
+    differing = [
+        f"{name} (then {stored.get(name)!r}, now {value!r})" for name, value in made_with.items() if stored.get(name) != value
+    ]
+    if differing:
         raise ValueError(
-            f"the reference log-probabilities in {path} were computed with other {' and '.join(differing)}: "
-            f"{json.dumps({name: stored.get(name) for name in differing})}, now {json.dumps({name: made_with[name] for name in differing})}. "
-            "Remove that file to have them computed anew, or name another one"
+            f"the reference log-probabilities in {path} were computed with other {' and '.join(differing)}; remove that file to have them "
+            "computed anew, or name another one"
         )
     ends = lengths.cumsum(0).tolist()
     spans = zip([0, *ends[:-1]], ends, strict=True)
-    return ReferenceStore(path, logprobs, {(name, tokens): span for (name, tokens), span in zip(keys.tolist(), spans, strict=True)})
+    return ReferenceStore(
+        path, logprobs, {(name, tokens): span for (name, tokens), span in zip(keys.tolist(), spans, strict=True)}
+    )

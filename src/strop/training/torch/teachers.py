@@ -35,8 +35,9 @@ from strop.types import Batch, Group
 class Teacher:
     """A language model that reads and is not trained. ``sampling``: the student's temperature, and no filter.
 
-    ``during`` gives what must hold while it reads, such as ``lambda: on_device(network)``, ``lambda: average.swapped_in(parameters)`` for
-    the moving average of the policy's own weights, or its adapters off. A plain network needs nothing.
+    ``during`` gives what must hold while it reads, such as ``lambda: on_device(network)``, ``lambda:
+    average.swapped_in(parameters)`` for the moving average of the policy's own weights, or its adapters off. A plain network
+    needs nothing.
     """
 
     network: Network
@@ -50,8 +51,8 @@ class Teacher:
 
     @torch.no_grad()
     def likeliest(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``count`` most likely tokens at each place among the first ``vocabulary`` ids, and their log-probabilities: [N, K] each,
-        int64 and float32, on the CPU. Raises ValueError for more tokens than there are."""
+        """The ``count`` most likely tokens at each place among the first ``vocabulary`` ids, and their log-probabilities: [N,
+        K] each, int64 and float32, on the CPU. Raises ValueError for more tokens than there are."""
         known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
         if not 1 <= count <= known:
             raise ValueError(f"the {count} most likely of {known} tokens were asked for; set topk_logits_k to at most {known}")
@@ -95,7 +96,9 @@ class TeacherLogprobs:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher's ``count`` most likely tokens at each place, and what it gives them: ``candidates``, ``teacher_candidates`` [N, K]."""
+    """A teacher's ``count`` most likely tokens at each place, and what it gives them: ``candidates``, ``teacher_candidates``
+    [N, K].
+    """
 
     teacher: Teacher
     count: int
@@ -131,15 +134,16 @@ class RoutedTeachers:
         teacher = self.teachers.get(environment, self.otherwise)
         if teacher is None:
             raise ValueError(
-                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; name it in "
-                "teacher.environments, or let one teacher be for all"
+                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; name it "
+                "in teacher.environments, or let one teacher be for all"
             )
         return teacher
 
 
 @dataclass(frozen=True)
 class MixedTeachers:
-    """The mixture of several teachers, log sum_i w_i p_i(token), with weights that are made to sum to 1: ``teacher_logprobs`` [N].
+    """The mixture of several teachers, log sum_i w_i p_i(token), with weights that are made to sum to 1: ``teacher_logprobs``
+    [N].
 
     Of sampled tokens only: the most likely tokens of a mixture are not known from those of its parts.
     """
@@ -164,10 +168,12 @@ class MixedTeachers:
 
 @dataclass(frozen=True)
 class SelfTeacher:
-    """Self-distillation (arXiv 2601.19897): the teacher reads the same rollouts after another prompt, one that shows how it is done.
+    """Self-distillation (arXiv 2601.19897): the teacher reads the same rollouts after another prompt, one that shows how it
+    is done.
 
-    ``teacher`` is whatever reads them: a frozen copy of the policy, its moving average (the paper's choice), its adapters off, or the
-    learner itself. ``prompt`` gives a group's prompt with the demonstration, in tokens; it must leave room for the rollouts.
+    ``teacher`` is whatever reads them: a frozen copy of the policy, its moving average (the paper's choice), its adapters
+    off, or the learner itself. ``prompt`` gives a group's prompt with the demonstration, in tokens; it must leave room for
+    the rollouts.
     """
 
     teacher: ColumnSource
@@ -207,28 +213,28 @@ _PROBE = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x)
 def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
     """How many token ids, from 0, mean the same to both; for ``TeacherTopK.vocabulary``.
 
-    ``student`` and ``teacher`` are the sizes of their output layers, ``tokenizers`` those of student and teacher. Output layers are padded,
-    so that models of one family differ in size with one tokenizer: sizes decide only where no tokenizers are given. Raises ValueError
-    where the teacher would read other text than the student wrote.
+    ``student`` and ``teacher`` are the sizes of their output layers, ``tokenizers`` those of student and teacher. Output
+    layers are padded, so that models of one family differ in size with one tokenizer: sizes decide only where no tokenizers
+    are given. Raises ValueError where the teacher would read other text than the student wrote.
     """
     if student > teacher:
         raise ValueError(
-            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to it; choose "
-            "a teacher of the student's family"
+            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to it; "
+            "choose a teacher of the student's family"
         )
     if tokenizers is None:
         if student != teacher:
             raise ValueError(
-                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told without their "
-                "tokenizers; choose a teacher of the student's family"
+                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told without "
+                "their tokenizers; choose a teacher of the student's family"
             )
         return student
     known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
         place, token = odd[0]
         raise ValueError(
-            f"the tokenizers of student and teacher differ in {len(odd)} tokens, the first of them {token!r}: it is {place} to the "
-            f"student and {others.get(token, 'unknown')} to the teacher; choose a teacher of the student's family"
+            f"the tokenizers of student and teacher differ in {len(odd)} tokens, the first of them {token!r}: it is {place} to "
+            f"the student and {others.get(token, 'unknown')} to the teacher; choose a teacher of the student's family"
         )
     ours, theirs = (tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
     if ours != theirs:

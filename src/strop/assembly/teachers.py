@@ -1,0 +1,165 @@
+"""The teachers of a distillation, and the columns they fill."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.distillation import TEACHER
+from strop.algorithms.topk_distillation import TEACHER_CANDIDATES
+from strop.assembly.roles import Policy, load_policy
+from strop.config.distillation import TeacherConfig
+from strop.config.schema import DistillationRunConfig
+from strop.models.adapters import adapters_off, low_rank_layers
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.base import ColumnSource, Learner
+from strop.training.torch.learner import TorchLearner
+from strop.training.torch.teachers import (
+    MixedTeachers,
+    RoutedTeachers,
+    SelfTeacher,
+    Teacher,
+    TeacherLogprobs,
+    TeacherTopK,
+    common_vocabulary,
+    on_device,
+)
+from strop.types import Group, Message
+
+
+def make_teachers(
+    config: DistillationRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
+) -> dict[str, ColumnSource]:
+    """Who fills the teacher's columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
+    wanted = algorithm.requires & {TEACHER, TEACHER_CANDIDATES}
+    if not wanted:
+        raise ValueError(
+            f"algorithm.name: {config.algorithm.name} asks nothing of a teacher; use strop grpo, or another algorithm"
+        )
+    several = {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+    made = {key: _teacher(key, teacher, config, policy, sampling, learners) for key, teacher in several.items()}
+
+    def source(column: str) -> ColumnSource:
+        return _combined({key: (several[key], make(column)) for key, make in made.items()}, config)
+
+    return {column: source(column) for column in wanted}
+
+
+def _combined(sources: Mapping[str, tuple[TeacherConfig, ColumnSource]], config: DistillationRunConfig) -> ColumnSource:
+    """Teachers by environment, or all together where none is for a particular one."""
+    for key, (teacher, _) in sources.items():
+        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
+            raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
+    routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
+    general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
+    otherwise: ColumnSource | None = None
+    if general:
+        weights = [weight for weight, _ in general]
+        otherwise = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
+    if not routed:
+        assert otherwise is not None
+        return otherwise
+    return RoutedTeachers(routed, otherwise)
+
+
+def _teacher(
+    key: str,
+    teacher: TeacherConfig,
+    config: DistillationRunConfig,
+    policy: Policy,
+    sampling: Sampling,
+    learners: Mapping[str, Learner],
+) -> Callable[[str], ColumnSource]:
+    """From the name of a column to who fills it."""
+    plain = Sampling(temperature=sampling.temperature)
+    vocabulary: int | None = None
+    if teacher.model_name == "self":
+        reader = _self(key, teacher, policy, plain, learners)
+    else:
+        if teacher.demonstration is not None:
+            raise ValueError(
+                f"{key}.demonstration: only the policy itself is shown demonstrations; set {key}.model_name=self, or null"
+            )
+        loaded = _load(teacher)
+        student, other = (int(each.network.head.weight.shape[0]) for each in (policy, loaded))
+        vocabulary = common_vocabulary(student, other, (policy.tokenizer, loaded.tokenizer))
+        loaded.network.model.requires_grad_(False)
+        if teacher.offload and loaded.network.device.type != "cpu":
+            reader = Teacher(
+                network=loaded.network,
+                sampling=plain,
+                score_tokens=teacher.logprob_mb_tokens,
+                during=lambda: on_device(loaded.network),
+            )
+        else:
+            reader = Teacher(network=loaded.network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
+
+    def fill(column: str) -> ColumnSource:
+        found: ColumnSource = (
+            TeacherLogprobs(reader) if column == TEACHER else TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
+        )
+        return found if teacher.demonstration is None else SelfTeacher(found, _shown(teacher.demonstration, policy))
+
+    return fill
+
+
+def _load(teacher: TeacherConfig) -> Policy:
+    return load_policy(
+        teacher.model_name,
+        tokenizer_name=teacher.tokenizer.name,
+        chat_template=teacher.tokenizer.chat_template,
+        chat_options=teacher.tokenizer.chat_template_kwargs,
+        device=teacher.device,
+        precision=teacher.precision,
+        threads=None,
+    )
+
+
+def _self(key: str, teacher: TeacherConfig, policy: Policy, sampling: Sampling, learners: Mapping[str, Learner]) -> Teacher:
+    """The policy as its own teacher. Raises ValueError where it would have nothing to say."""
+    if teacher.demonstration is None:
+        raise ValueError(
+            f"{key}.demonstration: found null, and the policy without a demonstration teaches itself nothing; set it"
+        )
+    learner = learners["policy"]
+    budget = teacher.logprob_mb_tokens
+    network: Any = policy.network
+    match teacher.self_weights:
+        case "current":
+            return Teacher(network=network, sampling=sampling, score_tokens=budget)
+        case "ema":
+            average = learner.average if isinstance(learner, TorchLearner) else None
+            if average is None:
+                raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
+            assert isinstance(learner, TorchLearner)
+            trained = learner.trained
+            return Teacher(network=network, sampling=sampling, score_tokens=budget, during=lambda: average.swapped_in(trained))
+        case "initial":
+            if low_rank_layers(network.model):
+                return Teacher(
+                    network=network, sampling=sampling, score_tokens=budget, during=lambda: adapters_off(network.model)
+                )
+            model = copy.deepcopy(network.model).eval().requires_grad_(False)
+            frozen = Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
+            return Teacher(network=frozen, sampling=sampling, score_tokens=budget)
+
+
+def _shown(demonstration: str, policy: Policy) -> Callable[[Group], list[int]]:
+    """A group's prompt with the demonstration after its last message."""
+
+    def prompt(group: Group) -> list[int]:
+        first = group.rollouts[0]
+        asked = list(first.messages[: _prompt_messages(first.messages)])
+        shown = demonstration.replace("{answer}", group.task.answer)
+        asked[-1] = Message(asked[-1].role, f"{asked[-1].content}\n\n{shown}")
+        return policy.template.prompt(asked)
+
+    return prompt
+
+
+def _prompt_messages(messages: tuple[Message, ...]) -> int:
+    """How many messages stand before the policy's first turn."""
+    return next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))

@@ -1,0 +1,296 @@
+"""LoRA (arXiv 2106.09685): put trainable low-rank adapters on a frozen model, and turn a folder of them into an ordinary model.
+
+    python -m strop.models.lora merge checkpoints/step_100/policy/weights exported
+
+The layers are PEFT's, so that what is saved is what others load. The embedded engine does not run them as they are
+(``strop.generation.torch.linears``), and a reference policy is the same model with its adapters off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strop.data.errors import nearest
+from strop.models.adapters import ADAPTER, adapter_folder, base_name, low_rank_layers, read_config, with_adapters_merged
+from strop.models.classifiers import load_classifier
+from strop.models.loading import load_model, load_tokenizer, quiet, saved_config
+from strop.models.value import score_layer
+
+_CLASSIFIER = "SEQ_CLS"  # PEFT's name for the task
+
+# How `down` begins; `up` is zero, so that the model begins as its base.
+INITIALISERS: dict[str, Callable[..., Tensor]] = {
+    "xavier": nn.init.xavier_normal_,
+    "uniform": partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Which layers get adapters, and of which form. Raises ValueError for a form that there is not."""
+
+    target_modules: Sequence[str] = ()  # patterns of names; none: every linear layer of the decoder
+    exclude_modules: Sequence[str] = ()  # patterns of names
+    dim: int = 8
+    alpha: int = 32  # the change is scaled by alpha / dim
+    use_rslora: bool = False  # by alpha / sqrt(dim) instead (arXiv 2312.03732)
+    dropout: float = 0.0  # while gradients are taken
+    dropout_position: Literal["pre", "post"] = "post"  # of what an adapter reads, or of what it adds
+    initialiser: str = "xavier"
+
+    def __post_init__(self) -> None:
+        if self.dim < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"dtensor_cfg.lora_cfg: found dim = {self.dim}, alpha = {self.alpha}, dropout = {self.dropout}; dim must be at "
+                "least 1, alpha above 0, dropout at least 0 and below 1"
+            )
+        if self.initialiser not in INITIALISERS:
+            raise ValueError(
+                f"dtensor_cfg.lora_cfg.lora_A_init: {self.initialiser!r} is unknown{nearest(self.initialiser, INITIALISERS)}"
+            )
+
+
+def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) -> None:
+    """Freeze a causal LM or a classifier with one label and put adapters on it, in place. It computes what it did before.
+
+    Adapters alone are trained; with a classifier its score layer too, which a language model does not bring. They are float32 where
+    the model is bfloat16, and follow from ``seed`` alone. ``base`` is the name under which the model is found again; it is saved with
+    them. Raises ValueError for patterns that match nothing, and ImportError without PEFT.
+    """
+    if low_rank_layers(model):
+        raise ValueError(f"{type(model).__name__} has adapters already; load the model anew")
+    names = target_layers(model, options)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws weights, which are drawn again below
+        _inject(model, names, options, base)
+    if [layer.name for layer in low_rank_layers(model)] != names:
+        raise ValueError(
+            f"PEFT does not put adapters on the layers of {type(model).__name__} that were chosen; name others in "
+            "dtensor_cfg.lora_cfg.exclude_modules"
+        )
+    _begin(model, options, seed)
+    model.requires_grad_(False)
+    for layer in low_rank_layers(model):
+        layer.down.requires_grad_(True)
+        layer.up.requires_grad_(True)
+    for whole in _trained_whole(model):
+        model.get_submodule(whole).requires_grad_(True)
+
+
+def _inject(model: Any, names: Sequence[str], options: LoraOptions, base: str) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ImportError(
+            "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false"
+        ) from error
+    layers = dict(model.named_modules())
+    config = LoraConfig(
+        r=options.dim,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        use_rslora=options.use_rslora,
+        target_modules=_short(names, layers),
+        fan_in_fan_out=not any(isinstance(layers[name], nn.Linear) for name in names),
+        task_type=_CLASSIFIER if _is_classifier(model) else "CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    # Set afterwards, so that the score layer stays what it is: PEFT would wrap it.
+    model.peft_config[ADAPTER].modules_to_save = _trained_whole(model) or None
+
+
+def _short(names: Sequence[str], layers: Collection[str]) -> list[str]:
+    """Last parts of names where they mean the same layers, as other programs expect them in PEFT's files; else whole names."""
+    ends = {name.rpartition(".")[2] for name in names}
+    same = {name for name in layers if name.rpartition(".")[2] in ends} == set(names)
+    return sorted(ends) if same else list(names)
+
+
+def _begin(model: nn.Module, options: LoraOptions, seed: int) -> None:
+    """Every adapter with its first weights, in at least float32, and with its dropout."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in low_rank_layers(model):
+        held: Any = layer.module
+        for weight in (layer.down, layer.up):
+            weight.data = weight.data.to(torch.promote_types(layer.base.weight.dtype, torch.float32))
+        first = INITIALISERS[options.initialiser](torch.empty(layer.down.shape), generator=generator)
+        with torch.no_grad():
+            layer.down.copy_(first)
+            layer.up.zero_()
+        dropout = _TrainingDropout(options.dropout) if options.dropout else nn.Identity()
+        held.lora_dropout[ADAPTER] = dropout if options.dropout_position == "pre" else nn.Identity()
+        if options.dropout and options.dropout_position == "post":
+            held.lora_B[ADAPTER].register_forward_hook(dropout.after)
+
+
+class _TrainingDropout(nn.Module):
+    """Dropout while a gradient is taken, whatever the module's mode: what scores and what samples reads the whole adapter."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.share, training=torch.is_grad_enabled())
+
+    def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return self(output)  # type: ignore[no-any-return]
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------------
+
+
+def target_layers(model: Any, options: LoraOptions) -> list[str]:
+    """The names of the layers that get adapters, in the model's order. Raises ValueError for a pattern that matches none."""
+    possible = _linear_layers(model)
+    chosen = _matched("target_modules", options.target_modules, possible, model) if options.target_modules else set(possible)
+    chosen -= _matched("exclude_modules", options.exclude_modules, possible, model)
+    if not chosen:
+        raise ValueError(
+            f"dtensor_cfg.lora_cfg: of the {len(possible)} linear layers of {type(model).__name__} none is left to put an adapter "
+            "on; name fewer in exclude_modules"
+        )
+    if not options.target_modules and (fused := _expert_weights(model)):
+        warnings.warn(
+            f"the experts' weights {', '.join(fused)} of {type(model).__name__} are no linear layers and get no adapters: "
+            "they stay as they are",
+            stacklevel=3,
+        )
+    return [name for name in possible if name in chosen]
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Names of the decoder's linear layers: not the output layer, which is applied in chunks and may be tied to the embedding."""
+    from transformers.pytorch_utils import Conv1D
+
+    decoder = model.base_model if _is_classifier(model) else model.get_decoder()
+    inside = {id(module) for module in decoder.modules()}
+    kinds = (nn.Linear, Conv1D)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and id(module) in inside]
+
+
+def _matched(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        own = {name for name in names if _matches(pattern, name)}
+        if not own:
+            reason = (
+                _elsewhere(pattern, model) or f"matches nothing{nearest(pattern, {name.rpartition('.')[2] for name in names})}"
+            )
+            raise ValueError(f"dtensor_cfg.lora_cfg.{key}: {pattern!r} {reason}")
+        found |= own
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """The whole name, its end after a dot, or with * ? or [ all of it."""
+    return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
+
+
+def _elsewhere(pattern: str, model: Any) -> str | None:
+    """What a pattern matches that cannot have an adapter."""
+    for name, module in model.named_modules():
+        if name and _matches(pattern, name):
+            head = None if _is_classifier(model) else model.get_output_embeddings()
+            what = "the output layer" if module is head else f"a {type(module).__name__}"
+            return f"matches {name}, which is {what}: adapters go on the linear layers of the decoder"
+    for name, _ in model.named_parameters():
+        if _matches(pattern, name):
+            return f"matches the weight {name}, which is no linear layer: adapters go on the linear layers of the decoder"
+    return None
+
+
+def _expert_weights(model: nn.Module) -> list[str]:
+    """Weights of all experts in one tensor, one name for all layers."""
+    convolutions = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
+    fused = [name for name, weight in model.named_parameters() if weight.dim() == 3 and id(weight) not in convolutions]
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in fused))
+
+
+def _is_classifier(model: Any) -> bool:
+    with suppress(ValueError):
+        return score_layer(model) is not None
+    return False
+
+
+def _trained_whole(model: Any) -> list[str]:
+    """Layers that are trained and saved beside the adapters, as they are."""
+    if not _is_classifier(model):
+        return []
+    layer = score_layer(model)
+    return [name for name, module in model.named_modules() if module is layer]
+
+
+# --- what a run says, and export -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of a model's parameters; a tied one counts once."""
+
+    trained: int
+    total: int
+    adapted_layers: int
+
+    def __str__(self) -> str:
+        share = f"{self.trained:,} of {self.total:,} parameters are trained ({self.trained / self.total:.2%})"
+        return f"{share}, in adapters on {self.adapted_layers} layers" if self.adapted_layers else share
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    trained = sum(size for size, counts in sizes if counts)
+    return ParameterCount(trained, sum(size for size, _ in sizes), len(low_rank_layers(model)))
+
+
+def export_merged(adapters: Path, target: Path) -> Any:
+    """Write the model in a folder of adapters as an ordinary Hugging Face folder, float32, with its tokenizer; returns it.
+
+    The base is loaded by the name in ``adapter_config.json``. Rounded to bfloat16, a merged model loses what changed by less than
+    half a step of a weight: where that is most of the training, serve base and adapters. Raises ValueError without adapters.
+    """
+    if adapter_folder(str(adapters)) is None:
+        raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")
+    classifier = read_config(adapters).get("task_type") == _CLASSIFIER
+    model = _merged_classifier(adapters) if classifier else load_model(str(adapters))
+    with quiet():
+        model.save_pretrained(target)
+    if (adapters / "tokenizer_config.json").exists():
+        load_tokenizer(str(adapters)).save_pretrained(target)
+    return model
+
+
+def _merged_classifier(adapters: Path) -> Any:
+    model = load_classifier(base_name(adapters))
+    if (saved := saved_config(adapters)) is not None:
+        model.config.pad_token_id = saved.pad_token_id  # where a padded batch is read
+    return with_adapters_merged(model, adapters)
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    parser = argparse.ArgumentParser(prog="python -m strop.models.lora")
+    commands = parser.add_subparsers(required=True)
+    merge = commands.add_parser("merge", help="write base and adapters as one ordinary Hugging Face folder")
+    merge.add_argument("adapters", type=Path, help="a folder with adapters, such as step_100/policy/weights of a checkpoint")
+    merge.add_argument("target", type=Path, help="the folder to write")
+    given = parser.parse_args(arguments)
+    export_merged(given.adapters, given.target)
+    return f"{given.target} holds the merged model"
+
+
+if __name__ == "__main__":
+    print(main())

@@ -1,0 +1,29 @@
+"""The reference policy of a LoRA run: the policy itself, with its adapters off."""
+
+from __future__ import annotations
+
+from strop.algorithms.base import Outputs
+from strop.models.adapters import low_rank_layers
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.torch.learner import score
+from strop.types import Batch
+
+
+class AdapterOffScorer:
+    """Scores with the frozen base of a network that has adapters: to the last bit what a copy of the base says."""
+
+    def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int) -> None:
+        """Raises ValueError for a network without adapters, whose base is what is trained."""
+        if not low_rank_layers(network.model):
+            raise ValueError(
+                f"{type(network.model).__name__} has no adapters to switch off, so it cannot be its own reference; use a "
+                "FrozenScorer on a copy"
+            )
+        self.network = network
+        self.sampling = sampling
+        self.score_tokens = score_tokens
+
+    async def score(self, batch: Batch) -> Outputs:
+        with self.network.adapters_off():
+            return score(self.network, batch, self.sampling, self.score_tokens)

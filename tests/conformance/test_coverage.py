@@ -1,0 +1,59 @@
+"""Nothing of the catalogue is without a conformance case."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from conformance.advantages import GROUP_ADVANTAGES
+from conformance.corrections import CORRECTIONS
+from conformance.objectives import OBJECTIVES
+from conformance.preferences import PAIR_LOSSES
+from conformance.whole import WHOLE
+from strop.algorithms import catalogue
+
+# What is not in a table: the test that holds it, which compares it with a formula.
+ALGORITHMS = {
+    "sft": "test_sft_is_the_negative_log_likelihood",
+    "kto": "test_kto_is_its_papers_formula",
+    "reward_model": "test_a_reward_model_is_bradley_terry",
+    "ppo": "test_the_policy_loss_is_ppos",
+    "vapo": "test_vapo_adds_the_likelihood_of_correct_rollouts",
+    "topk_distillation": "test_a_divergence_on_the_top_k_is_its_formula",
+}
+PARTS = {
+    "gae": "test_advantages_and_returns_are_generalised_advantage_estimation",
+    "reverse_kl": "test_the_teachers_advantage_is_its_formula",
+    "batch_scaled": "test_lite_ppo_scales_by_the_deviation_of_the_batch",
+    "batch_whitened": "test_reinforce_pp_whitens_over_the_tokens_of_the_batch",
+    "decoupled_rewards": "test_gdpo_normalises_each_reward_by_itself",
+    "soft_overlong": "test_soft_overlong_punishment_is_a_line_down_to_the_limit",
+    "top_entropy": "test_only_the_tokens_of_largest_entropy_have_a_gradient",
+}
+
+
+def test_every_algorithm_has_a_case() -> None:
+    covered = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
+    missing = set(catalogue.algorithms()) - covered
+    assert not missing, f"write the formula of {sorted(missing)}: in whole.py or preferences.py, or a test named here"
+
+
+def test_every_part_has_a_case() -> None:
+    tables = (OBJECTIVES, CORRECTIONS, GROUP_ADVANTAGES)
+    covered = {*PARTS, *(case.part for table in tables for case in table)}
+    concrete = {name for name, kind in catalogue.parts().items() if inspect.getmro(kind)[1].__name__ != "ABC"}
+    missing = concrete - covered
+    assert not missing, f"write the formula of {sorted(missing)}: in objectives.py, corrections.py or advantages.py, or a test named here"
+
+
+def test_no_case_is_about_something_that_is_gone() -> None:
+    algorithms = {*WHOLE, *(case.algorithm for case in PAIR_LOSSES), *ALGORITHMS}
+    assert algorithms <= set(catalogue.algorithms())
+    parts = {*PARTS, *(case.part for table in (OBJECTIVES, CORRECTIONS, GROUP_ADVANTAGES) for case in table)}
+    assert parts <= set(catalogue.parts())
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    missing = [test for test in (*ALGORITHMS.values(), *PARTS.values()) if f"def {test}(" not in text]
+    assert not missing, missing

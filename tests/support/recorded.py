@@ -1,0 +1,134 @@
+"""Recorded groups by hand, classifiers with one label, and a learner to train them with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from strop.algorithms.base import Algorithm
+from strop.data.packing import pack
+from strop.models.value import score_layer
+from strop.sampling import Sampling
+from strop.training.base import ColumnSource, token_outputs
+from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.types import Batch, Group, Rollout, Task, Turn
+from support.models import CONFIGS, VOCABULARY, build
+from support.rollouts import GroupShape, group_of, rollout_of, rollout_shapes
+
+
+def taught(tokens: Sequence[int]) -> Turn:
+    """A turn that nobody sampled."""
+    count = len(tokens)
+    return Turn(
+        author="policy",
+        tokens=torch.tensor(list(tokens), dtype=torch.int64),
+        text="",
+        logprobs=torch.zeros(count),
+        versions=torch.full((count,), -1, dtype=torch.int32),
+    )
+
+
+def recorded(
+    prompt: Sequence[int], *completions: Sequence[int], rewards: Sequence[float] = (1.0, 0.0), index: int = 0, name: str = "data"
+) -> Group:
+    """A group of completions of one prompt; an empty one has no turn."""
+    rollouts = [
+        rollout_of(prompt, *([taught(tokens)] if len(tokens) else []), reward=reward)
+        for tokens, reward in zip(completions, rewards, strict=False)
+    ]
+    return replace(named(group_of(*rollouts, index=index), f"{name}:{index}"), environment=name, version=-1)
+
+
+def named(group: Group, id: str) -> Group:
+    return replace(group, rollouts=tuple(replace(rollout, task=Task(id=id)) for rollout in group.rollouts))
+
+
+def other_prompt(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
+    return replace(rollout, prompt=torch.tensor(list(prompt), dtype=torch.int64))
+
+
+def random_groups(count: int, completions: int = 2, *, seed: int = 0, longest: int = 6) -> list[Group]:
+    """Groups of random tokens; of a pair the first is chosen, and every other group's is desirable."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens() -> list[int]:
+        length = int(torch.randint(1, longest + 1, (1,), generator=generator))
+        return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
+
+    return [
+        recorded(tokens(), *(tokens() for _ in range(completions)), rewards=(float(index % 2 == 0), 0.0), index=index)
+        for index in range(count)
+    ]
+
+
+pair_shapes = st.lists(
+    st.builds(
+        GroupShape,
+        prompt=st.integers(1, 9),
+        rollouts=st.lists(rollout_shapes, min_size=2, max_size=2).map(tuple),
+        own_prompts=st.sampled_from([False, False, True]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def build_classifier(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A sequence classifier with one label on the trunk of the tiny language model of that family."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = CONFIGS[family]()
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.base_model.load_state_dict(build(family, seed=seed).base_model.state_dict())
+    layer = score_layer(model)
+    with torch.no_grad():
+        layer.weight.copy_(0.2 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return model.to(dtype)
+
+
+def learner_on(network: Any, algorithm: Algorithm, **options: Any) -> TorchLearner:
+    chosen = {
+        "optimizer_kwargs": {"lr": 3e-3, "weight_decay": 0.0},
+        "train_tokens": 60,
+        "whole_groups": algorithm.whole_groups,
+        **options,
+    }
+    return TorchLearner(network, Sampling(), TorchLearnerOptions(**chosen))
+
+
+def train_steps(
+    learner: TorchLearner,
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    steps: int,
+    scorers: Sequence[ColumnSource] = (),
+    watch: Callable[[dict[str, float]], None] = lambda logged: None,
+) -> list[dict[str, float]]:
+    """Optimizer steps on the same groups, as the loop takes them; the metrics of each."""
+
+    async def run() -> list[dict[str, float]]:
+        logged = []
+        batch = pack(groups, algorithm)
+        for scorer in scorers:
+            batch = batch.with_extras(await scorer.columns(batch, groups))
+        batch = algorithm.credit(batch)
+        for step in range(steps):
+            surveyed = await survey(learner, algorithm, batch)
+            seen = replace(surveyed, idle=algorithm.idle(surveyed))
+            result = await learner.forward_backward(seen, algorithm.losses(step)["policy"])
+            logged.append({name: metric.value for name, metric in {**result.metrics, **await learner.step()}.items()})
+            watch(logged[-1])
+        return logged
+
+    return asyncio.run(run())
+
+
+async def survey(learner: TorchLearner, algorithm: Algorithm, batch: Batch) -> Batch:
+    outputs = token_outputs(await learner.score(batch)) if algorithm.surveys else None
+    return algorithm.survey(batch, outputs)

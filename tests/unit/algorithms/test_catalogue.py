@@ -1,0 +1,68 @@
+"""An algorithm is found by its file's name, a part by its own; nothing is registered."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from strop.algorithms.base import Plan
+from strop.algorithms.catalogue import algorithms, parts
+from strop.algorithms.gdpo import DecoupledRewards
+from strop.algorithms.parts import Advantage, Objective, Selection, Shaping
+from strop.algorithms.policy_gradient import PolicyGradient
+
+FAMILY = (
+    "cispo", "clip_cov", "dapo", "decoupled_ppo", "dppo", "dr_grpo", "gdpo", "gmpo", "grpo", "gspo", "kl_cov", "lite_ppo", "luspo", "m2po",
+    "maxrl", "opo", "pass_at_k", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "sapo", "vespo",
+)  # fmt: skip
+PARTS = {
+    Advantage: (
+        "batch_scaled", "batch_whitened", "best_of_k", "decoupled_rewards", "greedy_baseline", "group_relative", "leave_one_out",
+        "length_weighted", "plain_reward", "success_rate",
+    ),
+    Objective: (
+        "cispo", "clip", "covariance_clip", "covariance_kl", "divergence_mask", "gamma_weight", "geometric_mean", "reinforce",
+        "second_moment_mask", "sequence_clip", "soft_gate",
+    ),
+    Selection: ("top_entropy",),
+    Shaping: ("soft_overlong",),
+}  # fmt: skip
+
+
+def test_the_whole_family_is_in_the_catalogue() -> None:
+    found = {name for name, kind in algorithms().items() if issubclass(kind, PolicyGradient)}
+    assert set(FAMILY) <= found
+
+
+def test_every_part_is_found_by_its_name() -> None:
+    for kind, names in PARTS.items():
+        found = {name for name, part in parts().items() if issubclass(part, kind)}
+        assert set(names) <= found
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_each_has_defaults_that_fit_a_run_in_both_modes(name: str) -> None:
+    """What cannot have a default is said by ``problems``: a length for Dr. GRPO, GDPO's rewards."""
+    algorithm = algorithms()[name]()
+    assert isinstance(algorithm, PolicyGradient)
+    if name == "dr_grpo":
+        algorithm = replace(algorithm, constant_length=512)
+    if name == "gdpo":
+        algorithm = replace(algorithm, advantage=DecoupledRewards(weights={"correct": 1.0, "format": 1.0}))
+    for plan in (Plan(group_size=8, optimizer_steps=2), Plan(group_size=8, optimizer_steps=2, max_staleness=4)):
+        assert list(algorithm.problems(plan)) == []
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_each_says_what_it_logs_and_where_it_was_published(name: str) -> None:
+    module = __import__(f"strop.algorithms.{name}", fromlist=["__doc__"])
+    assert module.__doc__ is not None
+    assert "Metrics:" in module.__doc__
+    assert "arXiv" in module.__doc__ or name == "reinforce"
+
+
+@pytest.mark.parametrize("name", sorted({name for names in PARTS.values() for name in names}))
+def test_every_part_can_be_made_from_its_defaults(name: str) -> None:
+    part = parts()[name]()
+    assert part == replace(part, **{item.name: getattr(part, item.name) for item in fields(part)})

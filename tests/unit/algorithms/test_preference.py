@@ -1,0 +1,181 @@
+"""What preference losses share: how log-probabilities of tokens become those of completions, the SFT term, metrics, totals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.base import TokenOutputs
+from strop.algorithms.dpo import DPO
+from strop.algorithms.ipo import IPO
+from strop.algorithms.orpo import ORPO, log_odds
+from strop.algorithms.preference import PairwisePreference
+from strop.algorithms.sft import SFT
+from strop.algorithms.simpo import SimPO
+from strop.data.packing import pack, select
+from strop.types import Batch, Group
+from support.recorded import recorded
+from support.rollouts import group_of, rollout_of
+
+GROUPS = [recorded([4, 5], [6, 7], [8]), recorded([9], [10], [11, 12, 13], index=1)]
+LOGPROBS = [-1.0, -0.5, -2.0, -0.25, -1.0, -2.0, -3.0]  # (-1.5, -2) and (-0.25, -6)
+REFERENCE = [-1.5, -1.0, -1.5, -0.5, -1.0, -2.0, -2.0]  # h: (1.0, -0.5) and (0.25, -1.0)
+
+
+def batch_of(algorithm: PairwisePreference, groups: list[Group] = GROUPS) -> Batch:
+    batch = pack(groups, algorithm)
+    batch = batch.with_extra("reference_logprobs", torch.tensor(REFERENCE[: len(batch.target)]))
+    return algorithm.survey(algorithm.credit(batch), None)
+
+
+def loss_of(
+    algorithm: PairwisePreference, batch: Batch | None = None, logprobs: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, float]]:
+    found = torch.tensor(LOGPROBS, dtype=torch.float64) if logprobs is None else logprobs
+    value, logged = algorithm.loss(TokenOutputs(found, torch.zeros_like(found)), batch or batch_of(algorithm))
+    return value, {name: metric.value for name, metric in logged.items()}
+
+
+def nll(value: float) -> float:
+    return math.log(1 + math.exp(-value))
+
+
+def test_completions_are_compared_by_sums_over_their_tokens() -> None:
+    value, logged = loss_of(DPO(beta=0.5))
+    assert float(value) == pytest.approx((nll(0.5 * 1.5) + nll(0.5 * 1.25)) / 2, rel=1e-12)
+    assert logged == pytest.approx(
+        {
+            "loss": float(value),
+            "preference_loss": float(value),
+            "accuracy": 1.0,
+            "rewards_chosen_mean": 0.5 * (1.0 + 0.25) / 2,
+            "rewards_rejected_mean": 0.5 * (-0.5 - 1.0) / 2,
+            "margin": 0.5 * (1.5 + 1.25) / 2,
+            "logprobs_chosen": (-1.5 - 0.25) / 2,
+            "logprobs_rejected": (-2.0 - 6.0) / 2,
+        }
+    )
+
+
+def test_completions_are_compared_by_means_where_that_is_asked_for() -> None:
+    deltas = (0.5 + 0.5, 0.25 + 1 / 3)
+    value, logged = loss_of(DPO(beta=0.5, average_log_probs=True))
+    assert float(value) == pytest.approx(sum(nll(0.5 * delta) for delta in deltas) / 2, rel=1e-12)
+    assert logged["logprobs_rejected"] == pytest.approx((-2.0 - 2.0) / 2)
+    assert float(loss_of(IPO(beta=2.0))[0]) == pytest.approx(sum((delta - 0.25) ** 2 for delta in deltas) / 2, rel=1e-12)
+    paper = float(loss_of(IPO(beta=2.0, average_log_probs=False))[0])
+    assert paper == pytest.approx(((1.5 - 0.25) ** 2 + (1.25 - 0.25) ** 2) / 2, rel=1e-12)
+
+
+def test_losses_without_a_reference_do_not_look_at_one() -> None:
+    algorithm = SimPO(beta=2.0, gamma=0.5)
+    batch = pack(GROUPS, algorithm)
+    value, logged = loss_of(algorithm, algorithm.survey(batch, None))
+    deltas = (-0.75 + 2.0, -0.25 + 2.0)
+    assert float(value) == pytest.approx(sum(nll(2 * delta - 0.5) for delta in deltas) / 2, rel=1e-12)
+    assert logged["rewards_chosen_mean"] == pytest.approx(2 * (-0.75 - 0.25) / 2)
+    with pytest.raises(KeyError, match="reference_logprobs"):
+        loss_of(DPO(), pack(GROUPS, DPO()))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "sft"),
+    [("sequence_sum", (1.5 + 0.25) / 2), ("sequence_mean", (0.75 + 0.25) / 2), ("token_mean", (1.5 + 0.25) / 3)],
+)
+def test_the_sft_term_is_of_the_chosen_completions_alone(aggregation: Any, sft: float) -> None:
+    plain = float(loss_of(DPO())[0])
+    value, logged = loss_of(DPO(sft_weight=0.3, preference_weight=2.0, sft_aggregation=aggregation))
+    assert logged["sft_loss"] == pytest.approx(sft, rel=1e-12)
+    assert float(value) == pytest.approx(2 * plain + 0.3 * sft, rel=1e-12)
+    assert logged["preference_loss"] == pytest.approx(plain, rel=1e-12)
+
+
+def test_orpo_without_its_odds_ratio_is_sft_on_the_chosen_completions() -> None:
+    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    algorithm = ORPO(preference_weight=0.0)
+    value, _ = loss_of(algorithm, logprobs=logprobs)
+    value.backward()
+    assert float(value.detach()) == pytest.approx((0.75 + 0.25) / 2)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.25, -0.25, 0.0, -0.5, 0.0, 0.0, 0.0])
+
+
+def test_orpo_is_the_mean_nll_and_the_weighted_odds_ratio() -> None:
+    means = torch.tensor([-0.75, -2.0, -0.25, -2.0], dtype=torch.float64)
+    gaps = (log_odds(means[0]) - log_odds(means[1]), log_odds(means[2]) - log_odds(means[3]))
+    wanted = 0.5 + 0.1 * sum(nll(float(gap)) for gap in gaps) / 2
+    assert float(loss_of(ORPO())[0]) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_slope_is_minus_beta_sigmoid_for_each_chosen_token() -> None:
+    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
+    loss_of(DPO(beta=0.5), logprobs=logprobs)[0].backward()
+    steps = [0.5 / (1 + math.exp(0.5 * delta)) / 2 for delta in (1.5, 1.25)]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-steps[0]] * 2 + [steps[0], -steps[1]] + [steps[1]] * 3, rel=1e-12)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    algorithm = DPO(sft_weight=0.5, sft_aggregation="token_mean")
+    batch = batch_of(algorithm)
+    whole, logged = loss_of(algorithm, batch)
+    parts = [select(batch, sequences) for sequences in ([2, 3], [0, 1])]
+    found = [loss_of(algorithm, part.batch, torch.tensor(LOGPROBS, dtype=torch.float64)[part.index]) for part in parts]
+    assert sum(float(value) for value, _ in found) == pytest.approx(float(whole), rel=1e-12)
+    for name, value in logged.items():
+        assert sum(part[name] for _, part in found) == pytest.approx(value, rel=1e-12), name
+
+
+def test_a_pair_that_was_cut_is_refused() -> None:
+    batch = batch_of(DPO())
+    for sequences in ([0], [0, 2], [1, 2, 3]):
+        part = select(batch, sequences)
+        with pytest.raises(ValueError, match="a learner must not cut one"):
+            loss_of(DPO(), part.batch, torch.zeros(len(part.index)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_a_group_that_is_no_pair_is_refused(count: int) -> None:
+    group = group_of(*(rollout_of([4], reward=0.0) for _ in range(count)))
+    with pytest.raises(ValueError, match=f"a group of {count} rollouts"):
+        pack([group], DPO())
+
+
+def test_two_groups_of_four_are_not_four_pairs() -> None:
+    """A batch packed for another algorithm: its rollouts are even in number, its groups are no pairs."""
+    batch = pack([recorded([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
+    with pytest.raises(ValueError, match="not two rollouts"):
+        loss_of(SimPO(), batch, torch.zeros(4))
+
+
+@pytest.mark.parametrize("algorithm", [DPO(sft_weight=1.0), SimPO(), ORPO(), IPO()])
+def test_an_empty_completion_is_harmless(algorithm: PairwisePreference) -> None:
+    """Its log-probability is that of nothing: 0. A pair of two empty ones counts in no total."""
+    groups = [recorded([4, 5], [6, 7], []), recorded([9], [], [], index=1)]
+    batch = batch_of(algorithm, groups)
+    assert (batch.totals.groups, batch.totals.sequences, batch.totals.tokens) == (1, 1, 2)
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    value, logged = loss_of(algorithm, batch, logprobs)
+    value.backward()
+    assert all(math.isfinite(number) for number in logged.values())
+    assert logprobs.grad is not None
+    assert bool(torch.isfinite(logprobs.grad).all())
+    alone = batch_of(algorithm, groups[:1])
+    assert float(value.detach()) == pytest.approx(float(loss_of(algorithm, alone, logprobs.detach())[0]), rel=1e-12)
+
+
+def test_long_float32_completions_keep_their_digits() -> None:
+    """A float32 sum of -40,000 nats is known to 0.004: differences to the reference are taken token by token, sums in float64."""
+    groups = [recorded([4], [5] * 4000, [6] * 3000)]
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.randint(1, 20 * 1024, (7000,), generator=generator) / 1024
+    steps = torch.randint(0, 2, (7000,), generator=generator) / 1024
+    delta = float(steps[:4000].double().sum() - steps[4000:].double().sum())
+    value, _ = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_extra("reference_logprobs", logprobs - steps), logprobs)
+    assert float(value) == pytest.approx(nll(delta), rel=1e-12)
+    value, logged = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_extra("reference_logprobs", logprobs), logprobs)
+    assert float(value) == pytest.approx(math.log(2), abs=1e-15)
+    assert logged["accuracy"] == 0.0

@@ -1,0 +1,64 @@
+"""SFT and DFT on batches small enough to work out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.base import TokenOutputs
+from strop.algorithms.sft import SFT
+from strop.data.packing import pack, select
+from strop.types import observation
+from support.recorded import recorded, taught
+from support.rollouts import group_of, rollout_of
+
+GROUPS = [recorded([5, 6], [7], rewards=(0.0,)), recorded([5, 6], [8, 9, 10], rewards=(0.0,), index=1)]
+LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -4.0], dtype=torch.float64)
+
+
+def loss_of(algorithm: SFT, logprobs: torch.Tensor = LOGPROBS) -> tuple[torch.Tensor, dict[str, float]]:
+    outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
+    value, logged = algorithm.loss(outputs, algorithm.credit(pack(GROUPS, algorithm)))
+    return value, {name: metric.value for name, metric in logged.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, 7.5 / 4),
+        ({"aggregation": "sequence_mean"}, (1.0 + 6.5 / 3) / 2),
+        ({"dft": True}, sum(math.exp(-x) * x for x in (1.0, 2.0, 0.5, 4.0)) / 4),
+    ],
+)
+def test_the_loss_is_the_formula(options: dict[str, Any], wanted: float) -> None:
+    value, logged = loss_of(SFT(**options))
+    assert float(value) == pytest.approx(wanted, rel=1e-12)
+    assert logged == {"loss": pytest.approx(wanted, rel=1e-12), "nll": pytest.approx(7.5 / 4, rel=1e-12)}
+
+
+def test_dynamic_fine_tuning_weighs_a_token_by_its_probability_without_a_gradient_through_it() -> None:
+    logprobs = LOGPROBS.clone().requires_grad_()
+    loss_of(SFT(dft=True), logprobs)[0].backward()
+    assert torch.allclose(logprobs.grad, -LOGPROBS.exp() / 4)
+
+
+def test_rewards_change_nothing_and_tokens_of_others_are_not_taught() -> None:
+    rollout = rollout_of([5], taught([6, 7]), observation([8, 9, 10], ""), taught([11]), reward=-3.0)
+    batch = pack([group_of(rollout)], SFT())
+    assert batch.target.tolist() == [6, 7, 11]
+    assert batch.totals.tokens == 3
+    value, _ = SFT().loss(TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), torch.zeros(3)), batch)
+    assert float(value) == pytest.approx(2.0)
+
+
+def test_a_part_without_a_taught_token_has_a_loss_of_zero() -> None:
+    """An empty example may be alone in its micro-batch."""
+    batch = pack([*GROUPS, recorded([4, 5], [], rewards=(0.0,), index=2)], SFT())
+    empty = select(batch, [2]).batch
+    nothing = torch.zeros(0, requires_grad=True)
+    value, logged = SFT().loss(TokenOutputs(nothing, nothing), empty)
+    assert float(value.detach()) == 0.0
+    assert logged["loss"].value == 0.0

@@ -1,0 +1,147 @@
+"""A critic that is a head on the policy's trunk: what it says, what it trains, how it is saved."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.algorithms.gae import RETURNS, VALUES
+from strop.algorithms.ppo import PPO
+from strop.data.packing import pack
+from strop.models.network import Network
+from strop.models.value_head import ScalarHead, ValueHead
+from strop.sampling import Sampling
+from strop.training.base import Learner, ValueColumn
+from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.types import Batch
+from support.models import build, exact, gradients
+from support.rollouts import simple_groups
+
+
+def batch_of(seed: int = 0) -> Batch:
+    batch = pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), PPO())
+    generator = torch.Generator().manual_seed(seed)
+    count = len(batch.target)
+    return batch.with_extras({VALUES: torch.zeros(count), RETURNS: torch.randn(count, generator=generator)})
+
+
+def learner_on(trunk: Network, **options: Any) -> TorchLearner:
+    chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.0}, "train_tokens": 20, "max_grad_norm": None, **options}
+    return TorchLearner(ValueHead(trunk), Sampling(), TorchLearnerOptions(**chosen))
+
+
+def train(learner: TorchLearner, steps: int = 1) -> list[float]:
+    """Losses of so many optimizer steps."""
+
+    async def run() -> list[float]:
+        losses = []
+        for _ in range(steps):
+            result = await learner.forward_backward(batch_of(), PPO(value_clip=None).value_loss)
+            losses.append(result.metrics["loss"].value)
+            await learner.step()
+        return losses
+
+    return asyncio.run(run())
+
+
+def test_a_new_head_expects_nothing() -> None:
+    found = ValueHead(Network(build("llama"))).outputs(batch_of(), Sampling())
+    assert found.values.tolist() == [0.0] * 17
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_its_values_are_the_head_of_the_hidden_state_each_token_is_predicted_from(family: str) -> None:
+    trunk = Network(build(family))
+    network = ValueHead(trunk)
+    torch.nn.init.normal_(network.model.score.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.constant_(network.model.score.bias, 0.5)
+    batch = batch_of()
+    found = network.outputs(batch, Sampling(temperature=0.7)).values
+    wanted = trunk.hidden(batch) @ network.model.score.weight[0] + 0.5
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_packed_and_padded_rows_have_the_same_values() -> None:
+    model, found = exact(build("llama")), []
+    for packed in (True, False):
+        network = ValueHead(Network(model, precision=torch.float64, packed=packed))
+        assert network.packed == packed
+        torch.nn.init.normal_(network.model.score.weight, generator=torch.Generator().manual_seed(1))
+        found.append(network.outputs(batch_of(), Sampling()).values)
+    assert found[0].dtype == torch.float64
+    assert torch.allclose(*found, atol=1e-10)
+
+
+def test_only_the_head_is_trained_and_the_policy_feels_nothing() -> None:
+    trunk = Network(build("llama"))
+    before = {name: tensor.clone() for name, tensor in trunk.model.state_dict().items()}
+    learner = learner_on(trunk)
+    assert sorted(name for name, _ in learner.model.named_parameters()) == ["score.bias", "score.weight"]
+    losses = train(learner, 30)
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trunk.model.state_dict().items())
+    assert not any(tensor.any() for tensor in gradients(trunk.model).values())
+
+
+def test_the_policys_training_goes_on_beside_it() -> None:
+    """Two learners on one trunk: each steps its own weights, and the head sees the trunk as it is now."""
+    trunk = Network(build("llama"))
+    policy: Learner = TorchLearner(trunk, Sampling(), TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}))
+    critic = learner_on(trunk)
+    train(critic, 3)
+
+    async def both() -> tuple[torch.Tensor, torch.Tensor]:
+        column = ValueColumn(VALUES, critic)
+        batch = PPO().credit(batch_of())
+        before = (await column.columns(batch, []))[VALUES]
+        await policy.forward_backward(batch, PPO().loss)
+        await policy.step()
+        return before, (await column.columns(batch, []))[VALUES]
+
+    before, after = asyncio.run(both())
+    assert not torch.allclose(before, after)
+
+
+def test_it_is_saved_alone_and_continues_bit_for_bit(tmp_path: Path) -> None:
+    through = learner_on(Network(build("llama")))
+    wanted = train(through, 4)
+    first = learner_on(Network(build("llama")))
+    found = train(first, 2)
+    first.save(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["model.safetensors", "value_head.json"]
+    assert (tmp_path / "weights" / "model.safetensors").stat().st_size < 1000
+    second = learner_on(Network(build("llama")))
+    second.load(tmp_path)
+    assert found + train(second, 2) == wanted
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(second.weights(), through.weights(), strict=True))
+
+
+def test_a_saved_head_is_a_head_again(tmp_path: Path) -> None:
+    learner = learner_on(Network(build("llama")))
+    train(learner, 2)
+    learner.save(tmp_path, optimizer=False)
+    head = ScalarHead.from_pretrained(tmp_path / "weights")
+    assert torch.equal(head.score.weight, learner.model.score.weight)  # type: ignore[union-attr]
+    network = ValueHead(Network(build("llama")), head)
+    assert torch.equal(network.outputs(batch_of(), Sampling()).values, learner.network.outputs(batch_of(), Sampling()).values)  # type: ignore[union-attr]
+
+
+def test_a_head_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="reads 7 features and LlamaForCausalLM has 32"):
+        ValueHead(Network(build("llama")), ScalarHead(7))
+
+
+def test_activation_checkpointing_has_nothing_to_do() -> None:
+    learner = learner_on(Network(build("llama")), activation_checkpointing=True)
+    assert train(learner) == train(learner_on(Network(build("llama"))))
+
+
+def test_half_precision_trunks_have_a_head_in_full_precision() -> None:
+    trunk = Network(build("llama", dtype=torch.bfloat16), precision=torch.bfloat16)
+    network = ValueHead(trunk)
+    assert network.model.score.weight.dtype == torch.float32
+    assert network.outputs(batch_of(), Sampling()).values.dtype == torch.float32
