@@ -40,7 +40,9 @@ def default(name: str, formula: Callable[..., list[float]], **options: Any) -> C
 
 CORRECTIONS = [
     default("importance", formulas.importance),
+    from_logs("importance", formulas.sequence_importance, "sequence"),
     default("tis", formulas.tis, cap=2.0),
+    from_logs("tis", formulas.floored_tis, cap=1.1, floor=0.9),
     from_logs("tis", formulas.tis, cap=1.1),
     from_logs("tis", formulas.sequence_tis, "sequence", cap=1.3),
     from_logs("mis", formulas.mis, low=0.8, high=1.5),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LARGEST = 700.0  # e^700 is a float64; beyond it a weight is as good as infinite
+LARGEST = 60.0  # nats: a weight beyond e^60 is as good as infinite, and has to stay a float32 that can be multiplied
 
 
 def weight(log: float) -> float:
@@ -23,6 +23,16 @@ def importance(logs: Sequence[float]) -> list[float]:
 def tis(logs: Sequence[float], *, cap: float) -> list[float]:
     """min(w_t, C): truncated importance sampling (fengyao.notion.site/off-policy-rl)."""
     return [min(weight(log), cap) for log in logs]
+
+
+def sequence_importance(logs: Sequence[float]) -> list[float]:
+    """prod of w, for each token of the rollout."""
+    return [weight(sum(logs)) for _ in logs]
+
+
+def floored_tis(logs: Sequence[float], *, cap: float, floor: float) -> list[float]:
+    """max(floor, min(w_t, C)): bounded on both sides."""
+    return [max(floor, min(weight(log), cap)) for log in logs]
 
 
 def sequence_tis(logs: Sequence[float], *, cap: float) -> list[float]:

@@ -189,11 +189,6 @@ def kl_cov(rows: Sequence[Row], row: Row, *, share: float, weight: float) -> lis
 
 def top_entropy(rows: Sequence[Row], share: float) -> dict[tuple[int, int], bool]:
     """The ``share`` of all tokens that count with the largest entropy (2506.01939, eq. 5)."""
-    tokens = [((i, t), constant(row.entropy[t])) for i, row in enumerate(rows) if row.counts for t in row.tokens]
-    tokens.sort(key=lambda token: -token[1])
-    chosen = {place for place, _ in tokens[: math.ceil(share * len(tokens))]}
+    entropies = {(i, t): constant(row.entropy[t]) for i, row in enumerate(rows) if row.counts for t in row.tokens}
+    chosen = largest(entropies, share)
     return {(i, t): (i, t) in chosen for i, row in enumerate(rows) for t in row.tokens}
-
-
-def positive_tokens(rows: Sequence[Row]) -> int:
-    return sum(row.length for row in counted(rows) if row.length and row.advantage[0] > 0)

@@ -40,7 +40,7 @@ def parts() -> dict[str, type[Part]]:
     found: dict[str, type[Part]] = {}
     for _, module in _modules():
         for kind in _defined(module, Part):
-            if not inspect.isabstract(kind):
+            if not inspect.isabstract(kind) and kind is not Part:
                 if (name := part_name(kind)) in found:
                     raise TypeError(f"{kind.__module__} and {found[name].__module__} both define a part {name!r}")
                 found[name] = kind

@@ -1,9 +1,7 @@
-"""On-policy distillation (GKD, arXiv 2306.13649; Thinking Machines, "On-Policy Distillation", 2025): a teacher grades every
-token.
+"""On-policy distillation by the policy gradient (Thinking Machines, "On-Policy Distillation", 2025; GKD, arXiv 2306.13649).
 
 The student writes, the teacher reads. What a token earns is log pi_T(token) - log pi(token): minus a sample of the reverse KL
-divergence KL(pi || pi_T) at that place. Only this token's own term counts for it, not those of later tokens (a discount of
-0).
+divergence KL(pi || pi_T) at that place. A token answers for its own term alone, not for those of later tokens (discount 0).
 """
 
 from __future__ import annotations
@@ -29,12 +27,13 @@ TEACHER = "teacher_logprobs"  # a batch column, [N]: what the teacher gives the 
 class ReverseKl(Advantage):
     """A_t = log pi_T - log mu, and ``reward_weight`` x what the advantage ``reward`` makes of the environment's rewards.
 
-    mu is the policy that sampled, by the sampler's own record: with it the mean of A_t is exactly minus the reverse KL of the
-    policy that wrote the rollout. Under staleness that policy is older than the one that learns; the objective's ratio, and
-    the corrections, are what accounts for it.
+    mu is the policy that sampled, by the sampler's own record: with it A_t has minus the reverse KL of the policy that
+    wrote the rollout for its expectation. Under staleness that policy is older than the one that learns, for which the
+    objective's ratio and the corrections account.
     """
 
     smallest_group: ClassVar[int] = 1
+    requires: ClassVar[frozenset[str]] = frozenset({TEACHER})
     reward_weight: float = 0.0
     reward: Advantage = GroupRelative()
 
@@ -69,7 +68,7 @@ class Distillation(PolicyGradient):
 
     @property
     def requires(self) -> frozenset[str]:
-        return super().requires | {TEACHER}
+        return super().requires | self.advantage.requires
 
     def problems(self, plan: Plan) -> Iterator[str]:
         yield from super().problems(plan)

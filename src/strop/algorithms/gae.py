@@ -24,7 +24,7 @@ class Gae(Advantage):
     A time step is a token that the policy sampled: gamma and lambda count no token of a prompt or of an environment's answer.
     V_t is the critic's value of everything before token t, so in a conversation the value that follows the last token of a
     turn is that of the state after the environment's answer. After a rollout's last token the value is 0, whether it stopped
-    or met a length limit: the limit is part of the task, as in TRL, verl and NeMo-RL, and the critic never reads the last
+    or met a length limit: the limit is part of the task, as it is to TRL and verl, and the critic never reads the last
     token. (``overlong_filtering`` leaves rollouts that met the limit out of both losses.)
 
     ``lambda_value`` is that of the critic's targets V + A: VAPO's decoupled GAE (2504.05118) sets it to 1, which makes them
@@ -35,6 +35,7 @@ class Gae(Advantage):
     """
 
     smallest_group: ClassVar[int] = 1
+    requires: ClassVar[frozenset[str]] = frozenset({VALUES})
     gamma: float = 1.0
     lambda_policy: float = 0.95
     lambda_value: float | None = None  # None: the policy's

@@ -54,7 +54,7 @@ class PPO(PolicyGradient):
 
     @property
     def requires(self) -> frozenset[str]:
-        return super().requires | {VALUES}
+        return super().requires | self.advantage.requires
 
     def token_rewards(self, batch: Batch) -> Tensor:
         """What each token earned, [N] float64, with the KL term where it belongs in the reward."""

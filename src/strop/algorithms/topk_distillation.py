@@ -26,9 +26,9 @@ class TopKDistillation(Algorithm):
     """The mean over tokens of a divergence between teacher p and student q at each place where the student sampled.
 
     forward: KL(p || q), which covers what the teacher does. reverse: KL(q || p), which leaves what it would not. mixed:
-    ``mixed_kl_weight`` x forward + the rest x reverse. jsd: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 -
-    beta) q, the generalised Jensen-Shannon divergence; divided by beta it tends to forward as beta tends to 0, divided by 1 -
-    beta to reverse as beta tends to 1.
+    ``mixed_kl_weight`` x forward + the rest x reverse. jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q,
+    the generalised Jensen-Shannon divergence; over beta it tends to forward as beta tends to 0, over 1 - beta to reverse as
+    beta tends to 1.
 
     Both are known on the teacher's K tokens only. ``outside`` says what becomes of the others: bucket makes them one more
     event, whose probability is what the K leave of 1, so that the divergence is a lower bound of the whole one and a student
