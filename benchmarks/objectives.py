@@ -4,7 +4,7 @@
     python benchmarks/objectives.py gspo dpo sft      # some
 
 Policy gradients: the quickstart's task, 20 steps of 8 prompts x 8 rollouts, greedy accuracy on 200 held-out sums before and after.
-Recorded data: 40 steps of 32 examples of examples/arithmetic_data.py, loss or accuracy on the held-out ones. Every run is a command
+Recorded data: 40 steps of 16 examples of examples/arithmetic_data.py, loss or accuracy on the held-out ones. Every run is a command
 that can be typed; it is printed. Folders: logs/objectives/NAME.
 """
 

@@ -37,15 +37,18 @@ def wrong(a: int, b: int, draw: random.Random) -> int:
 
 
 def preference(a: int, b: int, draw: random.Random) -> Row:
-    """The right answer against a wrong one; the margin is how far off that is, in tens."""
-    other = wrong(a, b, draw)
-    return {"prompt": question(a, b), "chosen": str(a + b), "rejected": str(other), "margin": abs(other - a - b) / 10}
+    """The right answer alone against a wrong one, or against one that beats about the bush. The margin is larger for the latter."""
+    if draw.random() < 0.5:
+        return {"prompt": question(a, b), "chosen": str(a + b), "rejected": str(wrong(a, b, draw)), "margin": 0.5}
+    evasive = f"That is not easy to say, but it might be {wrong(a, b, draw)}."
+    return {"prompt": question(a, b), "chosen": str(a + b), "rejected": evasive, "margin": 1.0}
 
 
 def judgement(a: int, b: int, draw: random.Random) -> Row:
-    """One answer and whether it is right."""
-    right = draw.random() < 0.5
-    return {"prompt": question(a, b), "completion": str(a + b if right else wrong(a, b, draw)), "label": right}
+    """One answer of a preference and whether it is the better one."""
+    row = preference(a, b, draw)
+    desirable = draw.random() < 0.5
+    return {"prompt": row["prompt"], "completion": row["chosen" if desirable else "rejected"], "label": desirable}
 
 
 KINDS: Mapping[str, Callable[[int, int, random.Random], Row]] = {
