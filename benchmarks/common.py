@@ -1,21 +1,29 @@
-"""What the benchmarks share: records of steps, statistics, counts of arithmetic, memory of a process, the report. No torch here."""
+"""What the benchmarks share: records of steps, statistics, counts of arithmetic, memory of a process, two processes that take turns,
+the report. No torch here."""
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import platform
 import re
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 Side = str  # "trl" or "strop"
 SIDES: tuple[Side, Side] = ("trl", "strop")
+DISTURBED = 0.2  # cores busy with other processes, from which on a measurement is somebody else's too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +251,117 @@ class Laps:
         return self.stopped - self.ends[part]
 
 
+# ---- two processes, one baton ----
+
+Command = Literal["step", "profile", "finish"]
+
+
+@dataclass(frozen=True)
+class Failed:
+    reason: str
+
+
+class SideFailed(RuntimeError):
+    """One side cannot go on."""
+
+
+def play(body: Callable[[Any, Connection], None], settings: Any, baton: Connection) -> None:
+    """A side in its process: what it raises reaches the one who holds the baton."""
+    keep_quiet()
+    try:
+        body(settings, baton)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        baton.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+def keep_quiet() -> None:
+    """No warnings and no advice from the libraries of this process."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+class Player:
+    """One side as seen from the holder of the baton. ``body(settings, baton)`` runs in a process of its own."""
+
+    def __init__(self, side: Side, body: Callable[[Any, Connection], None], settings: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.side = side
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=play, args=(body, settings, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, kind: type[Any]) -> Any:
+        try:
+            message = self.connection.recv()
+        except EOFError:
+            raise SideFailed(f"the {self.side} side ended without a word (out of memory?)") from None
+        if isinstance(message, Failed):
+            raise SideFailed(f"the {self.side} side failed: {message.reason}")
+        assert isinstance(message, kind), message
+        return message
+
+    def turn(self, command: Command, kind: type[Any]) -> Any:
+        self.connection.send(command)
+        return self.hear(kind)
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, from a process that is gone afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def wait_for_quiet(limit: float, *, period: float = 2.0) -> None:
+    """Return when the machine was idle for ``period`` seconds, or after ``limit`` seconds."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        before = machine_seconds()
+        time.sleep(period)
+        if machine_seconds() - before < DISTURBED * period:
+            return
+
+
+def use_threads(count: int) -> None:
+    """For the processes started from here: ``count`` threads each, and no noise."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(count)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+
+
+def versions() -> dict[str, str]:
+    """Raises PackageNotFoundError."""
+    return {name: metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+
+
+def machine_line(found: Mapping[str, str]) -> str:
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; " + ", ".join(
+        f"{a} {b}" for a, b in found.items()
+    )
+
+
+def prepare_model(name: str, folder: str) -> None:
+    """The model as a folder with float32 safetensors, for both sides."""
+    from strop.models.loading import load_model, load_tokenizer
+
+    save(load_model(name), load_tokenizer(name), folder)
+
+
+def save(model: Any, tokenizer: Any, folder: str) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 # ---- the report of two sides ----
 
 
@@ -340,7 +459,6 @@ def measures(result: Result) -> str:
 
 
 TIMES = MEASURES[:3]
-DISTURBED = 0.2  # cores
 
 
 def quiet_pairs(result: Result) -> tuple[list[StepRecord], list[StepRecord]]:

@@ -11,50 +11,51 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common import (
     DISTURBED,
+    MODEL,
     SIDES,
+    Command,
     Laps,
     ModelShape,
+    Player,
     Profile,
     Ready,
     Result,
     Settings,
     Side,
+    SideFailed,
     StepRecord,
     as_json,
-    machine_seconds,
+    elsewhere,
+    machine_line,
     memory,
     order,
     padded_pairs,
+    prepare_model,
     report,
     reset_peak_memory,
+    save,
     tree_pairs,
+    use_threads,
+    versions,
+    wait_for_quiet,
 )
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "arithmetic"
-Command = Literal["step", "profile", "finish"]
-
-
-@dataclass(frozen=True)
-class Failed:
-    reason: str
 
 
 # ---- the TRL side ------------------------------------------------------------------------------------------------------------
@@ -412,22 +413,7 @@ def own_seconds(profiler: Any) -> dict[str, float]:
     return {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages() if event.self_cpu_time_total}
 
 
-# ---- in processes of their own: preparing, evaluating, measuring the machine ---------------------------------------------------
-
-
-def prepare_model(name: str, folder: str) -> None:
-    """The model as a folder with float32 safetensors, for both sides."""
-    from strop.models.loading import load_model, load_tokenizer
-
-    save(load_model(name), load_tokenizer(name), folder)
-
-
-def save(model: Any, tokenizer: Any, folder: str) -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+# ---- in processes of their own: evaluating, measuring the machine -----------------------------------------------------------------
 
 
 def model_shape(folder: str) -> ModelShape:
@@ -523,76 +509,11 @@ def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: 
     }
 
 
-def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, from a process that is gone afterwards."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-# ---- the baton -----------------------------------------------------------------------------------------------------------------
-
-
-def play(side: Side, settings: Settings, baton: Connection) -> None:
-    """A side in its process: what it raises reaches the one who holds the baton."""
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    try:
-        (trl_side if side == "trl" else strop_side)(settings, baton)
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        baton.send(Failed(f"{type(error).__name__}: {error}"))
-
-
-class SideFailed(RuntimeError):
-    """One side cannot go on."""
-
-
-class Player:
-    """One side as seen from the holder of the baton."""
-
-    def __init__(self, side: Side, settings: Settings) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.side = side
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=play, args=(side, settings, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hear(self, kind: type[Any]) -> Any:
-        try:
-            message = self.connection.recv()
-        except EOFError:
-            raise SideFailed(f"the {self.side} side ended without a word (out of memory?)") from None
-        if isinstance(message, Failed):
-            raise SideFailed(f"the {self.side} side failed: {message.reason}")
-        assert isinstance(message, kind), message
-        return message
-
-    def turn(self, command: Command, kind: type[Any]) -> Any:
-        self.connection.send(command)
-        return self.hear(kind)
-
-
-def wait_for_quiet(limit: float, *, period: float = 2.0) -> None:
-    """Return when the machine was idle for ``period`` seconds, or after ``limit`` seconds."""
-    until = time.monotonic() + limit
-    while time.monotonic() < until:
-        before = machine_seconds()
-        time.sleep(period)
-        if machine_seconds() - before < DISTURBED * period:
-            return
-
-
 def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0) -> Result:
     """Alternate the two sides; then see how good each became, and how fast the machine is."""
-    players = {side: Player(side, settings) for side in SIDES[:1]}
+    players = {"trl": Player("trl", trl_side, settings)}
     ready = {side: player.hear(Ready) for side, player in players.items()}
-    players["strop"] = Player("strop", settings)  # one loads after the other
+    players["strop"] = Player("strop", strop_side, settings)  # one loads after the other
     ready["strop"] = players["strop"].hear(Ready)
     for name in ("prompts", "stop_ids"):
         if getattr(ready["trl"], name) != getattr(ready["strop"], name):
@@ -700,25 +621,15 @@ def settings_of(options: argparse.Namespace, dtype: str, model: str, folder: str
     )
 
 
-def versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(options.threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["KINETO_LOG_LEVEL"] = "5"
+    use_threads(options.threads)
     try:
         found = versions()
     except metadata.PackageNotFoundError as error:
         print(f"error: {error.name} is not installed; pip install 'strop[bench]'", file=sys.stderr)
         return 1
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; "
-        + ", ".join(f"{a} {b}" for a, b in found.items())
-    )
+    print(machine_line(found))
     results = []
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
         elsewhere(prepare_model, options.model, f"{folder}/model")

@@ -47,7 +47,9 @@ GROUP_ADVANTAGES = [
         zero_sum=False,
     ),
     GroupCase("leave_one_out", lambda rewards, *_: formulas.rloo(rewards), scale="follows"),
-    GroupCase("plain_reward", lambda rewards, *_: formulas.plain(rewards), relative=False, shift=False, scale="follows", zero_sum=False),
+    GroupCase(
+        "plain_reward", lambda rewards, *_: formulas.plain(rewards), relative=False, shift=False, scale="follows", zero_sum=False
+    ),
     GroupCase(
         "greedy_baseline",
         lambda rewards, _, greedy: formulas.remax(rewards, greedy),
@@ -66,7 +68,11 @@ GROUP_ADVANTAGES = [
     GroupCase("best_of_k", lambda rewards, *_: formulas.pass_at_k(rewards), scale="follows", zero_sum=False),
     *(
         GroupCase(
-            "best_of_k", lambda rewards, *_, k=k: formulas.pass_at_k_of_sets(rewards, k), {"k": k}, scale="follows", zero_sum=False
+            "best_of_k",
+            lambda rewards, *_, k=k: formulas.pass_at_k_of_sets(rewards, k),
+            {"k": k},
+            scale="follows",
+            zero_sum=False,
         )
         for k in (2,)
     ),

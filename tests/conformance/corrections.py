@@ -48,7 +48,7 @@ CORRECTIONS = [
     from_logs("mis", formulas.mis, low=0.8, high=1.5),
     from_logs("mis", formulas.mis, low=0.0, high=1.2),
     from_logs("mis", formulas.sequence_mis, "sequence", low=0.5, high=2.0),
-    default("icepop", formulas.mis, low=0.5, high=5.0),  # 2510.18855, section 3.1
+    default("icepop", formulas.mis, low=0.5, high=5.0),  # 2510.18855
     from_logs("icepop", formulas.mis, low=0.7, high=1.4),
     from_logs("geometric_rejection", formulas.geometric_rejection, low=0.9, high=1.1),
     from_logs("sequence_mask_tis", formulas.sequence_mask_tis, low=0.8, high=1.2),

@@ -25,7 +25,7 @@ def same(rewards: Sequence[float]) -> bool:
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """A_i = (R_i - mean(R)) / std(R)  (2402.03300, section 4.1.2)."""
+    """A_i = (R_i - mean(R)) / std(R)  (2402.03300)."""
     if same(rewards):
         return [0.0 for _ in rewards]
     return [(reward - average(rewards)) / (deviation(rewards) + EPS) for reward in rewards]
@@ -37,7 +37,7 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """A_i = R_i - 1/(G-1) sum over j != i of R_j  (2402.14740, eq. 8)."""
+    """A_i = R_i - 1/(G-1) sum over j != i of R_j  (2402.14740)."""
     others = [[reward for j, reward in enumerate(rewards) if j != i] for i in range(len(rewards))]
     return [0.0 if same(rewards) else reward - average(rest) for reward, rest in zip(rewards, others, strict=True)]
 
@@ -53,7 +53,7 @@ def plain(rewards: Sequence[float]) -> list[float]:
 
 
 def remax(rewards: Sequence[float], greedy: float) -> list[float]:
-    """A_i = R_i - R(greedy rollout)  (2310.10505, eq. 3)."""
+    """A_i = R_i - R(greedy rollout)  (2310.10505)."""
     return [reward - greedy for reward in rewards]
 
 
@@ -74,7 +74,7 @@ def maxrl(rewards: Sequence[float]) -> list[float]:
 
 def pass_at_k(rewards: Sequence[float]) -> list[float]:
     """Leave-one-out credit for the best of the group: A_i = max(R) - max over j != i of R_j, which only the best sample gets
-    (2503.19595, eq. 7).
+    (2503.19595).
     """
     credit = []
     for i in range(len(rewards)):
@@ -97,7 +97,7 @@ def pass_at_k_of_sets(rewards: Sequence[float], k: int) -> list[float]:
 
 
 def pass_at_k_analytic(rewards: Sequence[float], k: int) -> list[float]:
-    """The mean best of the sets that i is in, less the mean over all sets, over their deviation (2508.10751, section 2.4, by listing
+    """The mean best of the sets that i is in, less the mean over all sets, over their deviation (2508.10751, by listing
     the sets)."""
     best = {members: max(rewards[j] for j in members) for members in itertools.combinations(range(len(rewards)), k)}
     spread = deviation(list(best.values()))
@@ -132,7 +132,7 @@ def reinforce_pp(
 
 
 def gdpo(batch: Sequence[Sequence[dict[str, float]]], weights: dict[str, float]) -> list[list[float]]:
-    """Each reward normalised in its group, summed with weights, then whitened over the batch's rollouts (2601.05242, eq. 4 to 6)."""
+    """Each reward normalised in its group, summed with weights, then whitened over the batch's rollouts (2601.05242)."""
     summed: list[list[float]] = []
     for group in batch:
         total = [0.0 for _ in group]

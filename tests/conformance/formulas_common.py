@@ -107,7 +107,7 @@ def token_mean(rows: Sequence[Row], terms: Terms) -> Scalar:
 
 
 def sequence_mean(rows: Sequence[Row], terms: Terms) -> Scalar:
-    """1/G sum over i of 1/|o_i| sum over t: every rollout weighs the same (GRPO as published, 2402.03300, eq. 3)."""
+    """1/G sum over i of 1/|o_i| sum over t: every rollout weighs the same (GRPO as published, 2402.03300)."""
     total: Scalar = 0.0
     for row in counted(rows):
         values = terms(row)

@@ -41,7 +41,7 @@ def sequence_tis(logs: Sequence[float], *, cap: float) -> list[float]:
 
 
 def mis(logs: Sequence[float], *, low: float, high: float) -> list[float]:
-    """w_t where low <= w_t <= high, else 0: masked importance sampling; IcePop (2510.18855, eq. 2) is this per token."""
+    """w_t where low <= w_t <= high, else 0: masked importance sampling; IcePop (2510.18855) is this per token."""
     return [weight(log) if low <= weight(log) <= high else 0.0 for log in logs]
 
 

@@ -9,7 +9,7 @@ from conformance.formulas_common import Row, Scalar, clip, deviation
 
 
 def temporal_differences(rewards: Sequence[float], values: Sequence[float], gamma: float) -> list[float]:
-    """delta_t = r_t + gamma V(s_{t+1}) - V(s_t), V after the last token 0 (1506.02438, eq. 10)."""
+    """delta_t = r_t + gamma V(s_{t+1}) - V(s_t), V after the last token 0 (1506.02438)."""
     following = [*values, 0.0][1:]
     return [reward + gamma * after - value for reward, value, after in zip(rewards, values, following, strict=True)]
 
@@ -27,7 +27,7 @@ def reward_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def length_adaptive(length: int, alpha: float) -> float:
-    """lambda = 1 - 1 / (alpha l) (VAPO, 2504.05118, eq. 8); never below 0."""
+    """lambda = 1 - 1 / (alpha l) (VAPO, 2504.05118); never below 0."""
     return max(0.0, 1 - 1 / (alpha * length))
 
 
@@ -45,7 +45,7 @@ def returns(advantages: Sequence[float], values: Sequence[float]) -> list[float]
 
 
 def value_loss(row: Row, targets: Sequence[float], *, cliprange: float | None) -> list[Scalar]:
-    """1/2 max((V - R)^2, (clip(V, V_old +- eps) - R)^2), each token (2005.12729, code-level optimization 1)."""
+    """1/2 max((V - R)^2, (clip(V, V_old +- eps) - R)^2), each token (2005.12729)."""
     losses = []
     for t in row.tokens:
         plain = (row.new_value[t] - targets[t]) ** 2

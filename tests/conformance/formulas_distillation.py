@@ -38,7 +38,7 @@ def mixed(teacher: Sequence[Scalar], student: Sequence[Scalar], *, weight: float
 
 
 def jsd(teacher: Sequence[Scalar], student: Sequence[Scalar], *, beta: float) -> Scalar:
-    """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q, P the teacher (GKD, 2306.13649, eq. 1)."""
+    """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q, P the teacher (GKD, 2306.13649)."""
     middle = [log(beta * exp(p) + (1 - beta) * exp(q)) for p, q in zip(teacher, student, strict=True)]
     return beta * kl(teacher, middle) + (1 - beta) * kl(student, middle)
 

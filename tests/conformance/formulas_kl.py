@@ -40,12 +40,12 @@ def in_loss(row: Row, estimator: str, *, inside: float | None = None, outside: f
 
 
 def unbiased(row: Row, estimator: str) -> list[Scalar]:
-    """(pi / pi_old) x k: its expectation and its gradient are those of the KL, although pi_old sampled (2512.02556, eq. 7)."""
+    """(pi / pi_old) x k: its expectation and its gradient are those of the KL, although pi_old sampled (2512.02556)."""
     return [exp(row.now[t] - row.before[t]) * ESTIMATORS[estimator](row.now[t], row.reference[t]) for t in row.tokens]
 
 
 def rewards_less_kl(rows: Sequence[Row], estimator: str, weight: float) -> list[float]:
-    """R - beta sum over t of KL_t, by the policy that sampled (2009.01325, section 3.4)."""
+    """R - beta sum over t of KL_t, by the policy that sampled (2009.01325)."""
     return [
         row.reward - weight * sum(ESTIMATORS[estimator](row.sampler[t], row.reference[t]) for t in row.tokens) for row in rows
     ]

@@ -28,13 +28,13 @@ def ppo_clip(row: Row, *, low: float = 0.2, high: float = 0.2) -> list[Scalar]:
 
 
 def dual_clip(row: Row, *, low: float = 0.2, high: float = 0.2, dual: float) -> list[Scalar]:
-    """Where A < 0: max(min(rho A, clip(rho) A), c A)  (1912.09729, eq. 5)."""
+    """Where A < 0: max(min(rho A, clip(rho) A), c A)  (1912.09729)."""
     terms = ppo_clip(row, low=low, high=high)
     return [max(term, dual * advantage) if advantage < 0 else term for term, advantage in zip(terms, row.advantage, strict=True)]
 
 
 def two_sided_clip(row: Row, *, low: float = 0.2, high: float = 0.2, delta: float) -> list[Scalar]:
-    """min(min(rho, delta) A, clip(rho, 1 - low, 1 + high) A)  (2505.07291, eq. 2)."""
+    """min(min(rho, delta) A, clip(rho, 1 - low, 1 + high) A)  (2505.07291)."""
     terms = []
     for rho, advantage in zip(ratios(row), row.advantage, strict=True):
         terms.append(min(min(rho, delta) * advantage, clip(rho, 1 - low, 1 + high) * advantage))
@@ -55,7 +55,7 @@ def gspo(row: Row, *, low: float, high: float, length_weighted: bool = False) ->
 
 
 def gmpo(row: Row, *, low: float = 0.4, high: float = 0.4) -> list[Scalar]:
-    """The geometric mean of token ratios, each clipped to (e^-low, e^high) on the side that PPO's min clips, times A (2507.20673, eq. 4)."""
+    """The geometric mean of token ratios, each clipped to (e^-low, e^high) on the side that PPO's min clips, times A (2507.20673)."""
     if not row.length:
         return []
     advantage = row.advantage[0]
@@ -67,7 +67,7 @@ def gmpo(row: Row, *, low: float = 0.4, high: float = 0.4) -> list[Scalar]:
 
 
 def cispo(row: Row, *, low: float, high: float) -> list[Scalar]:
-    """sg(clip(rho, 1 - low, 1 + high)) A log pi  (2506.13585, eq. 4 and 5)."""
+    """sg(clip(rho, 1 - low, 1 + high)) A log pi  (2506.13585)."""
     return [
         constant(clip(rho, 1 - low, 1 + high)) * advantage * now
         for rho, advantage, now in zip(ratios(row), row.advantage, row.now, strict=True)
@@ -80,7 +80,7 @@ def reinforce(row: Row) -> list[Scalar]:
 
 
 def sapo(row: Row, *, positive: float = 1.0, negative: float = 1.05) -> list[Scalar]:
-    """(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A  (2511.20347, eq. 6)."""
+    """(4 / tau) sigmoid(tau (rho - 1)) A, tau by the sign of A  (2511.20347)."""
     terms = []
     for rho, advantage in zip(ratios(row), row.advantage, strict=True):
         tau = positive if advantage > 0 else negative
@@ -90,7 +90,7 @@ def sapo(row: Row, *, positive: float = 1.0, negative: float = 1.05) -> list[Sca
 
 def dppo(row: Row, *, low: float, high: float, cap: float) -> list[Scalar]:
     """M sg(min(r, C)) A log pi with r = pi / mu, and M = 0 where the update would leave the trust region |pi - mu| <= delta:
-    A > 0 and pi - mu > delta, or A < 0 and pi - mu < -delta (2602.04879, eq. 8 and 12, binary total variation).
+    A > 0 and pi - mu > delta, or A < 0 and pi - mu < -delta (2602.04879, binary total variation).
     """
     terms = []
     for t in row.tokens:
@@ -101,10 +101,8 @@ def dppo(row: Row, *, low: float, high: float, cap: float) -> list[Scalar]:
     return terms
 
 
-def vespo(
-    row: Row, *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)
-) -> list[Scalar]:
-    """sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W = product over the rollout of pi / mu (2602.10693, eq. 13)."""
+def vespo(row: Row, *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0)) -> list[Scalar]:
+    """sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)), W = product over the rollout of pi / mu (2602.10693)."""
     if not row.length:
         return []
     total = sum(constant(row.now[t]) - row.sampler[t] for t in row.tokens)
@@ -121,7 +119,7 @@ def outward(row: Row, t: int) -> bool:
 
 def m2po(rows: Sequence[Row], *, limit: float, outward_only: bool) -> dict[tuple[int, int], bool]:
     """M: mask the tokens with the largest (log r)^2, r = pi / mu, one after the other, until the mean over those left is at most tau
-    (2510.01161, eq. 5 and algorithm 1). ``outward_only``: of the tokens that a clip would act on.
+    (2510.01161). ``outward_only``: of the tokens that a clip would act on.
     """
     tokens = [
         ((constant(row.now[t]) - row.sampler[t]) ** 2, (i, t))
@@ -138,7 +136,7 @@ def m2po(rows: Sequence[Row], *, limit: float, outward_only: bool) -> dict[tuple
 
 
 def covariances(rows: Sequence[Row]) -> dict[tuple[int, int], float]:
-    """(log pi - mean log pi) x (A - mean A) over the tokens that count (2505.22617, eq. 9)."""
+    """(log pi - mean log pi) x (A - mean A) over the tokens that count (2505.22617)."""
     tokens = [(i, t) for i, row in enumerate(rows) if row.counts for t in row.tokens]
     logs = {(i, t): constant(rows[i].now[t]) for i, t in tokens}
     mean_log = mean(list(logs.values())) if tokens else 0.0
@@ -156,7 +154,7 @@ def clip_cov(
     rows: Sequence[Row], *, low: float = 0.2, high: float = 0.2, share: float, lowest: float, highest: float
 ) -> dict[tuple[int, int], bool]:
     """The tokens that lose their gradient: the ``share`` r of all tokens, of those with lowest < Cov < highest that PPO's clip does not
-    hold already (2505.22617, eq. 10 and 11; the paper draws them, here they are those with the largest covariance).
+    hold already (2505.22617; the paper draws them, here they are those with the largest covariance).
     """
     found = covariances(rows)
     for (i, t), covariance in list(found.items()):
@@ -175,7 +173,7 @@ def low_or_high(log: float, advantage: float, low: float, high: float) -> bool:
 
 
 def kl_cov(rows: Sequence[Row], row: Row, *, share: float, weight: float) -> list[Scalar]:
-    """rho A, and - beta |log rho| for the ``share`` of tokens with the largest covariance (2505.22617, eq. 12 and 13; the estimate of
+    """rho A, and - beta |log rho| for the ``share`` of tokens with the largest covariance (2505.22617; the estimate of
     KL(pi_old || pi) is that of the authors' code).
     """
     penalised = largest(covariances(rows), share)
@@ -188,7 +186,8 @@ def kl_cov(rows: Sequence[Row], row: Row, *, share: float, weight: float) -> lis
 
 
 def top_entropy(rows: Sequence[Row], share: float) -> dict[tuple[int, int], bool]:
-    """The ``share`` of all tokens that count with the largest entropy (2506.01939, eq. 5)."""
+    """The ``share`` of all tokens that count with the largest entropy, to the nearest token, at least one (2506.01939)."""
     entropies = {(i, t): constant(row.entropy[t]) for i, row in enumerate(rows) if row.counts for t in row.tokens}
-    chosen = largest(entropies, share)
+    ranked = sorted(entropies, key=lambda place: -entropies[place])
+    chosen = set(ranked[: max(1, round(share * len(ranked)))])
     return {(i, t): (i, t) in chosen for i, row in enumerate(rows) for t in row.tokens}

@@ -56,7 +56,7 @@ def nll(rows: Sequence[Row], *, per_sequence: bool = False) -> Scalar:
 
 
 def dft(rows: Sequence[Row]) -> Scalar:
-    """Dynamic fine-tuning: -sg(p) log p (2508.05629, eq. 9)."""
+    """Dynamic fine-tuning: -sg(p) log p (2508.05629)."""
     return token_mean(rows, lambda row: [-math.exp(constant(now)) * now for now in row.now])
 
 
@@ -74,19 +74,19 @@ def dpo_averaged(pair: Pair, *, beta: float) -> Scalar:
 
 
 def cdpo(pair: Pair, *, beta: float, smoothing: float) -> Scalar:
-    """-(1 - e) log sigmoid(beta Delta) - e log sigmoid(-beta Delta) (ericmitchell.ai/cdpo.pdf, eq. 3)."""
+    """-(1 - e) log sigmoid(beta Delta) - e log sigmoid(-beta Delta) (ericmitchell.ai/cdpo.pdf)."""
     x = beta * delta(pair)
     return -(1 - smoothing) * log_sigmoid(x) - smoothing * log_sigmoid(-x)
 
 
 def robust_dpo(pair: Pair, *, beta: float, smoothing: float) -> Scalar:
-    """(-(1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta)) / (1 - 2 e) (2403.00409, eq. 13)."""
+    """(-(1 - e) log sigmoid(beta Delta) + e log sigmoid(-beta Delta)) / (1 - 2 e) (2403.00409)."""
     x = beta * delta(pair)
     return (-(1 - smoothing) * log_sigmoid(x) + smoothing * log_sigmoid(-x)) / (1 - 2 * smoothing)
 
 
 def ipo(pair: Pair, *, beta: float) -> Scalar:
-    """(Delta - 1 / (2 beta))^2 (2310.12036, eq. 17), Delta of sums."""
+    """(Delta - 1 / (2 beta))^2 (2310.12036), Delta of sums."""
     return (delta(pair) - 1 / (2 * beta)) ** 2
 
 
@@ -102,7 +102,7 @@ def simpo(pair: Pair, *, beta: float, gamma: float) -> Scalar:
 
 
 def log_odds(row: Row) -> Scalar:
-    """log(P / (1 - P)), log P the mean log-probability of the completion's tokens (2403.07691, eq. 3 and 4)."""
+    """log(P / (1 - P)), log P the mean log-probability of the completion's tokens (2403.07691)."""
     average = total(row) / row.length
     return average - torch.log(-torch.expm1(average))
 
@@ -114,13 +114,13 @@ def orpo(pair: Pair, *, weight: float) -> Scalar:
 
 
 def apo_zero(pair: Pair, *, beta: float) -> Scalar:
-    """-sigmoid(r_w) + sigmoid(r_l), r = beta x log-ratio (2408.06266, eq. 4). The constant 1 makes it a sum of two errors."""
+    """-sigmoid(r_w) + sigmoid(r_l), r = beta x log-ratio (2408.06266). The constant 1 makes it a sum of two errors."""
     chosen, rejected = (beta * log_ratio(row) for row in pair)
     return (1 - sigmoid(chosen)) + sigmoid(rejected)
 
 
 def apo_down(pair: Pair, *, beta: float) -> Scalar:
-    """sigmoid(r_w) - sigmoid(r_w - r_l) (2408.06266, eq. 5), with the constant 1."""
+    """sigmoid(r_w) - sigmoid(r_w - r_l) (2408.06266), with the constant 1."""
     chosen, rejected = (beta * log_ratio(row) for row in pair)
     return sigmoid(chosen) + (1 - sigmoid(chosen - rejected))
 
@@ -140,7 +140,7 @@ def over_pairs(pairs: Sequence[Pair], loss: object, **options: float) -> Scalar:
 
 def kto(judged: Sequence[Row], mismatched: Sequence[Row], *, beta: float, desirable: float, undesirable: float) -> Scalar:
     """lambda_y - v(x, y); v = lambda_D sigmoid(beta (r - z0)) for desirable, lambda_U sigmoid(beta (z0 - r)) for undesirable ones;
-    z0 = max(0, mean of the log-ratios of completions shown to other prompts), without a gradient (2402.01306, eq. 8).
+    z0 = max(0, mean of the log-ratios of completions shown to other prompts), without a gradient (2402.01306).
     """
     z0 = max(0.0, constant(mean([log_ratio(row) for row in mismatched])))
     losses = []
@@ -155,7 +155,7 @@ def kto(judged: Sequence[Row], mismatched: Sequence[Row], *, beta: float, desira
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0, centering: float = 0.0) -> Scalar:
-    """-log sigmoid(r_c - r_r - m) (2307.09288, eq. 2) + c (r_c + r_r)^2 (2312.09244, eq. 2)."""
+    """-log sigmoid(r_c - r_r - m) (2307.09288, eq. 2) + c (r_c + r_r)^2 (2312.09244)."""
     return softplus(-(chosen - rejected - margin)) + centering * (chosen + rejected) ** 2
 
 

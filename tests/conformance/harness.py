@@ -6,7 +6,8 @@ Strop's side goes the way of a run: ``pack``, columns, ``credit``, ``survey``, `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,13 +40,13 @@ class Candidates:
 
 
 class Leaves:
-    """What a network puts out for the N tokens of a step, to be differentiated."""
+    """What a network puts out for the N tokens of a step, to be differentiated. Its type is torch's default one."""
 
     def __init__(self, step: Step, candidates: Candidates | None = None) -> None:
         self.step = step
-        self.now = leaf([number for sample in step.samples for number in sample.now])
-        self.entropy = leaf([number for sample in step.samples for number in sample.entropy])
-        self.new_value = leaf([number for sample in step.samples for number in sample.new_value])
+        self.now = column(step, "now").requires_grad_()
+        self.entropy = column(step, "entropy").requires_grad_()
+        self.new_value = column(step, "new_value").requires_grad_()
         self.candidates = None if candidates is None else candidates.student.detach().clone().requires_grad_()
 
     def rows(self, *, filtered: bool = True) -> list[Row]:
@@ -87,6 +88,15 @@ class Leaves:
         }
 
 
+@contextmanager
+def single_precision() -> Iterator[None]:
+    """float32 columns and outputs, as in a run."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
 def leaf(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
 
@@ -106,7 +116,7 @@ def _rollout(group: int, number: int, sample: Sample) -> Rollout:
         author="policy",
         tokens=torch.arange(5, 5 + sample.length),
         text="",
-        logprobs=torch.tensor(sample.sampler, dtype=torch.float64),
+        logprobs=torch.tensor(sample.sampler),
         versions=torch.zeros(sample.length, dtype=torch.int32),
     )
     return Rollout(
@@ -122,15 +132,13 @@ def _rollout(group: int, number: int, sample: Sample) -> Rollout:
     )
 
 
-def column(step: Step, name: str) -> Tensor:  # [N] float64
-    return torch.tensor([number for sample in step.samples for number in getattr(sample, name)], dtype=torch.float64)
+def column(step: Step, name: str) -> Tensor:  # [N]
+    return torch.tensor([number for sample in step.samples for number in getattr(sample, name)])
 
 
 def per_token(step: Step, numbers: Sequence[float]) -> Tensor:
     """One number for each rollout -> [N]."""
-    return torch.tensor(
-        [number for sample, number in zip(step.samples, numbers, strict=True) for _ in range(sample.length)], dtype=torch.float64
-    )
+    return torch.tensor([number for sample, number in zip(step.samples, numbers, strict=True) for _ in range(sample.length)])
 
 
 def packed(step: Step, algorithm: Algorithm, candidates: Candidates | None = None) -> Batch:

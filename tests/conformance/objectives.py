@@ -37,16 +37,16 @@ def where(chosen: Chosen, terms: Callable[[Row], list[Any]], *, inside: bool) ->
     def over(rows: list[Row]) -> Terms:
         picked = chosen(rows)
         places = {id(row): i for i, row in enumerate(rows)}
-        return lambda row: [
-            term if picked[places[id(row)], t] == inside else 0.0 * term for t, term in enumerate(terms(row))
-        ]
+        return lambda row: [term if picked[places[id(row)], t] == inside else 0.0 * term for t, term in enumerate(terms(row))]
 
     return over
 
 
 def second_moment(limit: float, outward_only: bool) -> ObjectiveCase:
     chosen = partial(formulas.m2po, limit=limit, outward_only=outward_only)
-    over = where(chosen, lambda row: [r * a for r, a in zip(formulas.sampler_ratios(row), row.advantage, strict=True)], inside=True)
+    over = where(
+        chosen, lambda row: [r * a for r, a in zip(formulas.sampler_ratios(row), row.advantage, strict=True)], inside=True
+    )
     return ObjectiveCase("second_moment_mask", over, {"limit": limit, "outward_only": outward_only})
 
 
@@ -61,7 +61,12 @@ def covariance_kl(share: float, weight: float) -> ObjectiveCase:
 
 
 def gamma_weight(positive: tuple[float, float], negative: tuple[float, float]) -> ObjectiveCase:
-    options = {"k_positive": positive[0], "lambda_positive": positive[1], "k_negative": negative[0], "lambda_negative": negative[1]}
+    options = {
+        "k_positive": positive[0],
+        "lambda_positive": positive[1],
+        "k_negative": negative[0],
+        "lambda_negative": negative[1],
+    }
     return ObjectiveCase("gamma_weight", lambda _: partial(formulas.vespo, positive=positive, negative=negative), options)
 
 
@@ -76,9 +81,7 @@ OBJECTIVES = [
         lambda _: partial(formulas.two_sided_clip, low=0.2, high=0.2, delta=4.0),
         {"low": 0.2, "high": 0.2, "two_sided": 4.0},
     ),
-    ObjectiveCase(
-        "sequence_clip", lambda _: partial(formulas.gspo, low=3e-4, high=4e-4), aggregation="sequence_mean"
-    ),  # section 5.1
+    ObjectiveCase("sequence_clip", lambda _: partial(formulas.gspo, low=3e-4, high=4e-4), aggregation="sequence_mean"),
     token("sequence_clip", formulas.gspo, "sequence_mean", low=0.2, high=0.28),
     ObjectiveCase("geometric_mean", lambda _: formulas.gmpo, aggregation="sequence_mean"),
     token("geometric_mean", formulas.gmpo, "sequence_mean", low=0.1, high=0.2),

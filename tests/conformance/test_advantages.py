@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from conformance import formulas_advantages as formulas
 from conformance import formulas_kl
 from conformance.advantages import GROUP_ADVANTAGES, GroupCase
 from conformance.cases import REWARDS, STEPS, Step
 from conformance.compose import part, policy_gradient
 from conformance.harness import SINGLE, Leaves, packed
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from strop.algorithms.kl import Kl
 from strop.algorithms.parts import GroupRewards
 
@@ -112,7 +114,7 @@ def test_rollouts_can_come_in_any_order(case: GroupCase, rewards: list[float], s
 def test_a_better_rollout_never_has_less_credit(case: GroupCase, rewards: list[float]) -> None:
     assume(len(set(rewards)) > 1)
     ranked = sorted(zip(taken(case, rewards), credit(case, rewards, lengths_of(rewards)), strict=True))
-    assert all(later[1] >= earlier[1] - 1e-12 for earlier, later in zip(ranked, ranked[1:], strict=False))
+    assert all(later[1] >= earlier[1] - 1e-12 for earlier, later in itertools.pairwise(ranked))
 
 
 def test_a_lone_success_in_16_has_its_due() -> None:
@@ -242,3 +244,27 @@ def test_soft_overlong_punishment_is_a_line_down_to_the_limit(length: int) -> No
     )
     expected = formulas.soft_overlong(length, max_length=10, buffer=4, penalty=0.7)
     assert shaped.tolist() == pytest.approx([1.0 + expected, 0.0], rel=1e-12)
+
+
+def test_advantages_are_clipped_last() -> None:
+    step = STEPS["a lone success in 16"]
+    subject = policy_gradient(advantage=part("group_relative"), advantage_low=-0.1, advantage_high=2.0)
+    found = subject.credit(packed(step, subject)).advantages.tolist()
+    wanted = [min(max(value, -0.1), 2.0) for value in formulas.grpo(rewards_of(step)[0]) for _ in range(2)]
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_shaped_reward_is_what_the_baseline_sees() -> None:
+    """DAPO's soft punishment before its group's mean and deviation."""
+    step = STEPS["random"]
+    shaping = part("soft_overlong", max_length=5, buffer=3, penalty=0.7)
+    subject = policy_gradient(advantage=part("group_relative"), shaping=shaping)
+    batch = subject.credit(packed(step, subject))
+    shaped = [
+        [sample.reward + formulas.soft_overlong(sample.length, max_length=5, buffer=3, penalty=0.7) for sample in group]
+        for group in step.groups
+    ]
+    assert batch.rewards.tolist() == pytest.approx([reward for group in shaped for reward in group], rel=1e-12)
+    flat = iter(batch.advantages.tolist())
+    wanted = per_rollout(step, [formulas.grpo(group) for group in shaped])
+    assert_credit([[next(flat) for _ in sample.now] for sample in step.samples], wanted, step)

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from conformance import formulas_corrections as formulas
 from conformance import formulas_policy
 from conformance.cases import STEPS, Sample, Step
 from conformance.compose import part, policy_gradient
-from conformance.corrections import CORRECTIONS, CorrectionCase
+from conformance.corrections import CORRECTIONS, CorrectionCase, logs
 from conformance.formulas_common import AGGREGATIONS, Row
 from conformance.harness import EXACT, Leaves, assert_same, column, given_advantages, packed, through_formula, through_strop
 from strop.algorithms.parts import Mismatch
 
 STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 CASE = pytest.mark.parametrize("case", CORRECTIONS, ids=str)
-AT_SEQUENCES = ("importance sequence", "tis sequence", "mis sequence")
 
 
 def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
@@ -93,3 +94,24 @@ def test_where_sampler_and_learner_agree_every_weight_is_one(case: CorrectionCas
     step = STEPS["on policy"]
     found = weights_of(case, step)
     assert found.tolist() == [1.0] * len(found)
+
+
+@STEP
+@CASE
+def test_what_was_cut_is_logged(case: CorrectionCase, step: Step) -> None:
+    """Means over the tokens that count: of the weight, and of whether it is another than the plain ratio or, for rejections, than 1."""
+    found = through_strop(policy_gradient(corrections=(part(case.part, **case.options),)), step, given=True).metrics
+    rows = [row for row in Leaves(step).rows() if row.counts]
+    weights = [weight for row in rows for weight in case.weights(row)]
+    at_sequences = case.options.get("level") == "sequence"
+    plain = [
+        weight
+        for row in rows
+        for weight in (formulas.sequence_importance(logs(row)) if at_sequences else formulas.importance(logs(row)))
+    ]
+    if f"{case.part}_weight" in found:
+        assert found[f"{case.part}_weight"] == pytest.approx(sum(weights) / len(weights), rel=1e-6)
+    if f"{case.part}_cut" in found:
+        cut = [weight != ratio if case.part == "tis" else weight == 0 for weight, ratio in zip(weights, plain, strict=True)]
+        assert found[f"{case.part}_cut"] == pytest.approx(sum(cut) / len(cut), abs=1e-6)
+    assert {f"{case.part}_weight", f"{case.part}_cut"} & set(found)

@@ -43,7 +43,9 @@ def test_every_part_has_a_case() -> None:
     covered = {*PARTS, *(case.part for table in tables for case in table)}
     concrete = {name for name, kind in catalogue.parts().items() if inspect.getmro(kind)[1].__name__ != "ABC"}
     missing = concrete - covered
-    assert not missing, f"write the formula of {sorted(missing)}: in objectives.py, corrections.py or advantages.py, or a test named here"
+    assert not missing, (
+        f"write the formula of {sorted(missing)}: in objectives.py, corrections.py or advantages.py, or a test named here"
+    )
 
 
 def test_no_case_is_about_something_that_is_gone() -> None:

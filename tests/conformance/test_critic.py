@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from conformance import formulas_advantages, formulas_kl, formulas_policy
 from conformance import formulas_critic as formulas
 from conformance.cases import STEPS, Step, on_policy, step
 from conformance.compose import algorithm, part
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar
-from conformance.harness import SINGLE, Leaves, assert_same, packed, through_formula, through_strop
+from conformance.harness import SINGLE, Leaves, Outcome, assert_same, packed, through_formula, through_strop
 from strop.algorithms.kl import Kl
 from strop.types import Batch
 
@@ -124,6 +125,22 @@ def test_the_policy_loss_is_ppos(step: Step) -> None:
     found = through_strop(subject, step, given=True)
     loss = lambda rows: -AGGREGATIONS["token_mean"](rows, formulas_policy.ppo_clip)  # noqa: E731
     assert_same(found, through_formula(loss, step))
+
+
+@STEP
+def test_ppo_goes_from_rewards_to_gradient_by_its_formulas(step: Step) -> None:
+    """With its defaults: lambda 0.95, gamma 1, whitened advantages. Seven digits, as credit is a float32 column."""
+    if "ratios" in step.name:
+        pytest.skip("seven digits of an advantage times e^5 cancel to nothing")
+    found = through_strop(algorithm("ppo", overlong_filtering=True), step)
+    leaves = Leaves(step)
+    rows = leaves.rows()
+    plain = [estimated(row)[0] for row in rows]
+    counting = [number for row, numbers in zip(rows, plain, strict=True) if row.counts for number in numbers]
+    white = iter(formulas_advantages.whiten(counting))
+    credited = [replace(row, advantage=[next(white) if row.counts else 0.0 for _ in row.tokens]) for row in rows]
+    value = -AGGREGATIONS["token_mean"](credited, formulas_policy.ppo_clip)
+    assert_same(found, Outcome(float(value), leaves.gradients(value)), rtol=1e-4, atol=1e-6)
 
 
 def test_vapo_adds_the_likelihood_of_correct_rollouts() -> None:

@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+
 from conformance import formulas_advantages, formulas_policy
 from conformance import formulas_distillation as formulas
 from conformance.cases import STEPS, Step, on_policy
 from conformance.compose import algorithm, part
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar
 from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, packed, through_strop
-from torch import Tensor
 
 STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 

@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from conformance import formulas_advantages, formulas_kl, formulas_policy
 from conformance.cases import STEPS, Step
 from conformance.compose import part, policy_gradient
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import EXACT, SINGLE, assert_same, groups_of, leaf, packed, through_formula, through_strop
-from hypothesis import given
-from hypothesis import strategies as st
 from strop.algorithms.functional import kl_estimate
 from strop.algorithms.kl import Kl
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from conformance.cases import PAIRS, STEPS, Step, on_policy
 from conformance.compose import algorithm, part, policy_gradient
 from conformance.harness import EXACT, Outcome, assert_same, column, packed, through_strop

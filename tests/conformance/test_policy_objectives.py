@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from conformance import formulas_policy as formulas
-from conformance.cases import STEPS, Step
+from conformance.cases import STEPS, Sample, Step
 from conformance.compose import part, policy_gradient
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant_length
 from conformance.harness import assert_same, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
+from strop.algorithms.kl import Kl
 
 STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
@@ -37,8 +40,6 @@ def test_an_aggregation_is_its_formula(how: str, step: Step) -> None:
 @STEP
 @pytest.mark.parametrize("options", [{"ratio_to": "sampler"}, {"on_policy_ratio": True}], ids=str)
 def test_the_ratio_is_to_the_policy_that_was_asked_for(options: dict[str, Any], step: Step) -> None:
-    from dataclasses import replace
-
     def moved(row: Row) -> Row:
         older = row.sampler if "ratio_to" in options else [float(now) for now in row.now]
         return replace(row, before=older)
@@ -57,3 +58,27 @@ def test_an_entropy_bonus_is_subtracted_from_the_loss(step: Step) -> None:
         return -token_mean(rows, formulas.ppo_clip) - 0.07 * token_mean(rows, lambda row: row.entropy)
 
     assert_same(found, through_formula(loss, step))
+
+
+def impossible(one: Sample) -> Sample:
+    """In turn: all policies find the token likely, and one of the three finds it impossible."""
+    likely, never = [-0.3 - t / 10 for t in range(one.length)], [-2000.0 - t for t in range(one.length)]
+
+    def column(turn: int) -> list[float]:
+        return [never[t] if t % 4 == turn else likely[t] for t in range(one.length)]
+
+    return replace(one, now=column(1), before=column(2), sampler=column(3), reference=column(0))
+
+
+@pytest.mark.parametrize("case", OBJECTIVES, ids=str)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_token_that_one_policy_finds_impossible_gives_a_finite_gradient(
+    case: ObjectiveCase, sign: float, filtered: bool
+) -> None:
+    """Also where the rollout does not count: an infinity times a mask of 0 would be a nan."""
+    step = STEPS["log ratios of 5"].map(lambda one: replace(impossible(one), advantage=sign, truncated=filtered))
+    algorithm = policy_gradient(objective=part(case.part, **case.options), aggregation=case.aggregation, kl=Kl())
+    found = through_strop(algorithm, step, given=True)
+    assert math.isfinite(found.value)
+    assert bool(found.gradients["logprobs"].isfinite().all())

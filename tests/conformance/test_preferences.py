@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 import torch
+
 from conformance import formulas_preferences as formulas
 from conformance.cases import PAIRS, STEPS, Step, step
 from conformance.compose import algorithm
 from conformance.formulas_common import Row, Scalar
-from conformance.harness import Outcome, assert_same, groups_of, leaf, through_formula, through_strop
+from conformance.harness import Outcome, assert_same, groups_of, leaf, single_precision, through_formula, through_strop
 from conformance.preferences import PAIR_LOSSES, PairCase
 from strop.algorithms.base import ValueOutputs
 from strop.data.packing import pack
@@ -33,6 +34,16 @@ def test_a_pair_loss_is_its_papers_formula(case: PairCase, step: Step) -> None:
     wanted = through_formula(lambda rows: formulas.over_pairs(paired(rows), case.loss), step)
     assert_same(found, wanted, atol=1e-11)
     assert found.metrics["loss"] == pytest.approx(wanted.value, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("case", PAIR_LOSSES, ids=str)
+@pytest.mark.parametrize("at", ["random pairs", "very unequal lengths", "at the start"])
+def test_a_pair_loss_is_its_formula_in_float32_too(case: PairCase, at: str) -> None:
+    with single_precision():
+        found = through_strop(algorithm(case.algorithm, **case.options), PAIRS[at])
+    wanted = through_formula(lambda rows: formulas.over_pairs(paired(rows), case.loss), PAIRS[at])
+    found = replace(found, gradients={name: gradient.double() for name, gradient in found.gradients.items()})
+    assert_same(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [case for case in PAIR_LOSSES if case.at_start is not None], ids=str)

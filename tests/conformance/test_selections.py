@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from conformance import formulas_policy
 from conformance.cases import STEPS, Step
 from conformance.compose import part, policy_gradient

@@ -1,4 +1,4 @@
-"""Every policy-gradient algorithm as its name alone gives it, from rewards to loss and gradient, against one formula; and what all share."""
+"""Every policy-gradient algorithm as its name alone gives it, from rewards to gradient, against one formula; and what all share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from conformance.cases import STEPS, Step
 from conformance.compose import algorithm, part
-from conformance.harness import Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
+from conformance.harness import Leaves, Outcome, assert_same, column, groups_of, packed, single_precision, through_strop
 from conformance.whole import WHOLE, Whole
 from strop.algorithms.base import Algorithm
 
@@ -19,9 +20,7 @@ STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
 def made(name: str, **options: Any) -> Algorithm:
     """The algorithm with its defaults; truncated rollouts do not count."""
-    given = {
-        key: part(value[0], **value[1]) if isinstance(value, tuple) else value for key, value in WHOLE[name].options.items()
-    }
+    given = {key: part(value[0], **value[1]) if isinstance(value, tuple) else value for key, value in WHOLE[name].options.items()}
     return algorithm(name, **{"overlong_filtering": True, **given, **options})
 
 
@@ -55,6 +54,26 @@ def test_an_algorithm_is_its_papers_formula_from_rewards_to_gradient(name: str, 
     )
 
 
+IN_SINGLE = ["random", "very unequal lengths", "one-sided groups", "empty completions", "every other rollout masked", "on policy"]
+
+
+@NAME
+@pytest.mark.parametrize("at", IN_SINGLE)
+def test_an_algorithm_is_its_formula_in_float32_too(name: str, at: str) -> None:
+    """The types of a run: float32 columns and outputs, float64 rewards."""
+    taken = takes(name, STEPS[at])
+    if taken is None:
+        pytest.skip("not for this step")
+    with single_precision():
+        found = through_strop(made(name), taken)
+    assert found.gradients["logprobs"].dtype == torch.float32
+    leaves = Leaves(taken)
+    value = WHOLE[name](leaves.rows(), taken)
+    wanted = leaves.gradients(value)
+    found = replace(found, gradients={key: gradient.double() for key, gradient in found.gradients.items()})
+    assert_same(found, Outcome(float(value), wanted), rtol=1e-4, atol=1e-6)
+
+
 @STEP
 @NAME
 def test_rollouts_that_are_idle_have_no_gradient(name: str, step: Step) -> None:
@@ -83,9 +102,7 @@ def test_gradients_do_not_depend_on_what_filtered_rollouts_say(name: str) -> Non
     """The log-probabilities of a rollout that does not count are in no mean, no rank and no threshold."""
     taken = takes(name, STEPS["every other rollout masked"])
     assert taken is not None
-    wild = taken.map(
-        lambda one: replace(one, now=[-30.0] * one.length, entropy=[99.0] * one.length) if one.truncated else one
-    )
+    wild = taken.map(lambda one: replace(one, now=[-30.0] * one.length, entropy=[99.0] * one.length) if one.truncated else one)
     counts = ~torch.tensor([sample.truncated for sample in taken.samples for _ in sample.now])
     plain, other = through_strop(made(name), taken), through_strop(made(name), wild)
     assert other.value == pytest.approx(plain.value, rel=1e-12)
@@ -109,7 +126,9 @@ def test_one_optimizer_step_needs_no_scoring_pass(name: str) -> None:
     assert step is not None
     scored = through_strop(made(name), step)
     alone = through_strop(
-        made(name), step, prepare=lambda batch: replace(batch, extras={k: v for k, v in batch.extras.items() if k != "policy_logprobs"})
+        made(name),
+        step,
+        prepare=lambda batch: replace(batch, extras={k: v for k, v in batch.extras.items() if k != "policy_logprobs"}),
     )
     assert_same(alone, scored, rtol=1e-12)
 

@@ -98,13 +98,11 @@ def with_k2(rows: list[Row]) -> Scalar:
 
 
 def decoupled(rows: list[Row]) -> Scalar:
-    """w min(rho A, clip(rho) A), w = pi_old / mu  (2505.24298, eq. 5)."""
+    """w min(rho A, clip(rho) A), w = pi_old / mu  (2505.24298)."""
 
     def terms(row: Row) -> list[Scalar]:
         logs = [before - sampler for before, sampler in zip(row.before, row.sampler, strict=True)]
-        return [
-            w * term for w, term in zip(formulas_corrections.importance(logs), formulas_policy.ppo_clip(row), strict=True)
-        ]
+        return [w * term for w, term in zip(formulas_corrections.importance(logs), formulas_policy.ppo_clip(row), strict=True)]
 
     return -token_mean(rows, terms)
 
@@ -125,9 +123,7 @@ def clip_cov_loss(rows: list[Row]) -> Scalar:
     places = {id(row): i for i, row in enumerate(rows)}
 
     def terms(row: Row) -> list[Scalar]:
-        return [
-            term * (0.0 if held[places[id(row)], t] else 1.0) for t, term in enumerate(formulas_policy.ppo_clip(row))
-        ]
+        return [term * (0.0 if held[places[id(row)], t] else 1.0) for t, term in enumerate(formulas_policy.ppo_clip(row))]
 
     return -token_mean(rows, terms)
 
@@ -166,4 +162,3 @@ WHOLE: dict[str, Whole] = {
     "reinforce_pp_baseline": Whole(partial(reinforce_pp, baseline=True, kl=0.0), with_k2),
     "distillation": Whole(distillation, CLIP),
 }
-

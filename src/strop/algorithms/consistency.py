@@ -16,6 +16,11 @@ def problems_of(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
     for part in (algorithm.advantage, algorithm.objective, *algorithm.corrections, algorithm.selection, algorithm.shaping):
         if part is not None:
             yield from part.problems(plan)
+    if missing := sorted(algorithm.advantage.requires - algorithm.requires):
+        yield (
+            f"{type(algorithm.advantage).__name__} reads the columns {missing}, which this algorithm does not ask for; gae belongs to "
+            "ppo, reverse_kl to distillation"
+        )
     yield from _rewards(algorithm)
     yield from _aggregation(algorithm)
     yield from _kl(algorithm)

@@ -77,6 +77,7 @@ class Advantage(Part):
     needs_parts: ClassVar[bool] = False  # looks at rewards by name
     divides_by_mean: ClassVar[bool] = False  # takes the mean reward for a success rate: none may be negative
     smallest_group: ClassVar[int] = 2
+    requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``over_batch`` reads
 
     @abstractmethod
     def relative(self, group: GroupRewards) -> Tensor:

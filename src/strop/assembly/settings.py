@@ -46,6 +46,7 @@ def _with_critic(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> It
     yield from _given(
         (f"{own}.gae_lambda", "advantage.lambda_policy", gae.gae_lambda),
         (f"{own}.gae_lambda_policy", "advantage.lambda_policy", gae.gae_lambda_policy),
+        (f"{own}.gae_lambda", "advantage.lambda_value", gae.gae_lambda if gae.gae_lambda_policy is not None else None),
         (f"{own}.gae_lambda_value", "advantage.lambda_value", gae.gae_lambda_value),
         (f"{own}.gae_gamma", "advantage.gamma", gae.gae_gamma),
         (f"{own}.normalize_advantages", "advantage.whiten", gae.normalize_advantages),

@@ -40,7 +40,7 @@ def make_teachers(
             f"algorithm.name: {config.algorithm.name} asks nothing of a teacher; use strop grpo, or another algorithm"
         )
     several = {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
-    made = {key: _teacher(key, teacher, config, policy, sampling, learners) for key, teacher in several.items()}
+    made = {key: _teacher(key, teacher, config, policy, algorithm, sampling, learners) for key, teacher in several.items()}
 
     def source(column: str) -> ColumnSource:
         return _combined({key: (several[key], make(column)) for key, make in made.items()}, config)
@@ -58,6 +58,11 @@ def _combined(sources: Mapping[str, tuple[TeacherConfig, ColumnSource]], config:
     otherwise: ColumnSource | None = None
     if general:
         weights = [weight for weight, _ in general]
+        if len(general) > 1 and config.algorithm.name == "topk_distillation":
+            raise ValueError(
+                "teachers: several teachers are for all environments, and the most likely tokens of their mixture are not known; give each "
+                "its environments (teachers.NAME.environments), or set algorithm.name=distillation"
+            )
         otherwise = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
     if not routed:
         assert otherwise is not None
@@ -70,10 +75,16 @@ def _teacher(
     teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: Policy,
+    algorithm: Algorithm,
     sampling: Sampling,
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
     """From the name of a column to who fills it."""
+    if sampling.filtered and TEACHER_CANDIDATES in algorithm.requires:
+        raise ValueError(
+            "policy.generation: top_k, top_p or min_p cut tokens from the student's distribution, and what was cut cannot be taught; set "
+            "them to keep every token, or algorithm.name=distillation"
+        )
     plain = Sampling(temperature=sampling.temperature)
     vocabulary: int | None = None
     if teacher.model_name == "self":

@@ -14,7 +14,6 @@ from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
 from strop.config.generation import VllmConfig
 from strop.config.model import Model, targets_of
-from strop.config.policy import ModelConfig
 from strop.config.schema import (
     EvalRunConfig,
     GrpoRunConfig,
@@ -24,6 +23,7 @@ from strop.config.schema import (
     TrainingRunConfig,
     environment_of,
     generation_of,
+    trained_models,
 )
 from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED
 
@@ -174,10 +174,7 @@ def early_stop(config: TrainingRunConfig) -> Problems:
 
 
 def learning_rate(config: TrainingRunConfig) -> Problems:
-    sections: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
-    if isinstance(config, PpoRunConfig):
-        sections.append(("value", config.value))
-    for key, section in sections:
+    for key, section in trained_models(config):
         if "lr" not in section.optimizer.kwargs:
             yield Problem(
                 f"{key}.optimizer.kwargs",
@@ -224,14 +221,16 @@ def _at_most(key: str, value: int, other: str, limit: int) -> Problems:
 
 
 def token_budget(config: TrainingRunConfig) -> Problems:
-    packing, total = config.policy.sequence_packing, config.policy.max_total_sequence_length
-    for name in ("train_mb_tokens", "logprob_mb_tokens"):
-        if packing.enabled and (budget := getattr(packing, name)) < total:
-            yield Problem(
-                f"policy.sequence_packing.{name}",
-                f"found {budget}, but one rollout may have policy.max_total_sequence_length = {total} tokens",
-                f"Set it to {total} or more.",
-            )
+    total = config.policy.max_total_sequence_length
+    for key, model in trained_models(config):
+        packing = model.sequence_packing
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            if packing.enabled and (budget := getattr(packing, name)) < total:
+                yield Problem(
+                    f"{key}.sequence_packing.{name}",
+                    f"found {budget}, but one rollout may have policy.max_total_sequence_length = {total} tokens",
+                    f"Set it to {total} or more.",
+                )
 
 
 # --- data and environments --------------------------------------------------------------------------------------------------

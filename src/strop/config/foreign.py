@@ -25,6 +25,7 @@ class Foreign:
     pattern: str
     note: str
     tuning: bool = False
+    nothing: Any = None  # a value that asks for nothing, besides the empty ones
 
 
 FOREIGN = (
@@ -46,18 +47,18 @@ FOREIGN = (
     Foreign("checkpointing.checkpoint_must_save_by", LATER),
     Foreign("checkpointing.model_save_format", "weights are saved as safetensors", tuning=True),
     Foreign("checkpointing.save_consolidated", "every checkpoint can be exported to a Hugging Face folder"),
-    Foreign("policy.offload_optimizer_for_logprob", LATER),
-    Foreign("policy.make_sequence_length_divisible_by", "rows are packed without padding", tuning=True),
-    Foreign("policy.tokenizer.use_fastokens", LATER),
-    Foreign("policy.dtensor_cfg._v2", "there is one torch learner", tuning=True),
-    Foreign("policy.dtensor_cfg.automodel_kwargs", LATER),
-    Foreign("policy.dtensor_cfg.dp_replicate_size", LATER),
-    Foreign("policy.dtensor_cfg.env_vars", "set them in the environment of the command"),
-    Foreign("policy.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
+    Foreign("*.offload_optimizer_for_logprob", LATER),
+    Foreign("*.make_sequence_length_divisible_by", "rows are packed without padding", tuning=True),
+    Foreign("*.tokenizer.use_fastokens", LATER),
+    Foreign("*.dtensor_cfg._v2", "there is one torch learner", tuning=True),
+    Foreign("*.dtensor_cfg.automodel_kwargs", LATER),
+    Foreign("*.dtensor_cfg.dp_replicate_size", LATER, nothing=1),
+    Foreign("*.dtensor_cfg.env_vars", "set them in the environment of the command"),
+    Foreign("*.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
     Foreign("policy.draft", LATER),
-    Foreign("policy.sequence_packing.algorithm", "groups are packed whole", tuning=True),
-    Foreign("policy.sequence_packing.microbatch_order", "the gradient does not depend on it", tuning=True),
-    Foreign("policy.*.sequence_length_round", "rows are packed without padding", tuning=True),
+    Foreign("*.sequence_packing.algorithm", "groups are packed whole", tuning=True),
+    Foreign("*.sequence_packing.microbatch_order", "the gradient does not depend on it", tuning=True),
+    Foreign("*.sequence_length_round", "rows are packed without padding", tuning=True),
     Foreign("*generation.port_range_*", "no ports are opened", tuning=True),
     Foreign("*generation.refit_*", "weights are shared or sent as fits the backend", tuning=True),
     Foreign("*generation.real_quant_export_cpu_offload", LATER, tuning=True),
@@ -68,8 +69,10 @@ FOREIGN = (
     Foreign(
         "data*.processor", "input_key, output_key, prompt_file and the environment say how a row becomes a task", tuning=True
     ),
-    Foreign("logger.mlflow*", LATER),
-    Foreign("logger.swanlab*", LATER),
+    Foreign("logger.mlflow_enabled", LATER),
+    Foreign("logger.mlflow", LATER, tuning=True),
+    Foreign("logger.swanlab_enabled", LATER),
+    Foreign("logger.swanlab", LATER, tuning=True),
     Foreign("logger.monitor_gpus", LATER, tuning=True),
     Foreign("logger.gpu_monitoring", LATER, tuning=True),
     Foreign("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts", tuning=True),
@@ -95,10 +98,8 @@ FOREIGN = (
     Foreign("data*.add_bos", "the chat template decides", tuning=True),
     Foreign("data*.add_generation_prompt", "the chat template decides", tuning=True),
     Foreign("policy.activation_checkpointing_enabled", "use policy.dtensor_cfg.activation_checkpointing"),
-    Foreign("policy.dtensor_cfg.clear_cache_every_n_steps", LATER, tuning=True),
+    Foreign("*.dtensor_cfg.clear_cache_every_n_steps", LATER, tuning=True),
     Foreign("value.reward_model_cfg", "the critic is a sequence classifier with one label", tuning=True),
-    Foreign("value.make_sequence_length_divisible_by", "rows are packed without padding", tuning=True),
-    Foreign("value.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
     *(
         Foreign(f"teacher.{key}", "the teacher only scores", tuning=True)
         for key in (
@@ -129,7 +130,7 @@ def foreign_keys(
         path = (*prefix, str(name))
         entry = match(path, root)
         if entry is not None:
-            yield path, entry, entry.tuning or asks_nothing(value)
+            yield path, entry, entry.tuning or asks_nothing(value) or value == entry.nothing
         elif isinstance(value, Mapping):
             yield from foreign_keys(value, root, path)
 

@@ -17,7 +17,7 @@ from strop.config.generation import GenerationConfig
 from strop.config.grpo import AlgorithmConfig, GrpoConfig, LossConfig
 from strop.config.logger import LoggerConfig
 from strop.config.model import Model, subsection
-from strop.config.policy import PolicyConfig
+from strop.config.policy import ModelConfig, PolicyConfig
 from strop.config.ppo import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.recorded import (
     DpoAlgorithmConfig,
@@ -151,6 +151,12 @@ class EvalRunConfig(Model):
 TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {
     kind.section: kind for kind in (GrpoRunConfig, PpoRunConfig, SftRunConfig, DpoRunConfig, RmRunConfig, DistillationRunConfig)
 }
+
+
+def trained_models(config: TrainingRunConfig) -> list[tuple[str, ModelConfig]]:
+    """(dotted key, section) of every model that is trained."""
+    models: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
+    return [*models, ("value", config.value)] if isinstance(config, PpoRunConfig) else models
 
 
 def environment_of(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:

@@ -9,73 +9,80 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from strop.config.errors import Problem
-from strop.config.schema import EvalRunConfig, TrainingRunConfig, generation_of
+from strop.config.schema import EvalRunConfig, TrainingRunConfig, generation_of, trained_models
 
 Problems = Iterator[Problem]
 
 
 def megatron_learner(config: TrainingRunConfig) -> Problems:
-    if config.policy.megatron_cfg.enabled:
-        yield Problem(
-            "policy.megatron_cfg.enabled",
-            "found true, but the Megatron Core learner backend is not in this version",
-            "Set policy.megatron_cfg.enabled=false and policy.dtensor_cfg.enabled=true for the torch learner.",
-        )
-
-
-def no_learner(config: TrainingRunConfig) -> Problems:
-    if not config.policy.dtensor_cfg.enabled and not config.policy.megatron_cfg.enabled:
-        yield Problem(
-            "policy.dtensor_cfg.enabled",
-            "found false, and policy.megatron_cfg.enabled is false too, so nothing would train",
-            "Set policy.dtensor_cfg.enabled=true.",
-        )
-
-
-def parallel_learner(config: TrainingRunConfig) -> Problems:
-    for name, what in (("tensor_parallel_size", "Tensor parallelism"), ("context_parallel_size", "Context parallelism")):
-        if (size := getattr(config.policy.dtensor_cfg, name)) > 1:
+    for key, model in trained_models(config):
+        if model.megatron_cfg.enabled:
             yield Problem(
-                f"policy.dtensor_cfg.{name}",
-                f"found {size}, but this version trains on one device. {what} is not in it",
-                f"Set policy.dtensor_cfg.{name}=1.",
+                f"{key}.megatron_cfg.enabled",
+                "found true, but the Megatron Core learner backend is not in this version",
+                f"Set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true for the torch learner.",
             )
 
 
+def no_learner(config: TrainingRunConfig) -> Problems:
+    for key, model in trained_models(config):
+        if not model.dtensor_cfg.enabled and not model.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.dtensor_cfg.enabled",
+                f"found false, and {key}.megatron_cfg.enabled is false too, so nothing would train",
+                f"Set {key}.dtensor_cfg.enabled=true.",
+            )
+
+
+def parallel_learner(config: TrainingRunConfig) -> Problems:
+    for key, model in trained_models(config):
+        for name, what in (("tensor_parallel_size", "Tensor parallelism"), ("context_parallel_size", "Context parallelism")):
+            if (size := getattr(model.dtensor_cfg, name)) > 1:
+                yield Problem(
+                    f"{key}.dtensor_cfg.{name}",
+                    f"found {size}, but this version trains on one device. {what} is not in it",
+                    f"Set {key}.dtensor_cfg.{name}=1.",
+                )
+
+
 def sequence_parallel(config: TrainingRunConfig) -> Problems:
-    if config.policy.dtensor_cfg.sequence_parallel:
-        yield Problem(
-            "policy.dtensor_cfg.sequence_parallel",
-            "found true, but sequence parallelism is not in this version",
-            "Set it to false.",
-        )
+    for key, model in trained_models(config):
+        if model.dtensor_cfg.sequence_parallel:
+            yield Problem(
+                f"{key}.dtensor_cfg.sequence_parallel",
+                "found true, but sequence parallelism is not in this version",
+                "Set it to false.",
+            )
 
 
 def custom_parallel_plan(config: TrainingRunConfig) -> Problems:
-    if config.policy.dtensor_cfg.custom_parallel_plan is not None:
-        yield Problem(
-            "policy.dtensor_cfg.custom_parallel_plan",
-            "a plan is set, but tensor parallelism is not in this version",
-            "Set it to null.",
-        )
+    for key, model in trained_models(config):
+        if model.dtensor_cfg.custom_parallel_plan is not None:
+            yield Problem(
+                f"{key}.dtensor_cfg.custom_parallel_plan",
+                "a plan is set, but tensor parallelism is not in this version",
+                "Set it to null.",
+            )
 
 
 def cpu_offload(config: TrainingRunConfig) -> Problems:
-    if config.policy.dtensor_cfg.cpu_offload:
-        yield Problem(
-            "policy.dtensor_cfg.cpu_offload",
-            "found true, but offloading parameters is not in this version",
-            "Set it to false; policy.reference.offload=true frees the reference policy's memory.",
-        )
+    for key, model in trained_models(config):
+        if model.dtensor_cfg.cpu_offload:
+            yield Problem(
+                f"{key}.dtensor_cfg.cpu_offload",
+                "found true, but offloading parameters is not in this version",
+                "Set it to false; policy.reference.offload=true frees the reference policy's memory.",
+            )
 
 
 def dynamic_batching(config: TrainingRunConfig) -> Problems:
-    if config.policy.dynamic_batching.enabled:
-        yield Problem(
-            "policy.dynamic_batching.enabled",
-            "found true, but padded dynamic batching is not in this version",
-            "Set it to false and policy.sequence_packing.enabled=true, which cuts by tokens too, without padding.",
-        )
+    for key, model in trained_models(config):
+        if model.dynamic_batching.enabled:
+            yield Problem(
+                f"{key}.dynamic_batching.enabled",
+                "found true, but padded dynamic batching is not in this version",
+                f"Set it to false and {key}.sequence_packing.enabled=true, which cuts by tokens too, without padding.",
+            )
 
 
 def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:

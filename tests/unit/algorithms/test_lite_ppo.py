@@ -34,7 +34,7 @@ def test_a_batch_that_does_not_vary_is_not_blown_up() -> None:
 def test_the_deviation_is_of_the_rewards_with_the_kl_term_where_it_is_in_them() -> None:
     algorithm = LitePPO(kl=Kl(weight=1.0, estimator="k1", place="reward"))
     batch = pack([answered(1.0, 0.0)], algorithm)
-    batch = batch.with_extra("reference_logprobs", batch.sampler_logprobs - batch.sampler_logprobs.new_tensor([2.0, 0.0]))
+    batch = batch.with_extra("reference_logprobs", batch.sampler_logprobs - batch.sampler_logprobs.new_tensor([3.0, 0.0]))
     credited = algorithm.credit(batch)
-    assert credited.advantages.tolist() == pytest.approx([-1.0, 1.0], rel=1e-5), "rewards are -1 and 0 now"
+    assert credited.advantages.tolist() == pytest.approx([-1.0, 1.0], rel=1e-5), "rewards are -2 and 0 now, of deviation 1"
     assert credited.rewards.tolist() == [1.0, 0.0], "the batch still says what was earned"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,14 @@ def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
         return sorted(rows)
 
     assert credit([first, second]) == credit([second[::-1], [first[1], first[0], first[2]]])
+
+
+def test_the_ratio_can_be_taken_to_the_sampler() -> None:
+    step = step_of([[-1.0, -1.0]], [1.0], before=[[-1.0, -1.0]], sampler=[[-1.1, -0.5]])
+    assert slopes(GRPO(), step)[1] == pytest.approx([-0.5, -0.5])
+    _, slope, logged = slopes(GRPO(ratio_to="sampler"), step)
+    assert slope == pytest.approx([-math.exp(0.1) / 2, -math.exp(-0.5) / 2])
+    assert logged["probs_ratio"] == pytest.approx((math.exp(0.1) + math.exp(-0.5)) / 2)
 
 
 def test_the_entropy_bonus_is_paid_only_below_its_target() -> None:

@@ -4,20 +4,23 @@ A decoding step multiplies a few rows with every weight, so it is bound by readi
 time; in bf16 the copies also save casting float32 weights at every step. Refreshing them is one pass over the weights, at each publish.
 Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs nothing.
 
-Adapters (LoRA) are in the copies, and the model itself never changes: in float32 merged, W + scale B A, one product a layer. In
-bf16 they stay beside the base: a merged weight would round to what it was until a change exceeds half its last place, and the sampler
-would lag behind the learner without a word (SmolLM2's weights in bf16: of an update of |B| = 1e-4 10 % arrived, of 1e-3 70 %).
+Adapters (LoRA) are in the copies, and the model itself never changes. In float32 they are merged, W + scale B A: one product a layer.
+In bf16 they stay beside the base, and a layer does what the learner's does, operation by operation. Merged weights would round what
+changed away until it exceeds half a last place, and would round elsewhere than the learner: on SmolLM2 log-probabilities then differ
+from the learner's by 0.04 a token (mean), beside the base by less than 1e-4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from strop.models.adapters import LowRank, low_rank_layers
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 ROWS = 32  # the batch for which oneDNN chooses its layout; others work too
 
@@ -33,12 +36,13 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """y = weight x + bias + up (down x)."""
+    """y = weight x + bias + scale * up (down x)."""
 
     weight: Tensor  # [outputs, inputs], or oneDNN's layout of it
     bias: Tensor | None  # [outputs]
     down: Tensor | None = None  # [r, inputs]
-    up: Tensor | None = None  # [outputs, r], scaled
+    up: Tensor | None = None  # [outputs, r]
+    scale: float = 1.0
 
 
 class FastLinears:
@@ -83,15 +87,15 @@ class FastLinears:
             return _Weights(weight, bias)
         if self.merge:
             return _Weights(adapter.merged(), bias)
-        return _Weights(weight, bias, adapter.down, adapter.scale * adapter.up)
+        return _Weights(weight, bias, adapter.down, adapter.up, adapter.scale)
 
     def _copied(self, weights: _Weights, before: _Weights | None) -> _Weights:
-        copies: dict[str, Tensor | None] = {}
-        for field in fields(weights):
-            tensor: Tensor | None = getattr(weights, field.name)
-            old: Tensor | None = getattr(before, field.name, None)
-            copies[field.name] = None if tensor is None else self._copy(tensor.detach(), old, matrix=field.name != "bias")
-        return _Weights(**copies)  # type: ignore[arg-type]
+        copies: dict[str, Tensor] = {}
+        for name in ("weight", "bias", "down", "up"):
+            tensor: Tensor | None = getattr(weights, name)
+            if tensor is not None:
+                copies[name] = self._copy(tensor.detach(), getattr(before, name, None), matrix=name != "bias")
+        return replace(weights, **copies)
 
     def _copy(self, tensor: Tensor, old: Tensor | None, *, matrix: bool) -> Tensor:
         tensor = tensor.to(self.precision)
@@ -101,26 +105,23 @@ class FastLinears:
         return tensor.clone() if old is None else old.copy_(tensor)  # in place: a captured CUDA graph reads this memory
 
     def _forward(self, copy: _Weights) -> Callable[[Tensor], Tensor]:
-        multiply = _packed if self.prepack else _plain
+        linear: Linear = _packed_linear if self.prepack else nn.functional.linear
         precision = self.precision
-        return lambda x: multiply(x.to(precision), copy)
+        down, up = copy.down, copy.up
+        if down is None or up is None:
+            return lambda x: linear(x.to(precision), copy.weight, copy.bias)
+
+        def beside(x: Tensor) -> Tensor:
+            x = x.to(precision)
+            output = linear(x, copy.weight, copy.bias)
+            return output + linear(linear(x, down, None), up, None) * copy.scale
+
+        return beside
 
 
-def _packed(x: Tensor, weights: _Weights) -> Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
-    output: Tensor = linear(x, weights.weight, weights.bias, "none", [], "")
-    if weights.down is None:
-        return output
-    inner = linear(x, weights.down, None, "none", [], "")
-    total: Tensor = linear.binary(inner, output, weights.up, None, "add")
-    return total
-
-
-def _plain(x: Tensor, weights: _Weights) -> Tensor:
-    output = nn.functional.linear(x, weights.weight, weights.bias)
-    if weights.down is None or weights.up is None:
-        return output
-    return output + nn.functional.linear(nn.functional.linear(x, weights.down), weights.up)
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return output
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:

@@ -134,8 +134,8 @@ class RoutedTeachers:
         teacher = self.teachers.get(environment, self.otherwise)
         if teacher is None:
             raise ValueError(
-                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; name it "
-                "in teacher.environments, or let one teacher be for all"
+                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; "
+                "name it in teacher.environments, or let one teacher be for all"
             )
         return teacher
 
@@ -219,14 +219,14 @@ def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | 
     """
     if student > teacher:
         raise ValueError(
-            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to it; "
-            "choose a teacher of the student's family"
+            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to "
+            "it; choose a teacher of the student's family"
         )
     if tokenizers is None:
         if student != teacher:
             raise ValueError(
-                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told without "
-                "their tokenizers; choose a teacher of the student's family"
+                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told "
+                "without their tokenizers; choose a teacher of the student's family"
             )
         return student
     known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)

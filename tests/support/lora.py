@@ -1,0 +1,36 @@
+"""Tiny models with adapters on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.models.adapters import low_rank_layers
+from strop.models.lora import LoraOptions, add_adapters
+from support.models import build
+
+
+def adapted(model: Any, *, spread: float = 0.3, base: str = "base", seed: int = 0, **options: Any) -> Any:
+    """The model with adapters that change what it computes: ``up``, which begins at zero, is drawn with this spread."""
+    add_adapters(model, LoraOptions(**options), base=base, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for layer in low_rank_layers(model):
+            layer.up.copy_(spread * torch.randn(layer.up.shape, generator=generator))
+    return model
+
+
+def adapted_family(family: str, **options: Any) -> Any:
+    return adapted(build(family), **options)
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every weight as it is now."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what the adapters lie on."""
+    return {name: tensor for name, tensor in copy_of(model).items() if ".lora_" not in name}
