@@ -235,6 +235,8 @@ def strop_config(settings: Settings, model: str) -> Any:
         "grpo.val_period=0",
         f"grpo.seed={settings.seed}",
         "loss_fn.reference_policy_kl_penalty=0.0",
+        "loss_fn.ratio_clip_min=0.2",
+        "loss_fn.ratio_clip_max=0.2",
         "checkpointing.enabled=false",
         f"logger.log_dir={settings.folder}/strop",
         "logger.console=none",

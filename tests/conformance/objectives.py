@@ -42,6 +42,11 @@ def where(chosen: Chosen, terms: Callable[[Row], list[Any]], *, inside: bool) ->
     return over
 
 
+def two_sided(low: float, high: float, delta: float) -> ObjectiveCase:
+    terms = partial(formulas.two_sided_clip, low=low, high=high, delta=delta)
+    return ObjectiveCase("clip", lambda _: terms, {"low": low, "high": high, "two_sided": delta})
+
+
 def second_moment(limit: float, outward_only: bool) -> ObjectiveCase:
     chosen = partial(formulas.m2po, limit=limit, outward_only=outward_only)
     over = where(
@@ -76,11 +81,8 @@ OBJECTIVES = [
     token("clip", formulas.ppo_clip, low=1.0, high=3.0),
     token("clip", formulas.dual_clip, low=0.2, high=0.28, dual=3.0),
     token("clip", formulas.dual_clip, dual=1.5),
-    ObjectiveCase(
-        "clip",
-        lambda _: partial(formulas.two_sided_clip, low=0.2, high=0.2, delta=4.0),
-        {"low": 0.2, "high": 0.2, "two_sided": 4.0},
-    ),
+    two_sided(low=0.2, high=0.2, delta=4.0),
+    two_sided(low=0.1, high=0.28, delta=1.5),
     ObjectiveCase("sequence_clip", lambda _: partial(formulas.gspo, low=3e-4, high=4e-4), aggregation="sequence_mean"),
     token("sequence_clip", formulas.gspo, "sequence_mean", low=0.2, high=0.28),
     ObjectiveCase("geometric_mean", lambda _: formulas.gmpo, aggregation="sequence_mean"),

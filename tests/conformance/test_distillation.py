@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +18,9 @@ from conformance import formulas_distillation as formulas
 from conformance.cases import STEPS, Step, on_policy
 from conformance.compose import algorithm, part
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar
-from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, packed, through_strop
+from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
+from strop.training.torch.teachers import MixedTeachers
+from strop.types import Batch, Group
 
 STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 
@@ -188,3 +191,26 @@ def test_the_whole_vocabulary_makes_both_ways_of_treating_the_outside_alike() ->
             for outside in OUTSIDE
         ]
         assert both[0] == pytest.approx(both[1], rel=1e-6, abs=1e-9)
+
+
+class Known:
+    """A teacher whose log-probabilities are given."""
+
+    def __init__(self, logprobs: Tensor) -> None:
+        self.logprobs = logprobs
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {"teacher_logprobs": self.logprobs}
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1e-3, 1.0)], ids=str)
+def test_several_teachers_are_a_mixture_of_their_probabilities(weights: tuple[float, float]) -> None:
+    """One of them finds some tokens impossible."""
+    step = STEPS["random"]
+    first = column(step, "teacher")
+    second = torch.where(torch.arange(len(first)) % 3 == 0, -2000.0, column(step, "reference"))
+    batch = packed(step, algorithm("distillation"))
+    mixed = asyncio.run(MixedTeachers((Known(first), Known(second)), weights).columns(batch, groups_of(step)))
+    shares = [weight / sum(weights) for weight in weights]
+    wanted = [formulas.mixture(shares, [one, other]) for one, other in zip(first.tolist(), second.tolist(), strict=True)]
+    assert mixed["teacher_logprobs"].tolist() == pytest.approx(wanted, rel=1e-6)

@@ -13,7 +13,7 @@ from conformance import formulas_policy as formulas
 from conformance.cases import STEPS, Sample, Step
 from conformance.compose import part, policy_gradient
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant_length
-from conformance.harness import assert_same, through_formula, through_strop
+from conformance.harness import Leaves, assert_same, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
 from strop.algorithms.kl import Kl
 
@@ -58,6 +58,25 @@ def test_an_entropy_bonus_is_subtracted_from_the_loss(step: Step) -> None:
         return -token_mean(rows, formulas.ppo_clip) - 0.07 * token_mean(rows, lambda row: row.entropy)
 
     assert_same(found, through_formula(loss, step))
+
+
+@STEP
+@pytest.mark.parametrize("objective", ["clip", "sequence_clip"])
+def test_the_share_of_clipped_tokens_is_logged(objective: str, step: Step) -> None:
+    """Outside the range at all; and where the clip has the smaller term, so that no gradient is left."""
+    parts = {"objective": part(objective, low=0.1, high=0.28), "aggregation": "sequence_mean"}
+    found = through_strop(policy_gradient(**parts), step, given=True).metrics
+    outside, held, tokens = 0, 0, 0
+    for row in (row for row in Leaves(step).rows() if row.counts):
+        logs = [float(now) - before for now, before in zip(row.now, row.before, strict=True)]
+        if objective == "sequence_clip" and row.length:
+            logs = [sum(logs) / row.length] * row.length
+        for log in logs:
+            tokens += 1
+            outside += not math.log(0.9) <= log <= math.log(1.28)
+            held += (log > math.log(1.28) and row.advantage[0] > 0) or (log < math.log(0.9) and row.advantage[0] < 0)
+    assert found["ratio_outside_clip"] == pytest.approx(outside / tokens, abs=1e-9)
+    assert found["ratio_clipped"] == pytest.approx(held / tokens, abs=1e-9)
 
 
 def impossible(one: Sample) -> Sample:

@@ -13,6 +13,7 @@ from conformance.compose import algorithm, part
 from conformance.harness import Leaves, Outcome, assert_same, column, groups_of, packed, single_precision, through_strop
 from conformance.whole import WHOLE, Whole
 from strop.algorithms.base import Algorithm
+from strop.algorithms.kl import Kl
 
 NAME = pytest.mark.parametrize("name", WHOLE)
 STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -85,6 +86,29 @@ def test_rollouts_that_are_idle_have_no_gradient(name: str, step: Step) -> None:
     batch = subject.credit(packed(taken, subject))
     idle = subject.idle(batch)[batch.sequence]
     found = through_strop(subject, taken).gradients
+    assert not found["logprobs"][idle].any()
+    assert not found["entropy"][idle].any()
+
+
+@STEP
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl": Kl(weight=0.1)},
+        {"kl": Kl(weight=0.1, place="token_reward")},
+        {"entropy_bonus": 0.1},
+        {"entropy_bonus": 0.1, "entropy_target": 1.0},
+        {"positive_nll": 0.1},
+        {"selection": part("top_entropy")},
+        {"corrections": (part("icepop"),)},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_rollouts_that_are_idle_have_no_gradient_whatever_else_is_in_the_loss(options: dict[str, Any], step: Step) -> None:
+    subject = made("grpo", **options)
+    batch = subject.credit(packed(step, subject))
+    idle = subject.idle(batch)[batch.sequence]
+    found = through_strop(subject, step).gradients
     assert not found["logprobs"][idle].any()
     assert not found["entropy"][idle].any()
 

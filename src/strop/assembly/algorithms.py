@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
+from functools import partial
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import algorithms, part_name, parts
+from strop.algorithms.distillation import TEACHER
+from strop.algorithms.gae import VALUES
 from strop.algorithms.kl import Kl
 from strop.algorithms.parts import Part
+from strop.algorithms.topk_distillation import TEACHER_CANDIDATES
 from strop.data.errors import nearest
 from strop.environments.registry import import_attribute
 
@@ -40,7 +44,7 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Sett
     missing = [key for key, item in known.items() if key not in given and _required(item)]
     if missing:
         raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
-    algorithm: Algorithm = kind(**given)
+    algorithm: Algorithm = _made(kind, given, "algorithm.kwargs")
     unread = []
     for setting in settings:
         if ":" in name and setting.field.partition(".")[0] not in known:
@@ -90,6 +94,34 @@ def _outlined(part: Part | Kl) -> str:
     return f"{kind}({options})" if options else kind
 
 
+LEARNS_FROM: Mapping[str, str] = {  # kinds of run, by what an algorithm needs of them
+    "grpo": "learns from the rewards of rollouts",
+    "ppo": "learns from rollouts with a critic",
+    "distillation": "learns from rollouts with a teacher",
+    "sft": "learns from recorded conversations",
+    "dpo": "learns from recorded preferences or verdicts",
+    "rm": "scores whole rollouts, as a reward model does",
+}
+
+
+def section_of(algorithm: Algorithm) -> str:
+    """The kind of run that has what an algorithm needs."""
+    if algorithm.recorded:
+        return "rm" if algorithm.places == "ends" else "sft" if algorithm.recorded == "conversations" else "dpo"
+    if VALUES in algorithm.requires:
+        return "ppo"
+    return "distillation" if algorithm.requires & {TEACHER, TEACHER_CANDIDATES} else "grpo"
+
+
+def refuse_other_run(name: str, algorithm: Algorithm, section: str) -> None:
+    """Raises ValueError for an algorithm that belongs to another kind of run."""
+    if (wanted := section_of(algorithm)) != section:
+        raise ValueError(
+            f"algorithm.name: {name} {LEARNS_FROM[wanted]}: that is strop {wanted}, and an algorithm of strop {section} "
+            f"{LEARNS_FROM[section]}. Choose another algorithm, or run strop {wanted}"
+        )
+
+
 def refuse_nonsense(algorithm: Algorithm, plan: Plan) -> None:
     """Raises ValueError with everything that speaks against this algorithm in this run."""
     if found := list(algorithm.problems(plan)):
@@ -114,20 +146,26 @@ def _part(base: type, value: Any, where: str, default: Any = None) -> Any:
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
     options = dict(options)
-    if base is Kl:
-        start: Any = Kl()
-    elif "name" in options:
-        start = find_part(base, str(options.pop("name")), where)()
-    elif default is not None:
-        start = default
-    else:
+    if "name" in options and base is not Kl:
+        kind = find_part(base, str(options.pop("name")), where)
+        return _made(kind, _options(kind, options, where), where)
+    start = Kl() if default is None and base is Kl else default
+    if start is None:
         raise ValueError(f"{where}: name the part{nearest('', _fitting(base))}")
-    known = {item.name for item in fields(start)}
+    return _set(start, _options(type(start), options, where, complete=False), where)
+
+
+def _options(kind: type, options: Mapping[str, Any], where: str, *, complete: bool = True) -> dict[str, Any]:
+    """The options of a part as its fields' types; ``complete``: those without a default must be among them. Raises ValueError."""
+    known = {item.name: item for item in fields(kind)}
     for key in options:
         if key not in known:
-            raise ValueError(f"{where}.{key}: {type(start).__name__} has no such option{nearest(key, known)}")
-    hints = get_type_hints(type(start))
-    return _set(start, {key: build(hints[key], option, f"{where}.{key}") for key, option in options.items()}, where)
+            raise ValueError(f"{where}.{key}: {kind.__name__} has no such option{nearest(key, known)}")
+    missing = [key for key, item in known.items() if complete and key not in options and _required(item)]
+    if missing:
+        raise ValueError(f"{where}: {kind.__name__} needs {', '.join(missing)}")
+    hints = get_type_hints(kind)
+    return {key: build(hints[key], option, f"{where}.{key}", known[key]) for key, option in options.items()}
 
 
 def find_part(base: type, name: str, where: str) -> type[Part]:
@@ -154,7 +192,7 @@ def _applied(algorithm: Any, setting: Setting, name: str) -> Any:
         return _set(algorithm, {head: build(hint, setting.value, setting.key)}, setting.key)
     part = getattr(algorithm, head)
     if part is None and head == "kl":
-        part = Kl()
+        part = Kl(weight=0.0)  # what only shapes the KL term does not switch it on
     if part is None or rest not in {item.name for item in fields(part)}:
         what = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
         raise ValueError(
@@ -165,8 +203,12 @@ def _applied(algorithm: Any, setting: Setting, name: str) -> Any:
 
 
 def _set(target: Any, values: Mapping[str, Any], where: str) -> Any:
+    return _made(partial(replace, target), values, where)
+
+
+def _made(make: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
     try:
-        return replace(target, **values)
+        return make(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

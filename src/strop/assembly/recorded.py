@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.assembly.algorithms import make_algorithm, refuse_nonsense
+from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
 from strop.assembly.roles import Policy, load_reward_policy, load_training_policy, tokenizer_saver
 from strop.assembly.scorers import make_learners, make_recorded_scorers
 from strop.assembly.settings import settings_of
@@ -131,13 +131,9 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker) -> Run
 
 
 def recorded_algorithm_of(config: RecordedRunConfig) -> Algorithm:
-    """The algorithm of a run. Raises ValueError where it does not learn from recorded data."""
+    """The algorithm of a run. Raises ValueError where it is not one of this kind of run."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
-    if not algorithm.recorded:
-        raise ValueError(
-            f"algorithm.name: {config.algorithm.name} learns from rollouts, and strop {config.section} reads recorded data; "
-            "use strop grpo, ppo or distillation"
-        )
+    refuse_other_run(config.algorithm.name, algorithm, config.section)
     refuse_nonsense(algorithm, Plan())
     return algorithm
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.assembly.algorithms import make_algorithm, refuse_nonsense
+from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
 from strop.assembly.roles import load_training_policy, make_engine, tokenizer_saver
 from strop.assembly.scorers import make_learners, make_scorers
 from strop.assembly.settings import settings_of
-from strop.assembly.tasks import training_tasks, validation_tasks
+from strop.assembly.tasks import reward_names, training_tasks, validation_tasks
 from strop.assembly.training import continued, early_stop, make_checkpoints, restore
 from strop.config import RolloutRunConfig
 from strop.environments.mixture import Mixture
@@ -88,15 +88,13 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
 def algorithm_of(config: RolloutRunConfig) -> Algorithm:
     """The algorithm of a run. Raises ValueError where it, its parts and the run do not go together."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
-    if algorithm.recorded:
-        raise ValueError(
-            f"algorithm.name: {config.algorithm.name} learns from recorded data, and strop {config.section} samples rollouts"
-        )
+    refuse_other_run(config.algorithm.name, algorithm, config.section)
     options = loop_options(config, share_prefixes=True)
     plan = Plan(
         group_size=config.rollouts.num_generations_per_prompt,
         optimizer_steps=options.steps_per_batch * options.update_epochs,
         max_staleness=options.max_staleness,
+        environment_rewards=reward_names(config.data.train, config.env),
     )
     refuse_nonsense(algorithm, plan)
     return algorithm

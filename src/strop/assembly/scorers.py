@@ -92,11 +92,11 @@ async def _computed_reference(
     path.parent.mkdir(parents=True, exist_ok=True)
     return await reference_store(
         path,
-        groups(),
+        (group for make in (groups,) for group in make()),  # read only where there is no file yet
         NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
         algorithm,
         weights=weights_fingerprint(policy.network.model),
-        data=config.data.model_dump_json(),
+        data=config.data.model_dump_json() + config.policy.tokenizer.model_dump_json(),
         share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
     )
 

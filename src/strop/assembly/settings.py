@@ -26,7 +26,7 @@ def settings_of(config: TrainingRunConfig) -> list[Setting]:
         case DpoRunConfig():
             return list(_preference(config.dpo))
         case RmRunConfig():
-            return list(_reward_model(config.rm))
+            return list(_reward_model(config.rm, config.policy.reward_model_cfg.reward_model_type))
         case _:
             return []
 
@@ -71,15 +71,19 @@ def _distillation(name: str, distillation: DistillationConfig, loss: Distillatio
             ("loss_fn.beta", "beta", loss.beta),
             ("loss_fn.zero_outside_topk", "outside", "bucket" if loss.zero_outside_topk else "renormalise"),
         )
-    else:
-        yield from _filters("distillation", distillation)
+    asked = _filters("distillation", distillation)
+    yield from asked if name != "topk_distillation" else (setting for setting in asked if setting.value)
 
 
 _SFT_AGGREGATION = {True: "sequence_mean", False: "sequence_sum", None: None}
 
 
-def _reward_model(rm: RmConfig) -> Iterator[Setting]:
-    return _given(("rm.use_margin", "use_margin", rm.use_margin or None), ("rm.centering", "centering", rm.centering or None))
+def _reward_model(rm: RmConfig, kind: str) -> Iterator[Setting]:
+    return _given(
+        ("policy.reward_model_cfg.reward_model_type", "kind", kind if kind != "bradley_terry" else None),
+        ("rm.use_margin", "use_margin", rm.use_margin or None),
+        ("rm.centering", "centering", rm.centering or None),
+    )
 
 
 def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:
@@ -188,6 +192,7 @@ def _kl(loss: LossConfig, place: str) -> Iterator[Setting]:
         ("loss_fn.use_kl_in_reward", "kl.place", place if loss.use_kl_in_reward else None),
         ("loss_fn.use_on_policy_kl_approximation", "kl.unbiased", loss.use_on_policy_kl_approximation or None),
     )
-    if penalty:
-        yield Setting("loss_fn.kl_input_clamp_value", "kl.input_clamp", loss.kl_input_clamp_value)
-        yield Setting("loss_fn.kl_output_clamp_value", "kl.output_clamp", loss.kl_output_clamp_value)
+    for key, field in (("kl_input_clamp_value", "kl.input_clamp"), ("kl_output_clamp_value", "kl.output_clamp")):
+        value = getattr(loss, key)
+        if penalty or value != LossConfig.model_fields[key].default:
+            yield Setting(f"loss_fn.{key}", field, value)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.config.data import DataEntryConfig
 from strop.config.environment import EnvironmentConfig
 from strop.data.errors import DataError
 from strop.data.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import make_environment
+from strop.environments.registry import environment_class, make_environment
 
 Entries = Sequence[DataEntryConfig]
+T = TypeVar("T")
 
 
 def training_tasks(
@@ -36,9 +37,7 @@ def validation_tasks(data: Entries | None, train: Entries, env: Mapping[str, Env
 def _component(
     entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig], seed: int, part: str, *, weight: float | None
 ) -> Component:
-    alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
-    if alias is None:
-        raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
+    alias = alias_of(entry, env)
     environment = _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
     source = data_source(entry, seed, part)
     if entry.dataset_name is None:
@@ -77,8 +76,28 @@ def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     )
 
 
+def reward_names(data: Entries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
+    """The rewards that the environments of these entries give."""
+    aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (alias_of(entry, env) for entry in data)}
+    kinds = [_of_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
+    return tuple(dict.fromkeys(name for kind in kinds for name in reward_marks(kind)))
+
+
+def alias_of(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
+    """The environment that scores an entry's tasks. Raises EnvironmentConfigError where that is open."""
+    alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
+    if alias is None:
+        raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
+    return alias
+
+
 def _environment(alias: str, config: EnvironmentConfig) -> Environment[Any]:
+    return _of_alias(alias, make_environment, config.type or alias, config.options)
+
+
+def _of_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
+    """What ``make`` makes. Raises EnvironmentConfigError that names the key."""
     try:
-        return make_environment(config.type or alias, config.options)
+        return make(*arguments)
     except EnvironmentConfigError as error:
         raise EnvironmentConfigError(f"env.{alias}: {error}") from error

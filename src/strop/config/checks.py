@@ -183,6 +183,34 @@ def learning_rate(config: TrainingRunConfig) -> Problems:
             )
 
 
+def adapters(config: TrainingRunConfig) -> Problems:
+    for key, model in trained_models(config):
+        if model.dtensor_cfg.lora_cfg.enabled and not installed("peft"):
+            yield Problem(
+                f"{key}.dtensor_cfg.lora_cfg.enabled",
+                "found true, but the package peft is not installed",
+                f"Run pip install 'strop[lora]', or set {key}.dtensor_cfg.lora_cfg.enabled=false.",
+            )
+
+
+def critic(config: PpoRunConfig) -> Problems:
+    """The critic learns from the policy's batches, one optimizer step for each of the policy's."""
+    policy, value = config.policy, config.value
+    if value.train_global_batch_size not in (None, policy.train_global_batch_size):
+        yield Problem(
+            "value.train_global_batch_size",
+            f"found {value.train_global_batch_size}, but the critic steps when the policy does, and "
+            f"policy.train_global_batch_size is {policy.train_global_batch_size}",
+            "Set it to null.",
+        )
+    if value.head_only and value.dtensor_cfg.lora_cfg.enabled:
+        yield Problem(
+            "value.dtensor_cfg.lora_cfg.enabled",
+            "found true, but with value.head_only the critic is one linear layer, which takes no adapters",
+            "Set it to false, or value.head_only=false.",
+        )
+
+
 # --- lengths ---------------------------------------------------------------------------------------------------------------
 
 
@@ -409,7 +437,11 @@ def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
 
 
 def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problems:
-    if config.loss_fn.use_kl_in_reward and config.loss_fn.reference_policy_kl_penalty in (0, None):
+    loss, algorithm = config.loss_fn, config.algorithm
+    without_own = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
+    if loss.use_kl_in_reward and (
+        loss.reference_policy_kl_penalty == 0 or (loss.reference_policy_kl_penalty is None and without_own)
+    ):
         yield Problem("loss_fn.use_kl_in_reward", "it changes nothing: loss_fn.reference_policy_kl_penalty is 0")
 
 
@@ -429,7 +461,8 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (RolloutRunConfig, (global_batch,)),
     ((GrpoRunConfig, PpoRunConfig), (on_policy_ratio, aggregation)),
     (RolloutRunConfig, (ranges,)),
-    (TrainingRunConfig, (early_stop, learning_rate)),
+    (TrainingRunConfig, (early_stop, learning_rate, adapters)),
+    (PpoRunConfig, (critic,)),
     (RolloutRunConfig, (rollout_lengths, adapter_dropout)),
     (TrainingRunConfig, (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED)),
     (EvalRunConfig, (eval_lengths, sampling)),

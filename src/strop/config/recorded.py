@@ -37,7 +37,7 @@ class DpoConfig(RecordedTrainingConfig):
     )
     sft_average_log_probs: bool | None = Field(
         None,
-        description="The SFT term is a mean over tokens of each chosen answer, not over all tokens. Null is the algorithm's own.",
+        description="The SFT term is a mean over the tokens of each chosen answer, not their sum. Null is the algorithm's own.",
     )
     preference_loss_weight: float | None = Field(
         None, ge=0, description="Weight of the preference loss; null is the algorithm's own (1)."
@@ -58,7 +58,7 @@ class DpoAlgorithmConfig(AlgorithmConfig):
     name: str = Field(
         "dpo",
         min_length=1,
-        description="dpo, ipo, cdpo, robust_dpo, simpo, orpo, apo_zero, apo_down, kto, or module:Class for one from outside.",
+        description="dpo, ipo, cdpo, robust_dpo, simpo, orpo, apo_zero, apo_down, slic, kto, or module:Class for one from outside.",
     )
 
 
@@ -81,7 +81,7 @@ class RewardModelConfig(Model):
     """What kind of reward model is trained."""
 
     enabled: bool = Field(True, description="Train a sequence classifier with one label.")
-    reward_model_type: Literal["bradley_terry"] = Field(
+    reward_model_type: Literal["bradley_terry", "regression"] = Field(
         "bradley_terry", description="Scores whose differences say which answer is better."
     )
 

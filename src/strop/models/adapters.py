@@ -24,6 +24,7 @@ ADAPTER = "default"  # PEFT's name for the only one
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BASE_CONFIG_FILE = "base_config.json"  # under the name config.json the folder would pass for a whole model
+CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's word
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 
 
@@ -202,8 +203,14 @@ def base_name(folder: Path) -> str:
     return str(found)
 
 
+def of_classifier(folder: Path) -> bool:
+    """Whether the adapters in a folder, and the score layer beside them, are a sequence classifier's."""
+    return bool(read_config(folder).get("task_type") == CLASSIFIER_TASK)
+
+
 def with_adapters_merged(model: Any, folder: Path) -> Any:
     """An ordinary model that computes what ``model`` with the adapters in ``folder`` does; any that PEFT can merge."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    return merged.requires_grad_(True)  # PEFT froze it

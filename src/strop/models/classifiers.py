@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from strop.models.loading import load_model, locate, overridden, quiet
+from strop.models.adapters import adapter_folder, base_name, of_classifier, with_adapters_merged
+from strop.models.loading import load_model, locate, overridden, quiet, saved_config
 from strop.models.value import score_layer
 
 log = logging.getLogger(__name__)
@@ -19,7 +21,8 @@ _CLASSIFIER = "ForSequenceClassification"
 def load_classifier(
     name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, spread: float | None = None
 ) -> Any:
-    """A Hugging Face sequence classifier with one label and float32 weights, from a saved one or from a causal LM.
+    """A Hugging Face sequence classifier with one label and float32 weights, from a saved one or from a causal LM, which may be a
+    folder with adapters of either: they come merged.
 
     A causal LM has no score layer: it gets one with weights drawn from a normal distribution with ``seed`` and the standard deviation
     ``spread`` (None: the model's own ``initializer_range``; 0: zeros, so that every first score is 0). A saved classifier keeps its own.
@@ -27,8 +30,10 @@ def load_classifier(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    if (adapters := adapter_folder(name)) is not None and of_classifier(adapters):
+        return _with_adapters(adapters, overrides).to(device)
     folder, gguf = locate(name)
-    if gguf:
+    if gguf or adapters:
         return _drawn(_from_language_model(load_model(name, overrides=overrides)), seed, spread).to(device)
     config = AutoConfig.from_pretrained(folder)
     _refuse_several_labels(name, config)
@@ -43,6 +48,14 @@ def load_classifier(
     if missing := sorted(set(info["missing_keys"]) - set(fresh)):
         raise ValueError(f"policy.model_name: {name} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}")
     return (_drawn(model, seed, spread) if fresh else model).to(device)
+
+
+def _with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:
+    """The classifier that was trained, with its own score layer and padding."""
+    model = load_classifier(base_name(adapters), overrides=overrides)
+    if (saved := saved_config(adapters)) is not None:
+        model.config.get_text_config().pad_token_id = model.config.pad_token_id = saved.pad_token_id
+    return with_adapters_merged(model, adapters)
 
 
 def _from_language_model(model: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_name, with_adapters_merged
+from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_name, of_classifier, with_adapters_merged
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if (adapters := adapter_folder(name)) is not None:
+        if of_classifier(adapters):
+            raise ValueError(f"policy.model_name: {name} holds the adapters of a reward model, which is no language model")
         config = config or saved_config(adapters)
         base = load_model(base_name(adapters), overrides=overrides, device=device, config=config)
         return with_adapters_merged(base, adapters)

@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.data.errors import nearest
-from strop.models.adapters import ADAPTER, adapter_folder, base_name, low_rank_layers, read_config, with_adapters_merged
+from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, low_rank_layers, of_classifier
 from strop.models.classifiers import load_classifier
-from strop.models.loading import load_model, load_tokenizer, quiet, saved_config
+from strop.models.loading import load_model, load_tokenizer, quiet
 from strop.models.value import score_layer
-
-_CLASSIFIER = "SEQ_CLS"  # PEFT's name for the task
 
 # How `down` begins; `up` is zero, so that the model begins as its base.
 INITIALISERS: dict[str, Callable[..., Tensor]] = {
@@ -105,7 +103,7 @@ def _inject(model: Any, names: Sequence[str], options: LoraOptions, base: str) -
         use_rslora=options.use_rslora,
         target_modules=_short(names, layers),
         fan_in_fan_out=not any(isinstance(layers[name], nn.Linear) for name in names),
-        task_type=_CLASSIFIER if _is_classifier(model) else "CAUSAL_LM",
+        task_type=CLASSIFIER_TASK if _is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -265,20 +263,13 @@ def export_merged(adapters: Path, target: Path) -> Any:
     """
     if adapter_folder(str(adapters)) is None:
         raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")
-    classifier = read_config(adapters).get("task_type") == _CLASSIFIER
-    model = _merged_classifier(adapters) if classifier else load_model(str(adapters))
+    load = load_classifier if of_classifier(adapters) else load_model
+    model = load(str(adapters))
     with quiet():
         model.save_pretrained(target)
     if (adapters / "tokenizer_config.json").exists():
         load_tokenizer(str(adapters)).save_pretrained(target)
     return model
-
-
-def _merged_classifier(adapters: Path) -> Any:
-    model = load_classifier(base_name(adapters))
-    if (saved := saved_config(adapters)) is not None:
-        model.config.pad_token_id = saved.pad_token_id  # where a padded batch is read
-    return with_adapters_merged(model, adapters)
 
 
 def main(arguments: Sequence[str] | None = None) -> str:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.data.placement import permuted
 from strop.data.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
-from strop.data.placement import permuted
 from strop.environments.mixture import Component, Mixture
 from strop.types import Task
 

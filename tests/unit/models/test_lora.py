@@ -81,8 +81,9 @@ def test_an_error_while_the_adapters_are_off_does_not_leave_them_off() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_ordinary_model_with_the_merged_weights_computes_the_same(family: str) -> None:
-    """Float64, in which the families' detours over float32 leave seven digits."""
-    model, plain = adapted(build(family, dtype=torch.float64), spread=0.1), build(family, dtype=torch.float64)
+    """Float64 where torch has it for the family; detours over float32 leave seven digits."""
+    dtype = torch.float32 if family in ("mixtral", "qwen3_moe") else torch.float64
+    model, plain = adapted(build(family, dtype=dtype), spread=0.1), build(family, dtype=dtype)
     before = copy_of(model)
     merged = dict(merged_weights(model))
     assert list(merged) == list(plain.state_dict())
@@ -102,11 +103,10 @@ def test_merged_weights_of_a_bfloat16_model_keep_what_bfloat16_would_round_away(
     model.to(torch.bfloat16)
     layer = low_rank_layers(model)[0]
     change = layer.merged() - layer.base.weight.float()
-    wanted = layer.scale * layer.up.float() @ layer.down.float()
+    wanted = (layer.scale * layer.up.float() @ layer.down.float()).detach()
     assert float((change - wanted).norm() / wanted.norm()) < 1e-2
-    assert not bool((layer.base.weight + wanted.bfloat16() != layer.base.weight).float().mean() > 0.5), (
-        "bfloat16 loses most of it"
-    )
+    kept = (layer.base.weight + wanted.bfloat16() != layer.base.weight).float().mean()
+    assert float(kept) < 0.5, "bfloat16 loses most of it"
 
 
 def test_only_adapters_are_trained_and_they_are_counted() -> None:
@@ -237,7 +237,7 @@ def test_experts_that_are_no_linear_layers_are_named_when_they_are_left_out_and_
     ):
         names = target_layers(model, LoraOptions())
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ValueError, match="'gate_up_proj' matches the weight .*gate_up_proj, which is no linear layer"):
+    with pytest.raises(ValueError, match=r"'gate_up_proj' matches the weight .*gate_up_proj, which is no linear layer"):
         target_layers(model, LoraOptions(target_modules=["gate_up_proj"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -334,7 +334,7 @@ def test_saved_adapters_are_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
         ({"dim": 4, "alpha": 16}, r"have r = 8, and this run's have 4; set dtensor_cfg\.lora_cfg\.dim"),
         ({"alpha": 16}, r"have lora_alpha = 32, and this run's have 16; set dtensor_cfg\.lora_cfg\.alpha"),
         ({"use_rslora": True}, "have use_rslora = False"),
-        ({"target_modules": ["q_proj"]}, "do not fit those of this run, which differ in .*k_proj"),
+        ({"target_modules": ["q_proj"]}, "do not fit those of this run, which differ in .*mlp.down_proj"),
     ],
 )
 def test_adapters_of_another_form_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -397,8 +397,10 @@ def test_a_folder_without_adapters_is_not_merged(saved_base: Path, tmp_path: Pat
 
 def scores(model: Any) -> Tensor:
     batch = packed(simple_groups((5, (6, 3)), (9, (4,))))
+    classifier = copy.deepcopy(model)
+    classifier.set_attn_implementation("sdpa")
     with torch.no_grad():
-        return ValueNetwork(copy.deepcopy(model)).outputs(batch, Sampling()).values
+        return ValueNetwork(classifier).outputs(batch, Sampling()).values
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -422,6 +424,7 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
         ["score"],
     )
     loaded = PeftModel.from_pretrained(load_classifier(str(tmp_path / "base"), seed=2), str(tmp_path / "adapters"))
+    model.set_attn_implementation("sdpa")
     assert torch.equal(logits(loaded), logits(model))
     other = adapted(load_classifier(str(tmp_path / "base"), seed=3), base=str(tmp_path / "base"), seed=5)
     load_adapters(other, tmp_path / "adapters")
@@ -431,3 +434,16 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert (merged.config.num_labels, merged.config.pad_token_id) == (1, 3)
     assert torch.allclose(scores(merged), scores(model), atol=1e-4)
+    named = load_classifier(str(tmp_path / "adapters"))
+    assert torch.equal(scores(named), scores(merged)) and named.config.pad_token_id == 3
+    with pytest.raises(ValueError, match="holds the adapters of a reward model, which is no language model"):
+        load_model(str(tmp_path / "adapters"))
+
+
+def test_a_critic_can_begin_with_a_policy_that_was_trained_with_adapters(saved_base: Path, tmp_path: Path) -> None:
+    policy = adapted(load_model(str(saved_base)), base=str(saved_base))
+    save_adapters(policy, tmp_path)
+    critic = load_classifier(str(tmp_path), seed=1)
+    merged = load_model(str(tmp_path))
+    assert all(torch.equal(weight, merged.model.state_dict()[name]) for name, weight in critic.model.state_dict().items())
+    assert torch.equal(critic.score.weight, load_classifier(str(saved_base), seed=1).score.weight)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class FastLinears:
         return _Weights(weight, bias, adapter.down, adapter.up, adapter.scale)
 
     def _copied(self, weights: _Weights, before: _Weights | None) -> _Weights:
-        copies: dict[str, Tensor] = {}
+        copies: dict[str, Any] = {}
         for name in ("weight", "bias", "down", "up"):
             tensor: Tensor | None = getattr(weights, name)
             if tensor is not None:

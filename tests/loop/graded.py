@@ -1,0 +1,37 @@
+"""An environment in which every rollout earns something, some tasks more than others, and some the same whatever is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from strop.data.source import DataSource
+from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.types import Rollout, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded(Environment[Task]):
+    """The share of sevens among the characters, a tenth for each digit, and ``easy`` for every other task, whose prompt says so."""
+
+    easy: float = 0.0
+    flat: int = 0  # every so many tasks earn 1 for anything
+
+    def tasks(self, data: DataSource) -> Sequence[Task]:
+        return GeneratedTasks(data.size or 1000, self._task)
+
+    def _task(self, index: int) -> Task:
+        kind = "flat" if self.flat and index % self.flat == 0 else "easy" if index % 2 else "hard"
+        return Task(id=str(index), question=kind)
+
+    @reward(weight=1.0, accuracy=True)
+    def sevens(self, task: Task, rollout: Rollout) -> float:
+        return 1.0 if task.question == "flat" else rollout.text.count("7") / max(len(rollout.text), 1)
+
+    @reward(weight=0.1)
+    def digits(self, task: Task, rollout: Rollout) -> float:
+        return 0.0 if task.question == "flat" else float(sum(letter.isdigit() for letter in rollout.text))
+
+    @reward(weight=1.0)
+    def given(self, task: Task, rollout: Rollout) -> float:
+        return self.easy * (task.question == "easy")

@@ -1,0 +1,114 @@
+"""Tiny runs of every kind, ``strop sft`` to ``strop distillation``, and the recorded data that some of them read: sums of two digits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loop.runs import Outcome, Running, overrides, start, tiny_config
+
+Row = Mapping[str, Any]
+
+DATA = {"sft": "conversations", "dpo": "preferences", "rm": "preferences"}  # what the recorded kinds read
+SUMS = [(a, b) for a in range(4) for b in range(6)]
+GRADED = {  # for runs that sample: an environment in which every rollout earns something
+    "data.train.env_name": "graded",
+    "data.validation.env_name": "graded",
+    "env.arithmetic.max_operand": ...,
+    "env.arithmetic.wording": ...,
+    "env.graded.type": f"{Path(__file__).with_name('graded.py')}:Graded",
+}
+
+
+def conversation(a: int, b: int) -> Row:
+    """Every third has a second turn."""
+    messages = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(a + b)}]
+    more = [{"role": "user", "content": "+1="}, {"role": "assistant", "content": str(a + b + 1)}]
+    return {"messages": [*messages, *more] if (a + b) % 3 == 0 else messages}
+
+
+def preference(a: int, b: int) -> Row:
+    return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1 + a % 2), "margin": 1 + a % 2}
+
+
+def judgement(a: int, b: int) -> Row:
+    right = (a + b) % 2 == 0
+    return {"prompt": f"{a}+{b}=", "completion": str(a + b) if right else "no", "label": right}
+
+
+MAKERS: Mapping[str, Callable[[int, int], Row]] = {
+    "conversations": conversation,
+    "preferences": preference,
+    "judgements": judgement,
+}
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_data(folder: Path) -> None:
+    """Sixteen examples of every kind to train on and eight others to measure."""
+    for kind, make in MAKERS.items():
+        write_rows(folder / f"{kind}.jsonl", [make(*pair) for pair in SUMS[:16]])
+        write_rows(folder / f"{kind}_held_out.jsonl", [make(*pair) for pair in SUMS[16:]])
+
+
+def recorded_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
+    """Six steps of four examples, measured at each. ``changes`` as for ``tiny_config``."""
+    data = "judgements" if changes.get("algorithm.name") == "kto" else DATA[section]
+    settings: dict[str, Any] = {
+        "policy.model_name": str(model),
+        "policy.max_total_sequence_length": 64,
+        "policy.train_global_batch_size": 4,
+        "policy.precision": "float32",
+        "policy.device": "cpu",
+        "policy.num_threads": 1,
+        "policy.optimizer.kwargs.lr": 0.003,
+        "data.train.dataset_name": f"{data}.jsonl",
+        "data.validation.dataset_name": f"{data}_held_out.jsonl",
+        f"{section}.max_num_steps": 6,
+        f"{section}.max_num_epochs": None,
+        f"{section}.val_period": 1,
+        "checkpointing.checkpoint_dir": "results",
+        "checkpointing.keep_top_k": 1,
+        "checkpointing.save_period": 2,
+        "logger.log_dir": "logs",
+        "logger.console": "plain",
+    }
+    return {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}
+
+
+def sampling_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
+    """The settings of a tiny GRPO run for another kind of run that samples. ``teacher.model_name`` is the policy unless it is changed."""
+    settings = {key.replace("grpo.", f"{section}.", 1): value for key, value in tiny_config(model).items()}
+    settings |= GRADED
+    settings["logger.console"] = "plain"
+    if section == "ppo":
+        settings["value.optimizer.kwargs.lr"] = 0.01
+    if section == "distillation":
+        settings |= {"teacher.model_name": str(model), "distillation.num_generations_per_prompt": 4}
+    return {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}
+
+
+def begin(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Running:
+    """``strop SECTION`` with the tiny settings, in ``folder``; recorded data is written there, unless it is there."""
+    config = recorded_config if section in DATA else sampling_config
+    if section in DATA and not (folder / "conversations.jsonl").exists():
+        write_data(folder)
+    return start([section, *overrides(config(section, model, **changes))], folder, before=before)
+
+
+def train(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
+    return begin(section, model, folder, before=before, **changes).finish()
+
+
+def trained(section: str, model: Path, folder: Path, **changes: Any) -> str:
+    """A run that has to end well; what it printed."""
+    outcome = train(section, model, folder, **changes)
+    assert outcome.code == 0, outcome.err
+    return outcome.out + outcome.err

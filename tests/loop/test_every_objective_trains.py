@@ -1,0 +1,218 @@
+"""Every algorithm of the catalogue trains a tiny model from the command line, and what it is about moves the right way.
+
+A new algorithm is tested here by being there. ``OPTIONS`` are what some need besides their name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.kinds import sampling_config, trained
+from loop.runs import grpo, metrics_of
+from loop.tiny import build_tiny
+from strop.algorithms.catalogue import algorithms
+from strop.assembly.algorithms import section_of
+from strop.tracking.rollouts import RolloutStore
+
+Logged = dict[int, dict[str, float]]
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "dr_grpo": {"loss_fn.constant_length": 4},
+    "gdpo": {"algorithm.kwargs.advantage.weights": {"sevens": 1.0, "digits": 0.1}},
+    "vapo": {"ppo.policy_training_start_step": 3},
+}
+AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, when the policy still is it
+    "dpo": math.log(2),
+    "cdpo": math.log(2),
+    "robust_dpo": math.log(2),
+    "apo_zero": 1.0,
+    "apo_down": 1.0,
+    "slic": 1.0,
+    "kto": 0.5,
+}
+
+
+def of_section(section: str) -> list[str]:
+    """Those that are for one kind of run."""
+    return [name for name, kind in algorithms().items() if section_of(kind()) == section]
+
+
+def mean(logged: Logged, name: str, steps: range) -> float:
+    return sum(logged[step][name] for step in steps) / len(steps)
+
+
+def run(section: str, name: str, model: Path, folder: Path, **changes: Any) -> Logged:
+    trained(
+        section, model, folder, **{"algorithm.name": name, "checkpointing.enabled": False, **changes, **OPTIONS.get(name, {})}
+    )
+    return metrics_of(folder / "logs")
+
+
+WITHOUT_VALIDATION = {"data.validation.env_name": ..., "data.validation.size": ...}
+
+
+def sampled(section: str, name: str, model: Path, folder: Path, **changes: Any) -> Logged:
+    return run(section, name, model, folder, **{f"{section}.val_period": 0, **WITHOUT_VALIDATION, **changes})
+
+
+# --- policy gradients --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", of_section("grpo"))
+def test_the_reward_of_a_policy_gradient_rises(name: str, tiny: Path, tmp_path: Path) -> None:
+    """Two optimizer steps on each batch, so that there is a ratio, and a policy before the update."""
+    changes = {"grpo.max_num_steps": 12, "grpo.num_prompts_per_step": 8, "policy.train_global_batch_size": 32}
+    logged = sampled("grpo", name, tiny, tmp_path, **changes)
+    assert mean(logged, "train/reward", range(10, 13)) > mean(logged, "train/reward", range(1, 3)) + 0.4
+    assert all(math.isfinite(line["train/loss"]) for line in logged.values())
+    assert sum(line["train/steps_skipped_for_nonfinite_gradient"] for line in logged.values()) == 0
+    assert logged[12]["train/token_mult_prob_error"] < 1.0001
+
+
+ASYNCHRONOUS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_type": "tis",
+        "loss_fn.truncated_importance_sampling_ratio": 2.0,
+    },
+    "dapo": {"algorithm.kwargs.corrections": [{"name": "mis", "high": 5.0}], "env.graded.flat": 3},
+    "gspo": {"algorithm.kwargs.corrections": ["opsm"]},
+    "cispo": {"algorithm.kwargs.corrections": [{"name": "icepop"}]},
+    "decoupled_ppo": {},
+}
+WEIGHTS = {
+    "grpo": "tis_weight",
+    "dapo": "mis_cut",
+    "gspo": "opsm_cut",
+    "cispo": "icepop_cut",
+    "decoupled_ppo": "importance_weight",
+}
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_the_reward_rises_on_rollouts_that_ran_ahead(name: str, tiny: Path, tmp_path: Path) -> None:
+    changes = {
+        "grpo.async_grpo.enabled": True,
+        "grpo.async_grpo.max_trajectory_age_steps": 2,
+        "grpo.max_num_steps": 16,
+        "grpo.num_prompts_per_step": 8,
+        "policy.train_global_batch_size": 32,
+        **ASYNCHRONOUS[name],
+    }
+    logged = sampled("grpo", name, tiny, tmp_path, **changes)
+    assert max(line["train/staleness_max"] for line in logged.values()) == 2
+    assert mean(logged, "train/reward", range(14, 17)) > mean(logged, "train/reward", range(1, 3)) + 0.4
+    assert all(f"train/{WEIGHTS[name]}" in line for line in logged.values())
+    assert logged[16]["train/token_mult_prob_error"] > 1.001, "the learner is ahead of the weights that sampled"
+
+
+def test_dynamic_sampling_fills_the_places_of_groups_that_do_not_vary(tiny: Path, tmp_path: Path) -> None:
+    changes = {
+        "env.graded.flat": 3,
+        "data.shuffle": False,
+        "grpo.max_num_steps": 4,
+        "grpo.reward_shaping.enabled": True,
+        "grpo.reward_shaping.max_response_length": 4,
+    }
+    logged = sampled("grpo", "dapo", tiny, tmp_path, **changes, **{"grpo.reward_shaping.overlong_buffer_length": 2})
+    assert all(line["train/groups_without_signal"] == 0 for line in logged.values())
+    assert sum(line["train/groups_dropped_by_filter"] for line in logged.values()) > 2
+    records = list(RolloutStore(tmp_path / "logs").read_all())
+    kept = {record.group for record in records if record.kept}
+    assert len(kept) == 4 * 4 and not any(group % 3 == 0 for group in kept)
+    assert {record.group for record in records} == set(range(max(kept) + 1)), "every task was tried once, in order"
+
+
+def test_dynamic_sampling_that_finds_nothing_stops_at_its_cap(tiny: Path, tmp_path: Path) -> None:
+    settings = sampling_config("grpo", tiny, **{"env.graded.flat": 1, "algorithm.name": "dapo"})
+    outcome = grpo(tiny, tmp_path, **settings, **{"grpo.dynamic_sampling_max_gen_batches": 3})
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    assert "12 groups were generated and only 0 of the 4 wanted passed" in outcome.err
+
+
+# --- a critic ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", of_section("ppo"))
+def test_the_reward_rises_and_the_critic_explains_variance(name: str, tiny: Path, tmp_path: Path) -> None:
+    """Half of the tasks earn half a point more, and their prompt says so: what a critic can learn."""
+    changes = {
+        "env.graded.easy": 0.5,
+        "ppo.max_num_steps": 20,
+        "ppo.num_prompts_per_step": 16,
+        "ppo.num_generations_per_prompt": 2,
+        "ppo.ppo_epochs": 2,
+    }
+    logged = sampled("ppo", name, tiny, tmp_path, **changes)
+    assert mean(logged, "train/reward", range(18, 21)) > mean(logged, "train/reward", range(1, 4)) + 0.4
+    assert logged[1]["train/explained_variance"] < 0.2
+    assert mean(logged, "train/explained_variance", range(16, 21)) > 0.2
+    assert mean(logged, "train/value_loss", range(16, 21)) < logged[1]["train/value_loss"]
+
+
+# --- a teacher -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another tiny model, with the same tokens."""
+    return build_tiny(tmp_path_factory.mktemp("teacher") / "tiny", seed=1)
+
+
+@pytest.mark.parametrize("name", of_section("distillation"))
+def test_the_student_comes_nearer_to_its_teacher(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
+    """In either direction where the divergence itself is known; else by its estimate from sampled tokens."""
+    changes = {"distillation.max_num_steps": 15, "distillation.topk_logits_k": 24, "distillation.num_prompts_per_step": 8}
+    logged = sampled("distillation", name, tiny, tmp_path, **{"teacher.model_name": str(teacher), **changes})
+    measured = ["train/kl_forward", "train/kl_reverse"] if "train/kl_forward" in logged[1] else ["train/teacher_kl"]
+    for metric in measured:
+        assert mean(logged, metric, range(13, 16)) < 0.6 * mean(logged, metric, range(1, 4)), metric
+
+
+# --- recorded data -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", of_section("sft"))
+def test_sft_learns_its_examples_by_heart(name: str, tiny: Path, tmp_path: Path) -> None:
+    changes = {
+        "sft.max_num_steps": 60,
+        "sft.val_period": 0,
+        "data.validation.dataset_name": ...,
+        "policy.train_global_batch_size": 8,
+    }
+    logged = run("sft", name, tiny, tmp_path, **changes, **{"data.train.size": 8, "policy.optimizer.kwargs.lr": 0.01})
+    assert logged[60]["train/loss"] < 0.1 * logged[1]["train/loss"]
+    assert logged[60]["train/nll"] < 0.3
+
+
+@pytest.mark.parametrize("name", [*of_section("dpo"), *of_section("rm")])
+def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
+    section = section_of(algorithms()[name]())
+    changes = {f"{section}.max_num_steps": 40, f"{section}.val_period": 0, "data.validation.dataset_name": ...}
+    logged = run(
+        section,
+        name,
+        tiny,
+        tmp_path,
+        **changes,
+        **{"policy.train_global_batch_size": 16, "policy.optimizer.kwargs.lr": 0.01},
+    )
+    print(name, {tag: [round(logged[step][tag], 3) for step in (1, 5, 10, 20, 30, 40)] for tag in logged[1] if tag.split("/")[1] in ("loss", "accuracy", "margin", "rewards_desirable", "rewards_undesirable")})
+    if name in AT_THE_REFERENCE:
+        assert logged[1]["train/loss"] == pytest.approx(AT_THE_REFERENCE[name], abs=1e-5)
+    assert logged[40]["train/loss"] < logged[1]["train/loss"] - 0.02
+    if algorithms()[name].recorded == "judgements":
+        assert logged[40]["train/rewards_desirable"] > 0.1 > -0.1 > logged[40]["train/rewards_undesirable"]
+    else:
+        assert logged[40]["train/accuracy"] == 1.0
+        assert logged[40]["train/margin"] > logged[1]["train/margin"]
+
+
+def test_every_algorithm_is_in_one_of_these_tests() -> None:
+    tested = [name for section in ("grpo", "ppo", "distillation", "sft", "dpo", "rm") for name in of_section(section)]
+    assert sorted(tested) == sorted(algorithms())

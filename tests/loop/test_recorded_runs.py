@@ -1,0 +1,443 @@
+"""Whole runs on recorded data: what ``strop sft``, ``dpo`` and ``rm`` leave behind, how they end, and that they can die anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loop.killing import HalfALine, Kill
+from loop.kinds import SUMS, begin, conversation, preference, recorded_config, train, trained, write_data, write_rows
+from loop.runs import Outcome, heed_interrupts, metrics_of, overrides, repeatable, strop
+
+ROOT = Path(__file__).parents[2]
+LORA: Mapping[str, Any] = {
+    "policy.dtensor_cfg.lora_cfg.enabled": True,
+    "policy.dtensor_cfg.lora_cfg.dim": 4,
+    "policy.optimizer.kwargs.lr": 0.02,
+}
+KTO: Mapping[str, Any] = {"algorithm.name": "kto"}
+
+
+def steps(folder: Path) -> list[int]:
+    """Of the checkpoints that are there."""
+    return sorted(int(path.name.removeprefix("step_")) for path in (folder / "results").glob("step_*"))
+
+
+def weights(folder: Path, step: int = 6) -> Path:
+    return folder / "results" / f"step_{step}" / "policy" / "weights"
+
+
+def refused(outcome: Outcome, code: int) -> str:
+    assert outcome.code == code, outcome
+    assert "Traceback" not in outcome.err and "error: " in outcome.err
+    return outcome.err
+
+
+# --- what a run leaves behind --------------------------------------------------------------------------------------------------------
+
+RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "sft": ("sft", {}),
+    "sft with adapters": ("sft", LORA),
+    "dpo": ("dpo", {"dpo.sft_loss_weight": 0.1}),
+    "dpo with adapters": ("dpo", LORA),
+    "kto": ("dpo", KTO),
+    "rm": ("rm", {"rm.use_margin": True, "rm.centering": 0.01}),
+    "rm with adapters": ("rm", LORA),
+}
+MEASURED = {"sft": {"nll"}, "dpo": {"accuracy", "margin", "sft_loss"}, "kto": {"reference_point"}, "rm": {"accuracy", "margin"}}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: str, tiny: Path, tmp_path: Path) -> None:
+    section, changes = RUNS[name]
+    said = trained(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
+    logged = metrics_of(tmp_path / "logs")
+    assert list(logged) == [0, 1, 2, 3, 4, 5, 6]
+    assert all(tag.startswith("validation/") for tag in logged[0])
+    wanted = MEASURED.get(name, set()) | {"loss"}
+    for step in range(1, 7):
+        assert {f"{part}/{tag}" for part in ("train", "validation") for tag in wanted} <= logged[step].keys()
+        assert {"train/grad_norm", "train/lr", "train/examples", "performance/tokens_per_sec"} <= logged[step].keys()
+        assert not any(
+            "reward_std" in tag or ("generation" in tag.split("/")[-1] and "train/" in tag)
+            for tag in logged[step]
+            if "timing" not in tag
+        )
+        assert logged[step]["validation/examples"] == 8
+    assert logged[6]["validation/loss"] < logged[0]["validation/loss"]
+    assert "done after step 6; metrics in logs" in said and "Traceback" not in said
+    again = strop(section, "--config", "logs/config.yaml", "--dry-run", folder=tmp_path)
+    assert again.code == 0 and again.out.startswith((tmp_path / "logs" / "config.yaml").read_text())
+    best = min((2, 4, 6), key=lambda step: logged[step]["validation/loss"])
+    assert steps(tmp_path) == sorted({best, 6}), "the best by validation/loss, and the newest"
+
+
+def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    changes = {
+        "sft.max_num_steps": 60,
+        "policy.optimizer.kwargs.lr": 0.01,
+        "data.train.size": 8,
+        "data.validation.dataset_name": ...,
+    }
+    trained("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0, "policy.train_global_batch_size": 8})
+    model = AutoModelForCausalLM.from_pretrained(weights(tmp_path, 60)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(weights(tmp_path, 60))
+    for a, b in SUMS[1:4]:
+        asked = [{"role": "user", "content": f"{a}+{b}="}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        said = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(said) == f"{a + b}<|im_end|>"
+
+
+def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chosen(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    changes = {
+        "rm.max_num_steps": 40,
+        "rm.val_period": 0,
+        "data.validation.dataset_name": ...,
+        "policy.train_global_batch_size": 16,
+    }
+    trained("rm", tiny, tmp_path, **changes)
+    model = AutoModelForSequenceClassification.from_pretrained(weights(tmp_path, 40)).eval()
+    assert model.config.num_labels == 1
+    tokenizer = AutoTokenizer.from_pretrained(weights(tmp_path, 40))
+    pairs = [preference(*pair) for pair in SUMS[:16]]
+    said = [[str(pair[side]) for pair in pairs] for side in ("chosen", "rejected")]
+    scores = [_scores(model, tokenizer, [str(pair["prompt"]) for pair in pairs], answers) for answers in said]
+    assert bool((scores[0] > scores[1]).all())
+
+
+def _scores(model: Any, tokenizer: Any, prompts: list[str], answers: list[str]) -> torch.Tensor:
+    """Of whole conversations, padded, as Transformers scores them; each ends with the token that ends a turn."""
+    conversations = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    texts = [tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n") for messages in conversations]
+    tokenizer.padding_side = "right"
+    with torch.no_grad():
+        return model(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
+
+
+def test_adapters_load_on_the_model_they_were_trained_on(tiny: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    trained("sft", tiny, tmp_path, **LORA)
+    base = AutoModelForCausalLM.from_pretrained(tiny)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = peft.PeftModel.from_pretrained(base, weights(tmp_path)).merge_and_unload()
+    assert not (weights(tmp_path) / "model.safetensors").exists(), "the base is not saved again"
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert changed and all("proj" in name for name in changed)
+
+
+def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_each_step(tiny: Path, tmp_path: Path) -> None:
+    changes = {"dpo.max_num_epochs": 2, "dpo.max_num_steps": -1, "dpo.val_at_start": True}
+    for name, once in (("once", True), ("each", False)):
+        said = trained("dpo", tiny, tmp_path / name, **changes, **{"dpo.precompute_reference": once})
+        assert ("computing them once" in said) is once
+    assert (tmp_path / "once" / "logs" / "reference_logprobs.safetensors").exists()
+    once, each = (repeatable(metrics_of(tmp_path / name / "logs")) for name in ("once", "each"))
+    assert once.keys() == each.keys() and len(each) == 9
+    for step, line in each.items():
+        assert once[step] == pytest.approx(line, rel=1e-4, abs=1e-6)
+    assert each[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert each[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: Path, other: Path) -> None:
+    changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
+    trained("dpo", tiny, tmp_path, **changes)
+    outcome = train("dpo", other, tmp_path, **changes)
+    assert "were computed with other weights" in refused(outcome, 1)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from loop.tiny import build_tiny
+
+    return build_tiny(tmp_path_factory.mktemp("other") / "tiny", seed=2)
+
+
+# --- how a run ends ------------------------------------------------------------------------------------------------------------------
+
+
+def test_epochs_end_a_run_without_a_last_step(tiny: Path, tmp_path: Path) -> None:
+    """Sixteen examples by threes: in two passes ten steps and two left over, which are not trained on and are said."""
+    changes = {"sft.max_num_steps": -1, "sft.max_num_epochs": 2, "policy.train_global_batch_size": 3, "sft.val_at_end": True}
+    said = trained("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0})
+    logged = metrics_of(tmp_path / "logs")
+    assert list(logged) == list(range(1, 11))
+    assert "the tasks are used up after step 10: 2 groups left over are not trained on" in said
+    assert [step for step, line in logged.items() if "validation/loss" in line] == [10]
+    assert steps(tmp_path)[-1] == 10, "what was trained is saved"
+
+
+def test_a_run_without_last_step_and_last_epoch_goes_on_until_it_is_stopped(tiny: Path, tmp_path: Path) -> None:
+    running = begin("sft", tiny, tmp_path, before=heed_interrupts, **{"sft.max_num_steps": -1})
+    wait_for(tmp_path / "results" / "step_8", running)
+    os.kill(running.process.pid, signal.SIGINT)
+    interrupted = running.finish(timeout=30)
+    assert interrupted.code == 130 and "Traceback" not in interrupted.err
+    assert "Interrupted. Start the same command again to continue from the newest checkpoint in results:" in interrupted.err
+    assert "strop sft" in interrupted.err
+
+
+def wait_for(path: Path, running: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline and running.process.is_alive(), (path, running.folder)
+        time.sleep(0.01)
+
+
+def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path, tmp_path: Path) -> None:
+    """A step so large that nothing is learned after the first validations."""
+    changes = {
+        "sft.stop_at_validation_metric": "loss",
+        "sft.stop_at_validation_higher_is_better": False,
+        "sft.stop_at_validation_patience": 2,
+        "sft.max_num_steps": 40,
+        "policy.optimizer.kwargs.lr": 0.3,
+        "policy.max_grad_norm": None,
+    }
+    said = trained("sft", tiny, tmp_path, **changes)
+    logged = metrics_of(tmp_path / "logs")
+    losses = [line["validation/loss"] for line in logged.values()]
+    assert len(losses) < 40 and min(losses[:-2]) <= min(losses[-2:])
+    assert "has not been better than" in said and f"done after step {len(losses)}" in said
+    assert steps(tmp_path)[-1] == len(losses), "the last step is saved, whatever the period"
+    again = trained("sft", tiny, tmp_path, **changes)
+    assert f"done after step {len(losses)}" in again
+    assert metrics_of(tmp_path / "logs") == logged
+
+
+def test_a_run_stops_at_a_threshold(tiny: Path, tmp_path: Path) -> None:
+    changes = {"dpo.stop_at_validation_metric": "val:accuracy", "dpo.stop_at_validation_threshold": 0.0}
+    assert "validation/accuracy" in trained("dpo", tiny, tmp_path, **changes)
+    assert list(metrics_of(tmp_path / "logs")) == [1]
+
+
+def test_what_training_data_holds_out_is_measured_and_not_trained_on(tiny: Path, tmp_path: Path) -> None:
+    changes = {
+        "data.validation.dataset_name": ...,
+        "data.train.split_validation_size": 4,
+        "sft.max_num_steps": -1,
+        "sft.max_num_epochs": 1,
+    }
+    trained("sft", tiny, tmp_path, **changes)
+    logged = metrics_of(tmp_path / "logs")
+    assert list(logged) == [1, 2, 3] and all(line["validation/examples"] == 4 for line in logged.values())
+
+
+def test_a_fixed_number_of_validation_batches_is_measured(tiny: Path, tmp_path: Path) -> None:
+    trained("sft", tiny, tmp_path, **{"sft.val_batches": 2, "sft.val_global_batch_size": 3, "sft.max_num_steps": 1})
+    assert metrics_of(tmp_path / "logs")[1]["validation/examples"] == 6
+
+
+def test_entries_are_mixed_by_weight(tiny: Path, tmp_path: Path) -> None:
+    """Two tokens in an answer here, one there: the tokens that are taught say who was drawn."""
+    short = write_rows(tmp_path / "short.jsonl", [{"prompt": "a", "completion": "b"}] * 8)
+    long = write_rows(tmp_path / "long.jsonl", [{"prompt": "a", "completion": "bcd"}] * 8)
+    entries = [{"dataset_name": short.name, "weight": 3.0}, {"dataset_name": long.name, "weight": 1.0}]
+    changes = {"data.train": entries, "data.train.dataset_name": ..., "data.validation.dataset_name": ..., "sft.val_period": 0}
+    trained("sft", tiny, tmp_path, **changes)
+    assert all(line["train/tokens_trained"] == 3 * 2 + 4 for line in metrics_of(tmp_path / "logs").values())
+
+
+# --- killed and started again ----------------------------------------------------------------------------------------------------------
+
+KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
+    "sft": (
+        "sft",
+        {},
+        [
+            Kill("at a file of the checkpoint", 1),
+            Kill("at a save", 1, "after"),
+            Kill("at the optimizer step", 2, "after"),
+            Kill("at the log", 2),
+            Kill("at a rename", 1),
+        ],
+    ),
+    "dpo": ("dpo", {}, [Kill("at the optimizer step", 3), HalfALine(2), Kill("at pruning", 1)]),
+    "dpo with a reference computed once": (
+        "dpo",
+        {"dpo.precompute_reference": True},
+        [Kill("at a file's replacement", 1), Kill("at the optimizer step", 3), Kill("at a save", 1, "after")],
+    ),
+    "kto with adapters and an average": (
+        "dpo",
+        {**KTO, **LORA, "policy.ema.enabled": True, "policy.ema.decay": 0.5},
+        [Kill("at the optimizer step", 4), Kill("at the log", 1)],
+    ),
+    "rm": ("rm", {}, [Kill("in the backward pass", 4), Kill("at a save", 2)]),
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
+    section, changes, kills = KILLED[name]
+    changes = {**changes, f"{section}.val_at_start": True, "checkpointing.keep_top_k": None}
+    trained(section, tiny, tmp_path / "whole", **changes)
+    for kill in kills:
+        outcome = train(section, tiny, tmp_path / "parts", before=kill, **changes)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    trained(section, tiny, tmp_path / "parts", **changes)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def assert_same_run(folder: Path, wanted: Path) -> None:
+    """Every metric, and every file of every checkpoint but for the state, whose log has times in it."""
+    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
+    assert steps(folder) == steps(wanted)
+    compared = 0
+    for path in sorted((wanted / "results" / "step_6").rglob("*")):
+        own = folder / path.relative_to(wanted)
+        if path.suffix in (".safetensors", ".json"):
+            assert own.read_bytes() == path.read_bytes(), path
+            compared += 1
+    assert compared
+    states = [torch.load(part / "results" / "step_6" / "policy" / "optimizer.pt", weights_only=True) for part in (folder, wanted)]
+    assert equal(*states)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
+    """In a fresh interpreter, as a user starts it."""
+    write_data(tmp_path)
+    command = [sys.executable, "-m", "strop.cli", "sft", *overrides(recorded_config("sft", tiny, sft__max_num_steps=3))]
+    done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
+    assert "step 3/3  loss" in done.stdout or "loss" in done.stdout
+    more = trained("sft", tiny, tmp_path)
+    assert "continuing after step 3" in more
+    shutil.copytree(tmp_path / "logs", tmp_path / "parts")
+    trained("sft", tiny, tmp_path / "whole")
+    whole, parts = (repeatable(metrics_of(folder)) for folder in (tmp_path / "whole" / "logs", tmp_path / "parts"))
+    assert parts == whole
+
+
+@pytest.mark.parametrize(("script", "section"), [("run_sft.py", "sft"), ("run_dpo.py", "dpo"), ("run_rm.py", "rm")])
+def test_the_scripts_are_the_command(script: str, section: str, tiny: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    settings = {**recorded_config(section, tiny), "data.train.split": None, "data.validation.split": None}
+    arguments = ["--dry-run", *overrides(settings)]
+    config = ROOT / "examples" / "configs" / f"{section}.yaml"
+    command = strop(section, "--config", str(config), *arguments, folder=tmp_path)
+    assert command.code == 0, command.err
+    ran = strop(str(ROOT / "examples" / script), *arguments, folder=tmp_path)
+    assert ran.code == 0 and ran.out == command.out
+    assert "algorithm   " in ran.out
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelled_key_is_refused_with_the_nearest(tiny: Path, tmp_path: Path) -> None:
+    said = refused(train("sft", tiny, tmp_path, **{"sft.max_num_stps": 3}), 2)
+    assert "sft.max_num_stps: there is no such key" in said and "Did you mean sft.max_num_steps?" in said
+
+
+def test_a_missing_file_is_named(tiny: Path, tmp_path: Path) -> None:
+    said = refused(train("dpo", tiny, tmp_path, **{"data.train.dataset_name": "nowhere.jsonl"}), 2)
+    assert "data.train.dataset_name: there is no file nowhere.jsonl" in said
+
+
+GOOD = json.dumps(conversation(1, 1)) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "text", "said"),
+    [
+        ("sft", "", "is empty"),
+        ("sft", GOOD + "{oops\n", "rows.jsonl:2 is not JSON"),
+        ("sft", GOOD + '{"messages": []}\n', "rows.jsonl:2"),
+        ("sft", GOOD + '{"messages": [{"role": "user", "content": "1"}]}\n', "rows.jsonl:2"),
+        ("sft", GOOD + '{"messages": [{"role": "wizard", "content": "1"}]}\n', "wizard"),
+        ("sft", '{"question": "1+1", "answer": "2"}\n', "rows.jsonl"),
+        ("dpo", '{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n', "rows.jsonl:1"),
+        ("dpo", '{"prompt": "1+1=", "chosen": "2"}\n', "rejected"),
+        ("rm", '{"prompt": "1+1=", "chosen": 2, "rejected": "3"}\n', "rows.jsonl:1"),
+    ],
+)
+def test_a_bad_row_is_named(section: str, text: str, said: str, tiny: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert said in refused(train(section, tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
+
+
+LONG = {"messages": [{"role": "user", "content": "9" * 60}, {"role": "assistant", "content": "9"}]}
+
+
+def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
+    rows = [conversation(*pair) for pair in SUMS[:8]]
+    write_rows(tmp_path / "rows.jsonl", [*rows, LONG, LONG])
+    write_rows(tmp_path / "held_out.jsonl", [LONG, *rows[:3]])
+    changes = {"data.train.dataset_name": "rows.jsonl", "data.validation.dataset_name": "held_out.jsonl", "sft.max_num_epochs": 2}
+    said = trained("sft", tiny, tmp_path, **changes)
+    logged = metrics_of(tmp_path / "logs")
+    assert sum(line["train/groups_dropped_for_errors"] for line in logged.values()) == 4
+    assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
+    assert all(line["validation/examples"] == 3 for line in logged.values())
+    assert "1 examples of the validation data cannot be used" in said or "1 example" in said
+
+
+def test_examples_that_are_all_too_long_stop_the_run_with_the_limit(tiny: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [LONG] * 20)
+    said = refused(train("sft", tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
+    assert "16 groups in a row failed" in said and "ExampleTooLong" in said and "policy.max_total_sequence_length" in said
+
+
+def test_fewer_examples_than_a_step_needs_do_not_pass_for_a_finished_run(tiny: Path, tmp_path: Path) -> None:
+    said = refused(train("sft", tiny, tmp_path, **{"policy.train_global_batch_size": 17, "sft.max_num_epochs": 1}), 1)
+    assert "nothing was trained" in said and "policy.train_global_batch_size" in said and "sft.max_num_epochs" in said
+
+
+def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(tiny: Path, tmp_path: Path) -> None:
+    changes = {"sft.stop_at_validation_metric": "accuracy", "sft.stop_at_validation_threshold": 0.5}
+    assert "there is no metric validation/accuracy; there are" in refused(train("sft", tiny, tmp_path, **changes), 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "said"),
+    [
+        ("sft", "grpo", "learns from rollouts, and strop sft reads recorded data"),
+        ("grpo", "dpo", "learns from recorded data, and strop grpo samples rollouts"),
+        ("sft", "dpo", "strop dpo"),
+        ("dpo", "reward_model", "strop rm"),
+        ("dpo", "sft", "strop sft"),
+    ],
+)
+def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    settings = recorded_config("sft", tiny) if section == "grpo" else recorded_config(section, tiny)
+    if section == "grpo":
+        from loop.runs import tiny_config
+
+        settings = tiny_config(tiny)
+    outcome = strop(section, *overrides({**settings, "algorithm.name": name}), folder=tmp_path)
+    assert said in refused(outcome, 1)
