@@ -1,4 +1,4 @@
-"""Tiny runs of every kind, ``strop sft`` to ``strop distillation``, and the recorded data that some of them read: sums of two digits."""
+"""Tiny runs of every kind, ``strop sft`` to ``strop distillation``, and the recorded data that some of them read: small sums."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from loop.runs import Outcome, Running, overrides, start, tiny_config
 
@@ -84,7 +86,7 @@ def recorded_config(section: str, model: Path, **changes: Any) -> dict[str, Any]
 
 
 def sampling_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
-    """The settings of a tiny GRPO run for another kind of run that samples. ``teacher.model_name`` is the policy unless it is changed."""
+    """The settings of a tiny GRPO run for any kind of run that samples. A teacher is the policy itself unless that is changed."""
     settings = {key.replace("grpo.", f"{section}.", 1): value for key, value in tiny_config(model).items()}
     settings |= GRADED
     settings["logger.console"] = "plain"
@@ -112,3 +114,21 @@ def trained(section: str, model: Path, folder: Path, **changes: Any) -> str:
     outcome = train(section, model, folder, **changes)
     assert outcome.code == 0, outcome.err
     return outcome.out + outcome.err
+
+
+def refused(outcome: Outcome, code: int = 1) -> str:
+    """What a run that was refused said."""
+    assert outcome.code == code, outcome
+    assert "Traceback" not in outcome.err and "error: " in outcome.err
+    return outcome.err
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states, trees of tensors and numbers, are the same to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)

@@ -25,6 +25,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"loss_fn.constant_length": 4},
     "gdpo": {"algorithm.kwargs.advantage.weights": {"sevens": 1.0, "digits": 0.1}},
     "vapo": {"ppo.policy_training_start_step": 3},
+    "apo_down": {"dpo.max_num_steps": 80},
 }
 AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, when the policy still is it
     "dpo": math.log(2),
@@ -202,15 +203,16 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
         **changes,
         **{"policy.train_global_batch_size": 16, "policy.optimizer.kwargs.lr": 0.01},
     )
-    print(name, {tag: [round(logged[step][tag], 3) for step in (1, 5, 10, 20, 30, 40)] for tag in logged[1] if tag.split("/")[1] in ("loss", "accuracy", "margin", "rewards_desirable", "rewards_undesirable")})
+    last = max(logged)
     if name in AT_THE_REFERENCE:
         assert logged[1]["train/loss"] == pytest.approx(AT_THE_REFERENCE[name], abs=1e-5)
-    assert logged[40]["train/loss"] < logged[1]["train/loss"] - 0.02
+    assert logged[last]["train/loss"] < logged[1]["train/loss"] - 0.2
     if algorithms()[name].recorded == "judgements":
-        assert logged[40]["train/rewards_desirable"] > 0.1 > -0.1 > logged[40]["train/rewards_undesirable"]
+        assert logged[last]["train/rewards_desirable"] > 0.2 > -0.2 > logged[last]["train/rewards_undesirable"]
     else:
-        assert logged[40]["train/accuracy"] == 1.0
-        assert logged[40]["train/margin"] > logged[1]["train/margin"]
+        assert logged[1]["train/accuracy"] < 0.8
+        assert max(logged[step]["train/accuracy"] for step in range(last - 10, last + 1)) == 1.0
+        assert logged[last]["train/margin"] > logged[1]["train/margin"] + 0.3
 
 
 def test_every_algorithm_is_in_one_of_these_tests() -> None:

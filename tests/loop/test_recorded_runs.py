@@ -1,4 +1,4 @@
-"""Whole runs on recorded data: what ``strop sft``, ``dpo`` and ``rm`` leave behind, how they end, and that they can die anywhere."""
+"""Whole runs on recorded data: what ``strop sft``, ``dpo`` and ``rm`` leave behind, how they end, that they can die anywhere."""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ import pytest
 import torch
 
 from loop.killing import HalfALine, Kill
-from loop.kinds import SUMS, begin, conversation, preference, recorded_config, train, trained, write_data, write_rows
-from loop.runs import Outcome, heed_interrupts, metrics_of, overrides, repeatable, strop
+from loop.kinds import (
+    SUMS,
+    begin,
+    conversation,
+    equal,
+    preference,
+    recorded_config,
+    refused,
+    train,
+    trained,
+    write_data,
+    write_rows,
+)
+from loop.runs import heed_interrupts, metrics_of, overrides, repeatable, strop
 
 ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {
@@ -37,12 +49,6 @@ def steps(folder: Path) -> list[int]:
 
 def weights(folder: Path, step: int = 6) -> Path:
     return folder / "results" / f"step_{step}" / "policy" / "weights"
-
-
-def refused(outcome: Outcome, code: int) -> str:
-    assert outcome.code == code, outcome
-    assert "Traceback" not in outcome.err and "error: " in outcome.err
-    return outcome.err
 
 
 # --- what a run leaves behind --------------------------------------------------------------------------------------------------------
@@ -76,7 +82,7 @@ def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: 
             if "timing" not in tag
         )
         assert logged[step]["validation/examples"] == 8
-    assert logged[6]["validation/loss"] < logged[0]["validation/loss"]
+    assert len({line["validation/loss"] for line in logged.values()}) == 7, "every step changes what is measured"
     assert "done after step 6; metrics in logs" in said and "Traceback" not in said
     again = strop(section, "--config", "logs/config.yaml", "--dry-run", folder=tmp_path)
     assert again.code == 0 and again.out.startswith((tmp_path / "logs" / "config.yaml").read_text())
@@ -285,7 +291,7 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
         {**KTO, **LORA, "policy.ema.enabled": True, "policy.ema.decay": 0.5},
         [Kill("at the optimizer step", 4), Kill("at the log", 1)],
     ),
-    "rm": ("rm", {}, [Kill("in the backward pass", 4), Kill("at a save", 2)]),
+    "rm": ("rm", {}, [Kill("at the optimizer step", 4), Kill("at a save", 2)]),
 }
 
 
@@ -302,28 +308,18 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp
 
 
 def assert_same_run(folder: Path, wanted: Path) -> None:
-    """Every metric, and every file of every checkpoint but for the state, whose log has times in it."""
+    """Every metric, and weights and optimizer bit for bit."""
     assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
     assert steps(folder) == steps(wanted)
     compared = 0
     for path in sorted((wanted / "results" / "step_6").rglob("*")):
         own = folder / path.relative_to(wanted)
-        if path.suffix in (".safetensors", ".json"):
+        if path.suffix in (".safetensors", ".json") and path.name != "files.json":
             assert own.read_bytes() == path.read_bytes(), path
             compared += 1
     assert compared
     states = [torch.load(part / "results" / "step_6" / "policy" / "optimizer.pt", weights_only=True) for part in (folder, wanted)]
     assert equal(*states)
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
@@ -380,7 +376,7 @@ GOOD = json.dumps(conversation(1, 1)) + "\n"
         ("sft", '{"question": "1+1", "answer": "2"}\n', "rows.jsonl"),
         ("dpo", '{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n', "rows.jsonl:1"),
         ("dpo", '{"prompt": "1+1=", "chosen": "2"}\n', "rejected"),
-        ("rm", '{"prompt": "1+1=", "chosen": 2, "rejected": "3"}\n', "rows.jsonl:1"),
+        ("rm", '{"prompt": "1+1=", "chosen": null, "rejected": "3"}\n', "rows.jsonl:1"),
     ],
 )
 def test_a_bad_row_is_named(section: str, text: str, said: str, tiny: Path, tmp_path: Path) -> None:
@@ -402,7 +398,7 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
     assert sum(line["train/groups_dropped_for_errors"] for line in logged.values()) == 4
     assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
     assert all(line["validation/examples"] == 3 for line in logged.values())
-    assert "1 examples of the validation data cannot be used" in said or "1 example" in said
+    assert "1 examples of the validation data cannot be used (too long, most likely) and are left out" in said
 
 
 def test_examples_that_are_all_too_long_stop_the_run_with_the_limit(tiny: Path, tmp_path: Path) -> None:
@@ -425,19 +421,15 @@ def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(t
 @pytest.mark.parametrize(
     ("section", "name", "said"),
     [
-        ("sft", "grpo", "learns from rollouts, and strop sft reads recorded data"),
-        ("grpo", "dpo", "learns from recorded data, and strop grpo samples rollouts"),
-        ("sft", "dpo", "strop dpo"),
-        ("dpo", "reward_model", "strop rm"),
-        ("dpo", "sft", "strop sft"),
+        ("sft", "grpo", "learns from the rewards of rollouts: that is strop grpo"),
+        ("sft", "dpo", "learns from recorded preferences or verdicts: that is strop dpo"),
+        ("dpo", "sft", "learns from recorded conversations: that is strop sft"),
+        ("rm", "dpo", "run strop dpo"),
+        ("dpo", "reward_model", "scores whole rollouts, as a reward model does: that is strop rm"),
+        ("grpo", "dpo", "run strop dpo"),
+        ("grpo", "ppo", "learns from rollouts with a critic: that is strop ppo"),
+        ("ppo", "grpo", "run strop grpo"),
     ],
 )
 def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    settings = recorded_config("sft", tiny) if section == "grpo" else recorded_config(section, tiny)
-    if section == "grpo":
-        from loop.runs import tiny_config
-
-        settings = tiny_config(tiny)
-    outcome = strop(section, *overrides({**settings, "algorithm.name": name}), folder=tmp_path)
-    assert said in refused(outcome, 1)
+    assert said in refused(train(section, tiny, tmp_path, **{"algorithm.name": name}), 1)

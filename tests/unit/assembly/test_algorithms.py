@@ -150,7 +150,11 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
             {"corrections": ["tis", "tiss"]},
             "algorithm.kwargs.corrections.1: 'tiss' is no correction; did you mean 'tis'?",
         ),
-        ("grpo", {"corrections": [{"cap": 2.0}]}, "algorithm.kwargs.corrections.0: name the part; there are: icepop, importance"),
+        (
+            "grpo",
+            {"corrections": [{"cap": 2.0}]},
+            "algorithm.kwargs.corrections.0: name the part; there are: geometric_rejection, icepop",
+        ),
         ("grpo", {"kl": {"name": "k3"}}, "Kl has no such option"),
         ("grpo", {"kl": {"weight": -1.0}}, "a negative one drives the policy away"),
         ("grpo", {"aggregation": "mean"}, "algorithm.kwargs.aggregation: found 'mean'"),
@@ -386,7 +390,7 @@ def test_keys_that_are_not_set_leave_every_algorithm_as_its_paper_has_it(section
             assert make_algorithm(name, {}, settings_of(found)) == kind()
 
 
-@pytest.mark.parametrize("key", "reference_policy_kl_type=k1 use_kl_in_reward=true use_on_policy_kl_approximation=true")
+@pytest.mark.parametrize("key", ["reference_policy_kl_type=k1", "use_kl_in_reward=true", "use_on_policy_kl_approximation=true"])
 def test_how_a_kl_term_is_taken_does_not_switch_one_on(key: str) -> None:
     """Null is the algorithm's own weight, and GRPO has none: no reference policy is loaded."""
     found: Any = made("grpo", f"loss_fn.{key}")

@@ -1,0 +1,255 @@
+"""Whole runs with a second model: ``strop ppo`` with its critic, ``strop distillation`` with its teachers. Adapters too."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loop.killing import HalfALine, Kill
+from loop.kinds import equal, refused, sampling_config, train, trained, write_data
+from loop.runs import metrics_of, overrides, repeatable, strop
+from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
+from strop.tracking.rollouts import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+LORA: Mapping[str, Any] = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny(tmp_path_factory.mktemp("teacher") / "tiny", seed=1)
+
+
+@pytest.fixture(scope="module")
+def other_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same size whose tokenizer numbers its tokens otherwise."""
+    folder = tmp_path_factory.mktemp("other") / "tiny"
+    tokenizer = tiny_tokenizer()
+    tiny_model(len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def policy_weights(folder: Path, step: int = 6) -> Path:
+    return folder / "results" / f"step_{step}" / "policy" / "weights"
+
+
+def assert_same_run(folder: Path, wanted: Path, learners: tuple[str, ...]) -> None:
+    """Every metric, every rollout, every validation sample, and weights and optimizers bit for bit."""
+    assert repeatable(metrics_of(folder / "logs")) == repeatable(metrics_of(wanted / "logs"))
+    assert list(RolloutStore(folder / "logs").read_all()) == list(RolloutStore(wanted / "logs").read_all())
+    for path in sorted((wanted / "logs" / "validation").iterdir()):
+        assert json.loads((folder / "logs" / "validation" / path.name).read_text()) == json.loads(path.read_text())
+    for name in learners:
+        own, other = (part / "results" / "step_6" / name for part in (folder, wanted))
+        assert (own / "weights" / "model.safetensors").read_bytes() == (other / "weights" / "model.safetensors").read_bytes()
+        assert equal(*(torch.load(part / "optimizer.pt", weights_only=True) for part in (own, other)))
+
+
+# --- a critic ------------------------------------------------------------------------------------------------------------------------
+
+PPO: Mapping[str, Any] = {
+    "ppo.ppo_epochs": 2,
+    "policy.train_global_batch_size": 16,
+    "ppo.policy_training_start_step": 1,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    "loss_fn.reference_policy_kl_type": "k1",
+    "loss_fn.use_kl_in_reward": True,
+}
+CRITICS: Mapping[str, Mapping[str, Any]] = {
+    "of its own": {},
+    "a head on the policy": {"value.head_only": True},
+    "with adapters": {**LORA, "value.dtensor_cfg.lora_cfg.enabled": True},
+    "asynchronous": {"ppo.async_ppo.enabled": True, "ppo.async_ppo.max_trajectory_age_steps": 2},
+}
+OF_A_CRITIC = ("value_loss", "value_grad_norm", "value_lr", "values_mean", "returns_mean", "explained_variance")
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, tiny: Path, tmp_path: Path) -> None:
+    said = trained("ppo", tiny, tmp_path, **{**PPO, **CRITICS[name], "ppo.val_at_start": True})
+    logged = metrics_of(tmp_path / "logs")
+    assert list(logged) == [0, 1, 2, 3, 4, 5, 6] and "done after step 6" in said
+    for step in range(1, 7):
+        assert {f"train/{tag}" for tag in OF_A_CRITIC} <= logged[step].keys()
+        assert ("train/grad_norm" in logged[step]) == (step > 1), "the critic warms up alone for one step"
+        assert {"validation/accuracy", "train/reward"} <= logged[step].keys()
+        assert math.isfinite(logged[step]["train/value_loss"])
+    assert "train/kl_penalty" in logged[6]
+    saved = tmp_path / "results" / "step_6"
+    assert (saved / "value" / "optimizer.pt").exists() and (saved / "policy" / "optimizer.pt").exists()
+    assert all(math.isfinite(record.advantage) for record in RolloutStore(tmp_path / "logs").read_all())
+
+
+def test_a_critic_of_its_own_is_saved_as_a_sequence_classifier_and_goes_on_from_there(tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    trained("ppo", tiny, tmp_path, **PPO)
+    critic = tmp_path / "results" / "step_6" / "value" / "weights"
+    model = AutoModelForSequenceClassification.from_pretrained(critic)
+    assert model.config.num_labels == 1 and bool(model.score.weight.abs().max() > 0)
+    changes = {"value.model_name": str(critic), "value.tokenizer.name": str(tiny), "ppo.max_num_steps": 1}
+    trained("ppo", tiny, tmp_path / "next", **{**PPO, **changes})
+    first, last = metrics_of(tmp_path / "logs")[1], metrics_of(tmp_path / "next" / "logs")[1]
+    assert first["train/values_mean"] == 0.0 != last["train/values_mean"]
+
+
+def test_a_killed_run_with_a_critic_ends_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
+    changes = {**PPO, "ppo.val_at_start": True, "checkpointing.keep_top_k": None}
+    trained("ppo", tiny, tmp_path / "whole", **changes)
+    for kill in (Kill("at the optimizer step", 3), Kill("at a save", 1, "after"), Kill("at a rename", 1), HalfALine(3)):
+        outcome = train("ppo", tiny, tmp_path / "parts", before=kill, **changes)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    trained("ppo", tiny, tmp_path / "parts", **changes)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy", "value"))
+
+
+def test_a_critic_that_reads_other_tokens_than_the_policy_writes_is_refused(
+    tiny: Path, other_tokens: Path, tmp_path: Path
+) -> None:
+    outcome = train("ppo", tiny, tmp_path, **{"value.model_name": str(other_tokens)})
+    assert "value.tokenizer.name" in refused(outcome)
+
+
+# --- a teacher -----------------------------------------------------------------------------------------------------------------------
+
+TEACHERS: Mapping[str, Mapping[str, Any]] = {
+    "by its likely tokens": {"loss_fn.kl_type": "forward", "distillation.topk_logits_k": 16},
+    "by what it says of sampled tokens": {"algorithm.name": "distillation"},
+    "which is the policy, shown the answer": {
+        "teacher.model_name": "self",
+        "teacher.demonstration": "Write {answer}7777.",
+        "distillation.topk_logits_k": 16,
+        "policy.max_total_sequence_length": 96,
+    },
+    "which is the policy's average": {
+        "algorithm.name": "distillation",
+        "teacher.model_name": "self",
+        "teacher.self_weights": "ema",
+        "teacher.demonstration": "7777",
+        "policy.ema.enabled": True,
+        "policy.ema.decay": 0.5,
+        "policy.max_total_sequence_length": 96,
+    },
+    "of a student with adapters": {**LORA, "distillation.topk_logits_k": 16},
+    "asynchronous": {"algorithm.name": "distillation", "distillation.async_distillation.enabled": True},
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
+    said = trained("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
+    logged = metrics_of(tmp_path / "logs")
+    assert list(logged) == [1, 2, 3, 4, 5, 6] and "done after step 6" in said
+    distances = {"train/teacher_kl"} if TEACHERS[name].get("algorithm.name") else {"train/kl_forward", "train/kl_reverse"}
+    for line in logged.values():
+        assert distances | {"train/loss", "train/grad_norm", "train/reward", "validation/accuracy"} <= line.keys()
+        assert line["train/grad_norm"] > 0 and all(math.isfinite(line[distance]) for distance in distances)
+    assert (policy_weights(tmp_path)).is_dir()
+
+
+def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path, tmp_path: Path) -> None:
+    """The student is one of them: there it has nothing to learn, and on average it is half as far away."""
+    several = {
+        "data.train": [{"env_name": "graded"}, {"env_name": "other"}],
+        "data.train.env_name": ...,
+        "env.other.type": sampling_config("distillation", tiny)["env.graded.type"],
+        "teacher.environments": ["graded"],
+        "teachers.far.model_name": str(teacher),
+        "teachers.far.environments": ["other"],
+        "algorithm.name": "distillation",
+        "distillation.max_num_steps": 1,
+    }
+    trained("distillation", tiny, tmp_path / "both", **several)
+    alone = {"teacher.model_name": str(teacher), "algorithm.name": "distillation", "distillation.max_num_steps": 1}
+    trained("distillation", tiny, tmp_path / "far", **alone)
+    both, far = (metrics_of(tmp_path / name / "logs")[1]["train/teacher_kl"] for name in ("both", "far"))
+    assert 0.25 * far < both < 0.75 * far
+
+
+def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path, teacher: Path, tmp_path: Path) -> None:
+    changes = {"teacher.model_name": str(teacher), "distillation.topk_logits_k": 16, "checkpointing.keep_top_k": None}
+    trained("distillation", tiny, tmp_path / "whole", **changes)
+    for kill in (Kill("at the optimizer step", 4), Kill("at a file of the checkpoint", 1)):
+        outcome = train("distillation", tiny, tmp_path / "parts", before=kill, **changes)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    trained("distillation", tiny, tmp_path / "parts", **changes)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"teacher.model_name": "self"}, 1, "teacher.demonstration: found null"),
+        (
+            {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
+            1,
+            "policy.ema.enabled=true",
+        ),
+        ({"teacher.demonstration": "x"}, 1, "only the policy itself is shown demonstrations"),
+        ({"teacher.environments": ["graded", "gradde"]}, 1, "teacher.environments: found ['gradde'], but env has"),
+        ({"teacher.model_name": "./nothing"}, 1, "./nothing"),
+        ({"algorithm.name": "grpo"}, 1, "learns from the rewards of rollouts: that is strop grpo"),
+        ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),
+        ({"teacher.modle_name": "x"}, 2, "Did you mean teacher.model_name"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused(
+    changes: Mapping[str, Any], code: int, said: str, tiny: Path, tmp_path: Path
+) -> None:
+    assert said in refused(train("distillation", tiny, tmp_path, **changes), code)
+
+
+def test_a_teacher_of_another_family_is_refused(tiny: Path, other_tokens: Path, tmp_path: Path) -> None:
+    said = refused(train("distillation", tiny, tmp_path, **{"teacher.model_name": str(other_tokens)}))
+    assert "the tokenizers of student and teacher differ in 2 tokens" in said
+
+
+# --- adapters, and the scripts ---------------------------------------------------------------------------------------------------------
+
+
+def test_grpo_with_adapters_measures_against_its_own_base_and_resumes(tiny: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    changes = {**LORA, "loss_fn.reference_policy_kl_penalty": 0.01, "policy.optimizer.kwargs.lr": 0.01}
+    trained("grpo", tiny, tmp_path, **{**changes, "grpo.max_num_steps": 3})
+    trained("grpo", tiny, tmp_path, **changes)
+    trained("grpo", tiny, tmp_path / "whole", **changes)
+    logged = metrics_of(tmp_path / "logs")
+    assert repeatable(logged) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
+    assert logged[1]["train/kl_penalty"] == 0 < logged[6]["train/kl_penalty"]
+    assert all(line["train/token_mult_prob_error"] < 1.001 for line in logged.values())
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), policy_weights(tmp_path))
+    assert any(bool(tensor.any()) for name, tensor in model.state_dict().items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("script", "section", "example"),
+    [("run_ppo.py", "ppo", "ppo_math_1B.yaml"), ("run_distillation.py", "distillation", "distillation_math.yaml")],
+)
+def test_the_scripts_are_the_command(script: str, section: str, example: str, tiny: Path, tmp_path: Path) -> None:
+    write_data(tmp_path)
+    mine = {
+        **sampling_config(section, tiny),
+        "data.train.dataset_name": None,
+        "data.validation.dataset_name": None,
+        "data.default.prompt_file": None,
+    }
+    arguments = ["--dry-run", *overrides(mine)]
+    command = strop(section, "--config", str(ROOT / "examples" / "configs" / example), *arguments, folder=tmp_path)
+    assert command.code == 0, command.err
+    ran = strop(str(ROOT / "examples" / script), *arguments, folder=tmp_path)
+    assert ran.code == 0 and ran.out == command.out and "algorithm   " in ran.out
