@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from strop.algorithms.rejection import Rejection
 class Opsm(Rejection):
     """Drops a rollout where A < 0 and the mean of log mu - log pi exceeds ``delta`` nats per token; one that did well is always kept.
 
-    A is the sum of the credit of the rollout's counted tokens, pi the learner's policy before the update. The paper gives no value for
+    A is the sum of the credit of the rollout's counted tokens, pi the policy as it is now, after the updates made so far from this batch. The paper gives no value for
     ``delta``. Logged: ``opsm_cut``, ``opsm_divergence``.
     """
 
@@ -32,7 +32,8 @@ class Opsm(Rejection):
             )
 
     def measure(self, mismatch: Mismatch) -> Tensor:
-        return -sequence_mean(log_ratios(mismatch), mismatch.batch)[mismatch.batch.sequence]
+        now = mismatch if mismatch.now is None else replace(mismatch, log_ratio=mismatch.now)
+        return -sequence_mean(log_ratios(now), mismatch.batch)[mismatch.batch.sequence]
 
     def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         credit = sequence_sum(mismatch.advantages.double(), mismatch.batch)[mismatch.batch.sequence]

@@ -56,6 +56,7 @@ class Mismatch:
     log_ratio: Tensor  # [N] log-probability by the learner before the update minus by the sampler; no gradient
     advantages: Tensor  # [N]
     batch: Batch
+    now: Tensor | None = None  # [N] the same by the learner as it is now; None: it has not been updated yet
 
 
 @dataclass(frozen=True, kw_only=True)

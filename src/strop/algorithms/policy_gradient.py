@@ -88,7 +88,10 @@ class PolicyGradient(GroupCredit):
         tokens = self.tokens(outputs, batch)
         _, learner = self.before(outputs.logprobs, batch)
         objective, columns = self.objective(tokens)
-        mismatch = Mismatch(log_ratio=learner - batch.sampler_logprobs, advantages=batch.advantages, batch=batch)
+        mismatch = Mismatch(
+            log_ratio=learner - batch.sampler_logprobs, now=outputs.logprobs.detach() - batch.sampler_logprobs,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
         for correction in self.corrections:
             weights, cut = correction.weights(mismatch)
             objective, columns = objective * weights, {**columns, **cut}

@@ -169,10 +169,12 @@ def load_reward_policy(config: RmRunConfig) -> Policy:
 
 
 def make_critic(config: PpoRunConfig, policy: Policy) -> TrainableNetwork:
-    """A head on the policy's hidden states, or a sequence classifier with one label of its own."""
+    """A head on the policy's hidden states, or a sequence classifier with one label of its own. Raises ValueError."""
     settings = config.value
     if settings.head_only:
         return ValueHead(policy.network)
+    if settings.tokenizer.name != config.policy.tokenizer.name:
+        _refuse_other_tokens(policy.tokenizer, settings.tokenizer.name)
     device = prepare_device(settings.device, settings.num_threads)
     model = load_classifier(
         settings.model_name, overrides=settings.hf_config_overrides, device=str(device), seed=config.ppo.seed, spread=0.0
@@ -183,6 +185,24 @@ def make_critic(config: PpoRunConfig, policy: Policy) -> TrainableNetwork:
     round_weights(model, PRECISIONS[settings.weights_dtype])
     adapt(network, settings, config.ppo.seed)
     return network
+
+
+def _refuse_other_tokens(tokenizer: Any, name: str) -> None:
+    """Raises ValueError unless every token of the policy is the same token to the tokenizer ``name``."""
+    try:
+        known, others = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"value.tokenizer.name: no tokenizer could be loaded from {name}, so whether the critic reads the policy's tokens cannot be "
+            f"told; where it does, name the policy's (policy.tokenizer.name): {error}"
+        ) from error
+    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
+        place, token = odd[0]
+        raise ValueError(
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(odd)} of them otherwise: "
+            f"{token!r} is {place} to the policy and {others.get(token, 'unknown')} to it. Name a critic of the policy's family "
+            "(value.model_name)"
+        )
 
 
 def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> Scorer:

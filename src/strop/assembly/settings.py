@@ -180,7 +180,10 @@ def _correction(loss: LossConfig) -> Iterator[Setting]:
         "name": {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask_tis"}.get(str(kind), "importance")
     }
     if kind is not None:
-        options |= {"cap": high} if kind == "tis" else {"high": high, **({} if low is None else {"low": low})}
+        upper, lower = ("cap", "floor") if kind == "tis" else ("high", "low")
+        options |= {upper: high, **({} if low is None else {lower: low})}
+    if loss.sequence_level_importance_ratios and kind in (None, "tis"):
+        options["level"] = "sequence"
     yield Setting("loss_fn.use_importance_sampling_correction", "corrections", [options])
 
 

@@ -1,0 +1,106 @@
+"""Whole GRPO runs with adapters: sampler and learner agree, the reference is the base, a killed run goes on, what is saved is a model."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loop.killing import Kill
+from loop.runs import grpo, metrics_of, overrides, repeatable, strop
+
+LORA: dict[str, Any] = {
+    "policy.dtensor_cfg.lora_cfg.enabled": True,
+    "policy.dtensor_cfg.lora_cfg.dim": 4,
+    "policy.optimizer.kwargs.lr": 0.02,
+    "loss_fn.reference_policy_kl_penalty": 0.05,
+    "grpo.use_dynamic_sampling": True,
+}
+
+
+def weights(folder: Path, step: int = 6) -> Path:
+    return folder / "results" / f"step_{step}" / "policy" / "weights"
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    outcome = grpo(tiny, folder, **LORA)
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def test_the_policy_leaves_its_reference_and_sampler_and_learner_agree(run: Path) -> None:
+    metrics = metrics_of(run / "logs")
+    assert list(metrics) == [1, 2, 3, 4, 5, 6]
+    assert metrics[1]["train/kl_penalty"] == pytest.approx(0.0, abs=1e-8), "a run begins at its reference"
+    assert metrics[6]["train/kl_penalty"] > 1e-4
+    for line in metrics.values():
+        assert 1 <= line["train/token_mult_prob_error"] < 1.0001 and abs(line["train/gen_kl_error"]) < 1e-8
+        assert line["train/grad_norm"] > 0
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(run: Path, tiny: Path, tmp_path: Path) -> None:
+    for kill in (Kill("while generating", 9), Kill("at a save", 2), Kill("at the optimizer step", 2)):
+        outcome = grpo(tiny, tmp_path, before=kill, **LORA)
+        assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
+    assert grpo(tiny, tmp_path, **LORA).code == 0
+    assert repeatable(metrics_of(tmp_path / "logs")) == repeatable(metrics_of(run / "logs"))
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (weights(tmp_path) / name).read_bytes() == (weights(run) / name).read_bytes()
+    own, other = (torch.load(folder / "results/step_6/policy/optimizer.pt")["optimizer"]["state"] for folder in (tmp_path, run))
+    assert all(torch.equal(own[place][name], value) for place, state in other.items() for name, value in state.items())
+
+
+def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> None:
+    """As the base with its adapters merged: the same answers as from the exported model."""
+    from strop.models.lora import export_merged
+
+    export_merged(weights(run), run / "merged")
+    assert (run / "merged" / "model.safetensors").exists()
+    found = {}
+    for name, model in {"adapters": weights(run), "merged": run / "merged"}.items():
+        settings = {
+            "generation.model_name": str(model),
+            "generation.vllm_cfg.max_model_len": 64,
+            "generation.precision": "float32",
+            "generation.device": "cpu",
+            "generation.num_threads": 1,
+            "generation.max_new_tokens": 4,
+            "generation.torch_cfg.kv_cache_memory_gb": 0.01,
+            "data.env_name": "arithmetic",
+            "data.max_input_seq_length": 60,
+            "data.size": 8,
+            "env.arithmetic.max_operand": 3,
+            "env.arithmetic.wording": "{expression}=",
+            "eval.save_path": f"evaluation_{name}",
+        }
+        outcome = strop("eval", *overrides(settings), folder=run)
+        assert outcome.code == 0, outcome.err
+        found[name] = json.loads((run / f"evaluation_{name}" / "step_000000.json").read_text())
+    assert found["adapters"] == found["merged"]
+
+
+def test_a_run_is_not_continued_with_other_adapters(run: Path, tiny: Path) -> None:
+    outcome = grpo(tiny, run, **{**LORA, "policy.dtensor_cfg.lora_cfg.dim": 8})
+    assert outcome.code == 1
+    assert "have r = 4, and this run's have 8; set dtensor_cfg.lora_cfg.dim" in " ".join(outcome.err.split())
+
+
+def test_dropout_of_adapters_is_refused_where_a_policy_samples(tiny: Path, tmp_path: Path) -> None:
+    outcome = grpo(tiny, tmp_path, **LORA, **{"policy.dtensor_cfg.lora_cfg.dropout": 0.1})
+    assert outcome.code != 0
+    assert "policy.dtensor_cfg.lora_cfg.dropout" in outcome.err and "sampled without dropout" in " ".join(outcome.err.split())
+
+
+def test_an_asynchronous_run_goes_through_and_begins_in_agreement(tiny: Path, tmp_path: Path) -> None:
+    changes = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 1}
+    outcome = grpo(tiny, tmp_path, **LORA, **changes)
+    assert outcome.code == 0, outcome.err
+    metrics = metrics_of(tmp_path / "logs")
+    assert list(metrics) == [1, 2, 3, 4, 5, 6]
+    assert metrics[1]["train/token_mult_prob_error"] < 1.0001
