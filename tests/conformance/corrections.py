@@ -28,6 +28,11 @@ def logs(row: Row) -> list[float]:
     return [before - sampler for before, sampler in zip(row.before, row.sampler, strict=True)]
 
 
+def drift(row: Row) -> list[float]:
+    """log pi_theta - log mu, by the policy as it is now."""
+    return [float(now) - sampler for now, sampler in zip(row.now, row.sampler, strict=True)]
+
+
 def from_logs(name: str, formula: Callable[..., list[float]], level: str | None = None, /, **options: Any) -> CorrectionCase:
     chosen = options if level is None else {**options, "level": level}
     return CorrectionCase(name, lambda row: partial(formula, **options)(logs(row)), chosen)
@@ -54,7 +59,7 @@ CORRECTIONS = [
     from_logs("sequence_mask_tis", formulas.sequence_mask_tis, low=0.8, high=1.2),
     from_logs("sequence_mask_tis", formulas.sequence_mask_tis, low=0.8, high=1.2, cap=1.05),
     from_logs("k3_rejection", formulas.k3_rejection, cap=0.05),
-    CorrectionCase("opsm", lambda row: formulas.opsm(logs(row), sum(row.advantage), delta=0.05), {"delta": 0.05}),
+    CorrectionCase("opsm", lambda row: formulas.opsm(drift(row), sum(row.advantage), delta=0.05), {"delta": 0.05}),
     CorrectionCase("kpop", lambda row: formulas.kpop(row.before, row.sampler, phi=0.02), {"phi": 0.02}),
     CorrectionCase("kpop", lambda row: formulas.kpop(row.before, row.sampler, phi=0.5), {"phi": 0.5}),
 ]

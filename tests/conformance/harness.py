@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance.cases import Sample, Step
-from conformance.formulas_common import Row, Scalar
+from conformance.formulas_common import Row, Scalar, constant
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs, ValueOutputs
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
@@ -176,7 +176,7 @@ def through_strop(
     batch = algorithm.survey(batch, detached(outputs) if algorithm.surveys else None)
     loss = algorithm.losses(10**9)[learner]
     value, metrics = loss(outputs if learner == "policy" else ValueOutputs(leaves.new_value), batch)
-    return Outcome(float(value), leaves.gradients(value), {name: metric.value for name, metric in metrics.items()})
+    return Outcome(constant(value), leaves.gradients(value), {name: metric.value for name, metric in metrics.items()})
 
 
 def detached(outputs: TokenOutputs) -> TokenOutputs:
@@ -193,7 +193,7 @@ def through_formula(
     if credit is not None:
         rows = [replace(row, advantage=list(values)) for row, values in zip(rows, credit, strict=True)]
     value = formula(rows)
-    return Outcome(float(value), leaves.gradients(value))
+    return Outcome(constant(value), leaves.gradients(value))
 
 
 def assert_same(found: Outcome, wanted: Outcome, *, rtol: float = EXACT, atol: float = 1e-12) -> None:

@@ -25,7 +25,9 @@ def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
     algorithm = policy_gradient()
     batch = given_advantages(step, packed(step, algorithm))
     log_ratio = column(step, "before") - column(step, "sampler")
-    found, _ = part(case.part, **case.options).weights(Mismatch(log_ratio=log_ratio, advantages=batch.advantages, batch=batch))
+    now = column(step, "now") - column(step, "sampler")
+    mismatch = Mismatch(log_ratio=log_ratio, now=now, advantages=batch.advantages, batch=batch)
+    found, _ = part(case.part, **case.options).weights(mismatch)
     assert isinstance(found, torch.Tensor)
     return found
 

@@ -13,7 +13,7 @@ from conformance import formulas_advantages, formulas_kl, formulas_policy
 from conformance import formulas_critic as formulas
 from conformance.cases import STEPS, Step, on_policy, step
 from conformance.compose import algorithm, part
-from conformance.formulas_common import AGGREGATIONS, Row, Scalar
+from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Leaves, Outcome, assert_same, packed, through_formula, through_strop
 from strop.algorithms.kl import Kl
 from strop.types import Batch
@@ -140,7 +140,7 @@ def test_ppo_goes_from_rewards_to_gradient_by_its_formulas(step: Step) -> None:
     white = iter(formulas_advantages.whiten(counting))
     credited = [replace(row, advantage=[next(white) if row.counts else 0.0 for _ in row.tokens]) for row in rows]
     value = -AGGREGATIONS["token_mean"](credited, formulas_policy.ppo_clip)
-    assert_same(found, Outcome(float(value), leaves.gradients(value)), rtol=1e-4, atol=1e-6)
+    assert_same(found, Outcome(constant(value), leaves.gradients(value)), rtol=1e-4, atol=1e-6)
 
 
 def test_vapo_adds_the_likelihood_of_correct_rollouts() -> None:

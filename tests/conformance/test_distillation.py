@@ -17,7 +17,7 @@ from conformance import formulas_advantages, formulas_policy
 from conformance import formulas_distillation as formulas
 from conformance.cases import STEPS, Step, on_policy
 from conformance.compose import algorithm, part
-from conformance.formulas_common import AGGREGATIONS, Row, Scalar
+from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
 from strop.training.torch.teachers import MixedTeachers
 from strop.types import Batch, Group
@@ -55,7 +55,7 @@ def test_its_loss_is_the_clipped_objective_of_that_advantage(step: Step) -> None
         return replace(row, advantage=[teacher - sampler for teacher, sampler in zip(row.teacher, row.sampler, strict=True)])
 
     value = -AGGREGATIONS["token_mean"]([credited(row) for row in leaves.rows()], formulas_policy.ppo_clip)
-    assert_same(found, Outcome(float(value), leaves.gradients(value)), rtol=1e-5, atol=1e-7)
+    assert_same(found, Outcome(constant(value), leaves.gradients(value)), rtol=1e-5, atol=1e-7)
 
 
 def test_a_student_that_is_its_teacher_learns_nothing() -> None:
@@ -133,7 +133,7 @@ def test_a_divergence_on_the_top_k_is_its_formula(kind: str, outside: str, drawn
         return [divergence(OUTSIDE[outside](list(teacher)), OUTSIDE[outside](list(student))) for teacher, student in each]
 
     value = AGGREGATIONS[aggregation](leaves.rows(), terms)
-    assert_same(found, Outcome(float(value), leaves.gradients(value)), atol=1e-10)
+    assert_same(found, Outcome(constant(value), leaves.gradients(value)), atol=1e-10)
 
 
 @KIND

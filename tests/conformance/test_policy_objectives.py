@@ -12,7 +12,7 @@ import pytest
 from conformance import formulas_policy as formulas
 from conformance.cases import STEPS, Sample, Step
 from conformance.compose import part, policy_gradient
-from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant_length
+from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant, constant_length
 from conformance.harness import Leaves, assert_same, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
 from strop.algorithms.kl import Kl
@@ -41,7 +41,7 @@ def test_an_aggregation_is_its_formula(how: str, step: Step) -> None:
 @pytest.mark.parametrize("options", [{"ratio_to": "sampler"}, {"on_policy_ratio": True}], ids=str)
 def test_the_ratio_is_to_the_policy_that_was_asked_for(options: dict[str, Any], step: Step) -> None:
     def moved(row: Row) -> Row:
-        older = row.sampler if "ratio_to" in options else [float(now) for now in row.now]
+        older = row.sampler if "ratio_to" in options else [constant(now) for now in row.now]
         return replace(row, before=older)
 
     found = through_strop(policy_gradient(**options), step, given=True)
@@ -68,7 +68,7 @@ def test_the_share_of_clipped_tokens_is_logged(objective: str, step: Step) -> No
     found = through_strop(policy_gradient(**parts), step, given=True).metrics
     outside, held, tokens = 0, 0, 0
     for row in (row for row in Leaves(step).rows() if row.counts):
-        logs = [float(now) - before for now, before in zip(row.now, row.before, strict=True)]
+        logs = [constant(now) - before for now, before in zip(row.now, row.before, strict=True)]
         if objective == "sequence_clip" and row.length:
             logs = [sum(logs) / row.length] * row.length
         for log in logs:

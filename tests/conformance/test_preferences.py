@@ -12,7 +12,7 @@ import torch
 from conformance import formulas_preferences as formulas
 from conformance.cases import PAIRS, STEPS, Step, step
 from conformance.compose import algorithm
-from conformance.formulas_common import Row, Scalar
+from conformance.formulas_common import Row, Scalar, constant
 from conformance.harness import Outcome, assert_same, groups_of, leaf, single_precision, through_formula, through_strop
 from conformance.preferences import PAIR_LOSSES, PairCase
 from strop.algorithms.base import ValueOutputs
@@ -161,7 +161,7 @@ def score(options: dict[str, object], scores: list[float], one: Step) -> Outcome
     batch = subject.survey(subject.credit(batch), None)
     loss, metrics = subject.losses(0)["policy"](ValueOutputs(values), batch)
     (gradient,) = torch.autograd.grad(loss, values)
-    return Outcome(float(loss), {"scores": gradient}, {name: metric.value for name, metric in metrics.items()})
+    return Outcome(constant(loss), {"scores": gradient}, {name: metric.value for name, metric in metrics.items()})
 
 
 def formula_of_scores(scores: list[float], one: Step, margin: bool, centering: float) -> Outcome:
@@ -173,7 +173,7 @@ def formula_of_scores(scores: list[float], one: Step, margin: bool, centering: f
     total = total / len(one.groups)
     assert isinstance(total, torch.Tensor)
     (gradient,) = torch.autograd.grad(total, values)
-    return Outcome(float(total), {"scores": gradient})
+    return Outcome(constant(total), {"scores": gradient})
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)

@@ -8,7 +8,7 @@ import torch
 from conformance import formulas_policy
 from conformance.cases import STEPS, Step
 from conformance.compose import part, policy_gradient
-from conformance.formulas_common import Row, Scalar, token_mean
+from conformance.formulas_common import Row, Scalar, constant, token_mean
 from conformance.harness import assert_same, leaf, through_formula, through_strop
 from strop.algorithms.base import TokenOutputs
 
@@ -56,7 +56,7 @@ def test_an_approximated_proximal_policy_lies_between_sampler_and_current() -> N
     found = through_strop(policy_gradient(ratio_to="between", proximal_weight=0.3), step, given=True)
 
     def between(row: Row) -> Row:
-        older = [mu + 0.3 * (float(now) - mu) for now, mu in zip(row.now, row.sampler, strict=True)]
+        older = [mu + 0.3 * (constant(now) - mu) for now, mu in zip(row.now, row.sampler, strict=True)]
         return replace(row, before=older)
 
     wanted = through_formula(lambda rows: -token_mean([between(row) for row in rows], formulas_policy.ppo_clip), step)

@@ -10,6 +10,7 @@ import torch
 
 from conformance.cases import STEPS, Step
 from conformance.compose import algorithm, part
+from conformance.formulas_common import constant
 from conformance.harness import Leaves, Outcome, assert_same, column, groups_of, packed, single_precision, through_strop
 from conformance.whole import WHOLE, Whole
 from strop.algorithms.base import Algorithm
@@ -49,7 +50,7 @@ def test_an_algorithm_is_its_papers_formula_from_rewards_to_gradient(name: str, 
     loose = whole.single
     assert_same(
         through_strop(made(name), taken),
-        Outcome(float(value), leaves.gradients(value)),
+        Outcome(constant(value), leaves.gradients(value)),
         rtol=1e-5 if loose else 1e-9,
         atol=1e-6 if loose else 1e-9,
     )
@@ -72,7 +73,7 @@ def test_an_algorithm_is_its_formula_in_float32_too(name: str, at: str) -> None:
     value = WHOLE[name](leaves.rows(), taken)
     wanted = leaves.gradients(value)
     found = replace(found, gradients={key: gradient.double() for key, gradient in found.gradients.items()})
-    assert_same(found, Outcome(float(value), wanted), rtol=1e-4, atol=1e-6)
+    assert_same(found, Outcome(constant(value), wanted), rtol=1e-4, atol=1e-6)
 
 
 @STEP

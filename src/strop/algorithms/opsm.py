@@ -17,8 +17,8 @@ from strop.algorithms.rejection import Rejection
 class Opsm(Rejection):
     """Drops a rollout where A < 0 and the mean of log mu - log pi exceeds ``delta`` nats per token; one that did well is always kept.
 
-    A is the sum of the credit of the rollout's counted tokens, pi the policy as it is now, after the updates made so far from this batch. The paper gives no value for
-    ``delta``. Logged: ``opsm_cut``, ``opsm_divergence``.
+    A is the sum of the credit of the rollout's counted tokens, pi the policy as it is now, after the updates made so far from this batch.
+    The paper gives no value for ``delta``. Logged: ``opsm_cut``, ``opsm_divergence``.
     """
 
     name: ClassVar[str] = "opsm"
