@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from conformance import formulas_corrections as formulas
-from conformance.formulas_common import Row
+from conformance.formulas_common import Row, constant
 
 Weights = Callable[[Row], list[float]]
 
@@ -30,7 +30,7 @@ def logs(row: Row) -> list[float]:
 
 def drift(row: Row) -> list[float]:
     """log pi_theta - log mu, by the policy as it is now."""
-    return [float(now) - sampler for now, sampler in zip(row.now, row.sampler, strict=True)]
+    return [constant(now) - sampler for now, sampler in zip(row.now, row.sampler, strict=True)]
 
 
 def from_logs(name: str, formula: Callable[..., list[float]], level: str | None = None, /, **options: Any) -> CorrectionCase:

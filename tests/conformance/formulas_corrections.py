@@ -73,7 +73,7 @@ def k3_rejection(logs: Sequence[float], *, cap: float) -> list[float]:
 
 
 def opsm(logs: Sequence[float], advantage: float, *, delta: float) -> list[float]:
-    """Drop the rollout where A < 0 and mean(log mu - log pi) > delta (2512.02556, eq. 9)."""
+    """Drop the rollout where A < 0 and mean(log mu - log pi) > delta, pi the policy that is trained (2512.02556, eq. 9)."""
     far = sum(-log for log in logs) / max(len(logs), 1) > delta
     return [0.0 if advantage < 0 and far else 1.0 for _ in logs]
 

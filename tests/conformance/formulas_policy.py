@@ -74,6 +74,15 @@ def cispo(row: Row, *, low: float, high: float) -> list[Scalar]:
     ]
 
 
+def topr(row: Row, *, cap: float = 1.0) -> list[Scalar]:
+    """A log pi where A >= 0, sg(min(prod pi / mu, cap)) A log pi where A < 0  (2503.14286)."""
+    if not row.length:
+        return []
+    drift = sum(constant(now) - sampler for now, sampler in zip(row.now, row.sampler, strict=True))
+    tapered = math.exp(min(drift, math.log(cap)))
+    return [(tapered if a < 0 else 1.0) * a * now for a, now in zip(row.advantage, row.now, strict=True)]
+
+
 def reinforce(row: Row) -> list[Scalar]:
     """A log pi (Williams, 1992)."""
     return [advantage * now for advantage, now in zip(row.advantage, row.now, strict=True)]

@@ -91,6 +91,8 @@ OBJECTIVES = [
     token("cispo", formulas.cispo, low=1.0, high=4.0),
     token("reinforce", formulas.reinforce),
     token("reinforce", formulas.reinforce, "sequence_sum"),
+    token("tapered", formulas.topr, "sequence_sum", cap=1.0),
+    token("tapered", formulas.topr, "sequence_sum", cap=0.7),
     ObjectiveCase("soft_gate", lambda _: formulas.sapo, aggregation="sequence_mean"),
     ObjectiveCase(
         "soft_gate", lambda _: partial(formulas.sapo, positive=0.5, negative=3.0), {"tau_positive": 0.5, "tau_negative": 3.0}

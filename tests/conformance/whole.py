@@ -143,6 +143,7 @@ WHOLE: dict[str, Whole] = {
     "luspo": Whole(GRPO, minus(sequence_mean, formulas_policy.gspo, low=3e-4, high=4e-4, length_weighted=True)),
     "gmpo": Whole(GRPO, minus(sequence_mean, formulas_policy.gmpo, low=0.4, high=0.4)),
     "cispo": Whole(GRPO, minus(token_mean, formulas_policy.cispo, low=1.0, high=4.0)),
+    "topr": Whole(by_group(credit.dr_grpo), minus(sequence_sum, formulas_policy.topr, cap=1.0)),
     "sapo": Whole(GRPO, minus(sequence_mean, formulas_policy.sapo, positive=1.0, negative=1.05)),
     "dppo": Whole(GRPO, minus(token_mean, formulas_policy.dppo, low=0.15, high=0.15, cap=20.0)),
     "vespo": Whole(GRPO, minus(token_mean, formulas_policy.vespo, positive=(2.0, 3.0), negative=(3.0, 2.0))),

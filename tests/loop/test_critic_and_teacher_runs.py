@@ -161,7 +161,7 @@ def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tin
 
 
 def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path, tmp_path: Path) -> None:
-    """The student is one of them: there it has nothing to learn, and on average it is half as far away."""
+    """One of them is the student: from it there is nothing to learn."""
     several = {
         "data.train": [{"env_name": "graded"}, {"env_name": "other"}],
         "data.train.env_name": ...,
@@ -172,11 +172,12 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
         "algorithm.name": "distillation",
         "distillation.max_num_steps": 1,
     }
-    trained("distillation", tiny, tmp_path / "both", **several)
-    alone = {"teacher.model_name": str(teacher), "algorithm.name": "distillation", "distillation.max_num_steps": 1}
-    trained("distillation", tiny, tmp_path / "far", **alone)
-    both, far = (metrics_of(tmp_path / name / "logs")[1]["train/teacher_kl"] for name in ("both", "far"))
-    assert 0.25 * far < both < 0.75 * far
+    trained("distillation", tiny, tmp_path, **several)
+    credit: dict[str, list[float]] = {}
+    for record in RolloutStore(tmp_path / "logs").read_all():
+        credit.setdefault(record.environment, []).append(abs(record.advantage))
+    assert len(credit["graded"]) == len(credit["other"]) == 8
+    assert max(credit["graded"]) < 1e-4 and sum(credit["other"]) / 8 > 0.1
 
 
 def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path, teacher: Path, tmp_path: Path) -> None:
@@ -247,6 +248,7 @@ def test_the_scripts_are_the_command(script: str, section: str, example: str, ti
         "data.train.dataset_name": None,
         "data.validation.dataset_name": None,
         "data.default.prompt_file": None,
+        "policy.train_global_batch_size": None,
     }
     arguments = ["--dry-run", *overrides(mine)]
     command = strop(section, "--config", str(ROOT / "examples" / "configs" / example), *arguments, folder=tmp_path)

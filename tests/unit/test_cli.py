@@ -13,6 +13,7 @@ import pytest
 
 from strop import __version__, cli
 from strop.config import GrpoRunConfig
+from strop.config.schema import TRAINING_RUNS
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -127,10 +128,85 @@ def test_plot_prints_the_picture_it_wrote(
     assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
 
 
-@pytest.mark.parametrize(("schema", "key"), [("grpo", "num_prompts_per_step: 32"), ("eval", "metric: pass@k")])
+@pytest.mark.parametrize(
+    ("schema", "key"),
+    [
+        ("grpo", "num_prompts_per_step: 32"),
+        ("ppo", "ppo_epochs: 1"),
+        ("sft", "only_unmask_final: false"),
+        ("dpo", "precompute_reference: false"),
+        ("rm", "use_margin: false"),
+        ("distillation", "topk_logits_k: 64"),
+        ("eval", "metric: pass@k"),
+    ],
+)
 def test_config_lists_the_keys(schema: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", schema]) == 0
     assert key in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "section", "model"),
+    [
+        ("run_sft.py", "sft", "meta-llama/Llama-3.2-1B"),
+        ("run_dpo.py", "dpo", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("run_rm.py", "rm", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("run_ppo.py", "ppo", "Qwen/Qwen2.5-1.5B"),
+        ("run_distillation.py", "distillation", "Qwen/Qwen3-1.7B-Base"),
+    ],
+)
+def test_every_kind_of_training_has_a_script(
+    assembly: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, script: str, section: str, model: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"examples/{script}", f"{section}.seed=3"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(f"examples/{script}", run_name="__main__")
+    (config,) = assembly.grpo
+    assert type(config) is TRAINING_RUNS[section]
+    assert (config.policy.model_name, config.training.seed) == (model, 3)
+
+
+MINIMAL = {
+    "grpo": ["data.train.env_name=arithmetic", "env.arithmetic={}"],
+    "ppo": ["data.train.env_name=arithmetic", "env.arithmetic={}"],
+    "distillation": ["data.train.env_name=arithmetic", "env.arithmetic={}", "teacher.model_name=t"],
+    "sft": ["data.train.dataset_name=squad"],
+    "dpo": ["data.train.dataset_name=HelpSteer3"],
+    "rm": ["data.train.dataset_name=HelpSteer3"],
+}
+
+
+@pytest.mark.parametrize("section", TRAINING_RUNS)
+def test_every_kind_of_training_is_a_command(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str], section: str) -> None:
+    words = [section, "policy.model_name=m", *MINIMAL[section]]
+    assert cli.main(words) == 0
+    assert type(assembly.grpo[0]) is TRAINING_RUNS[section]
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("what would run where") and len(assembly.grpo) == 1
+    assert cli.main([*words, f"{section}.max_num_stps=3"]) == 2
+    assert f"Did you mean {section}.max_num_steps?" in capsys.readouterr().err
+    assembly.raises = KeyboardInterrupt()
+    assert cli.main(words) == 130
+    assert f"strop {section} policy.model_name=m" in capsys.readouterr().err
+
+
+def test_help_names_every_kind_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert set(cli.TRAINING) == set(TRAINING_RUNS) and all(section in text for section in TRAINING_RUNS)
+
+
+@pytest.mark.parametrize("section", TRAINING_RUNS)
+def test_a_dry_run_refuses_what_cannot_be_composed(capsys: pytest.CaptureFixture[str], section: str) -> None:
+    """Without loading a model: the reason is the algorithm's."""
+    other = "sft" if section != "sft" else "grpo"
+    words = [section, "policy.model_name=m", "policy.device=cpu", *MINIMAL[section], f"algorithm.name={other}", "--dry-run"]
+    words += ["loss_fn.kl_type=mixed"] if section == "distillation" else []
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert f"run strop {other}" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("script", ["run_grpo.py", "run_grpo_math.py"])

@@ -7,16 +7,19 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.assembly.rollouts import algorithm_of
-from strop.config import EvalRunConfig, GrpoRunConfig, load_config
+from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.data.packing import micro_batches, pack
 from strop.environments.base import Environment
 from strop.environments.registry import import_attribute
@@ -28,11 +31,37 @@ FOLDERS = "src|examples|docs|tests|benchmarks|constraints|.ci"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*[\w/]")
 MODULE = re.compile(r"strop(?:\.\w+)+")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 SCRIPTS = {
-    "examples/run_grpo.py": (GrpoRunConfig, "examples/configs/grpo_math_1B.yaml"),
-    "examples/run_grpo_math.py": (GrpoRunConfig, "examples/configs/grpo_math_1B.yaml"),
-    "examples/run_eval.py": (EvalRunConfig, "examples/configs/evals/eval.yaml"),
+    "examples/run_grpo.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
+    "examples/run_grpo_math.py": ("grpo", "examples/configs/grpo_math_1B.yaml"),
+    "examples/run_ppo.py": ("ppo", "examples/configs/ppo_math_1B.yaml"),
+    "examples/run_sft.py": ("sft", "examples/configs/sft.yaml"),
+    "examples/run_dpo.py": ("dpo", "examples/configs/dpo.yaml"),
+    "examples/run_rm.py": ("rm", "examples/configs/rm.yaml"),
+    "examples/run_distillation.py": ("distillation", "examples/configs/distillation_math.yaml"),
+    "examples/run_eval.py": ("eval", "examples/configs/evals/eval.yaml"),
 }
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository as its reader has it after ``python examples/arithmetic_data.py``, which several commands need."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for entry in ("examples", "docs", "src"):
+        (folder / entry).symlink_to(ROOT / entry)
+    script = [sys.executable, str(ROOT / "examples/arithmetic_data.py"), "--train", "20", "--validation", "5"]
+    subprocess.run(script, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def root_of(block: str) -> Any:
+    """What kind of run a block of YAML configures: by its own section, or by that of the file it is laid over."""
+    text = block
+    if found := re.search(r"^defaults: (\S+)", block, re.MULTILINE):
+        text += (ROOT / found[1]).read_text()
+    sections = re.findall(r"^(\w+):", text, re.MULTILINE)
+    return next((TRAINING_RUNS[name] for name in sections if name in TRAINING_RUNS), GrpoRunConfig)
 
 
 def name(page: Path) -> str:
@@ -119,26 +148,31 @@ def test_the_quoted_loop_is_the_loop() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_checked_yaml_loads(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_checked_yaml_loads(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
     for number, block in enumerate(block for block in blocks(page, "yaml") if block.startswith("# checked\n")):
         file = tmp_path / f"{number}.yaml"
         file.write_text(re.sub(r"^defaults: ", f"defaults: {ROOT}/", block, flags=re.MULTILINE))
-        load_config(file, root=GrpoRunConfig)
+        load_config(file, root=root_of(block))
 
 
 @pytest.mark.parametrize(("page", "words"), [pytest.param(*found, id=" ".join(found[1])[:80]) for found in commands()])
-def test_commands_name_configurations_that_load(page: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_commands_name_configurations_that_load(
+    page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
     if "..." in words or words[1] in ("plot", "config", "--help"):
         return
-    root, config = SCRIPTS[words[1]] if words[0] == "python" else ({"grpo": GrpoRunConfig, "eval": EvalRunConfig}[words[1]], None)
+    if words[0] == "python" and words[1] not in SCRIPTS:
+        assert (ROOT / words[1]).is_file()
+        return
+    kind, config = SCRIPTS[words[1]] if words[0] == "python" else (words[1], None)
     rest = words[2:]
     if "--config" in rest:
         place = rest.index("--config")
         config = rest[place + 1]
         del rest[place : place + 2]
-    load_config(config, [word for word in rest if word != "--dry-run"], root=root)  # type: ignore[type-var]
+    load_config(config, [word for word in rest if word != "--dry-run"], root=ROOTS[kind])
 
 
 EXAMPLES = [pytest.param(*found, id=f"{found[0].stem}:{found[1]}") for found in named_examples()]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, load_config
+from strop.config.schema import PpoRunConfig
 
 RUN = [
     "policy.model_name=m",
@@ -111,6 +112,54 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks, "installed", lambda package: False)
     assert "wandb is not installed" in str(refusal("logger.wandb_enabled=true"))
     assert "tensorboard is not installed" in str(refusal("logger.tensorboard_enabled=true"))
+
+
+def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "policy.dtensor_cfg.lora_cfg.enabled=true"
+    assert accepted(asked) == []
+    monkeypatch.setattr(checks, "installed", lambda package: package != "peft")
+    assert "the package peft is not installed" in str(refusal(asked)) and "pip install 'strop[lora]'" in str(refusal(asked))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["value.train_global_batch_size=4"], "the critic steps when the policy does"),
+        (["value.head_only=true", "value.dtensor_cfg.lora_cfg.enabled=true"], "which takes no adapters"),
+        (["value.optimizer.kwargs={weight_decay: 0}"], "value.optimizer.kwargs: there is no lr"),
+        (
+            ["value.sequence_packing.train_mb_tokens=100"],
+            "value.sequence_packing.train_mb_tokens: found 100, but one rollout may have",
+        ),
+        (["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=2"], "several optimizer steps"),
+        (["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"], "sampled without dropout"),
+    ],
+)
+def test_a_critic_that_cannot_learn_is_refused(overrides: list[str], reason: str) -> None:
+    base = [*RUN[:3], "ppo.val_period=0", "checkpointing.metric_name=null"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*base, *overrides], root=PpoRunConfig)
+    assert reason in str(caught.value) and len(caught.value.problems) == 1
+
+
+def test_a_critic_may_repeat_the_policy_s_batch_size() -> None:
+    base = [*RUN[:3], "ppo.val_period=0", "checkpointing.metric_name=null"]
+    sizes = ["policy.train_global_batch_size=512", "value.train_global_batch_size=${policy.train_global_batch_size}"]
+    assert load_config(None, [*base, *sizes], root=PpoRunConfig).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["loss_fn.use_kl_in_reward=true"], True),
+        (["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0"], True),
+        (["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"], False),
+        (["loss_fn.use_kl_in_reward=true", "algorithm.name=reinforce_pp"], False),
+        (["loss_fn.use_kl_in_reward=true", "algorithm.kwargs.kl.weight=0.1"], False),
+    ],
+)
+def test_a_kl_term_of_weight_zero_is_said_to_change_nothing(overrides: list[str], warned: bool) -> None:
+    assert any("it changes nothing: loss_fn.reference_policy_kl_penalty is 0" in text for text in accepted(*overrides)) == warned
 
 
 def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,25 @@
 """Every configuration in examples/ loads, and the commands of the documentation are understood as written."""
 
+from __future__ import annotations
+
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config import ConfigError, EvalRunConfig, load_config
+from strop.config.data import DataEntryConfig
+from strop.config.schema import TRAINING_RUNS
+from strop.config.source import read_file
 
 ROOT = Path(__file__).parents[3]
-TRAINING = sorted(path for path in (ROOT / "examples" / "configs").glob("*.yaml") if not path.name.endswith("_megatron.yaml"))
-EVALUATION = sorted((ROOT / "examples" / "configs" / "evals").glob("*.yaml"))
+CONFIGS = ROOT / "examples" / "configs"
+TRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if not path.name.endswith("_megatron.yaml"))
+ARITHMETIC = sorted((CONFIGS / "arithmetic").glob("*.yaml"))
+EVALUATION = sorted((CONFIGS / "evals").glob("*.yaml"))
 MEGATRON = {"policy.megatron_cfg.enabled"}
 
 
@@ -20,15 +29,70 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+def section_of(path: Path) -> str:
+    """The kind of run a file is for: the one whose section it has."""
+    (section,) = set(TRAINING_RUNS) & set(read_file(path).values)
+    return section
+
+
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_a_training_example_loads(path: Path) -> None:
-    load_config(path, root=GrpoRunConfig)
+    config = load_config(path, root=TRAINING_RUNS[section_of(path)]).config
+    assert config.checkpointing.checkpoint_dir.startswith("results/")
 
 
 @pytest.mark.parametrize("path", EVALUATION, ids=lambda path: path.stem)
 def test_an_evaluation_example_loads(path: Path) -> None:
     load_config(path, root=EvalRunConfig)
 
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what examples/arithmetic_data.py writes."""
+    folder = tmp_path_factory.mktemp("sums")
+    arguments = sys.argv
+    sys.argv = ["arithmetic_data.py", "--folder", str(folder / "data" / "arithmetic"), "--train", "200", "--validation", "20"]
+    try:
+        runpy.run_path(str(ROOT / "examples" / "arithmetic_data.py"), run_name="__main__")
+    finally:
+        sys.argv = arguments
+    return folder
+
+
+@pytest.mark.parametrize("path", ARITHMETIC, ids=lambda path: path.stem)
+def test_an_example_on_sums_loads_with_the_data_that_is_made_for_it(
+    path: Path, sums: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sums)
+    loaded = load_config(path, root=TRAINING_RUNS[section_of(path)])
+    assert loaded.warnings == () and path.stem == section_of(path)
+
+
+@pytest.mark.parametrize("kind", ["conversations", "preferences", "judgements"])
+def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_trained_on(kind: str, sums: Path) -> None:
+    from strop.assembly.recorded import READERS
+    from strop.assembly.tasks import data_source
+
+    parts = {}
+    for part, size in (("train", 200), ("validation", 20)):
+        entry = DataEntryConfig(dataset_name=str(sums / "data" / "arithmetic" / f"{kind}_{part}.jsonl"))
+        rows = READERS[kind](data_source(entry, 0, part))
+        assert len(rows) == size
+        parts[part] = {row.question if kind != "conversations" else row.messages[0].content for row in rows}
+    assert not parts["train"] & parts["validation"]
+
+
+# What a script runs, and with which configuration where none is named.
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "run_grpo.py": ("grpo", "grpo_math_1B.yaml"),
+    "run_grpo_math.py": ("grpo", "grpo_math_1B.yaml"),
+    "run_sft.py": ("sft", "sft.yaml"),
+    "run_dpo.py": ("dpo", "dpo.yaml"),
+    "run_rm.py": ("rm", "rm.yaml"),
+    "run_ppo.py": ("ppo", "ppo_math_1B.yaml"),
+    "run_distillation.py": ("distillation", "distillation_math.yaml"),
+    "run_eval.py": ("eval", "evals/eval.yaml"),
+}
 
 # (the command as documented, the keys it is refused for in this version)
 COMMANDS: list[tuple[str, set[str]]] = [
@@ -54,6 +118,33 @@ COMMANDS: list[tuple[str, set[str]]] = [
         "logger.wandb_enabled=True logger.wandb.name='qwen2.5-32b'",
         {"cluster.num_nodes", "policy.dtensor_cfg.tensor_parallel_size", "policy.dtensor_cfg.sequence_parallel"},
     ),
+    ("examples/run_sft.py", set()),
+    (
+        'examples/run_sft.py policy.model_name="meta-llama/Meta-Llama-3-8B" policy.train_global_batch_size=128 '
+        "sft.val_global_batch_size=128 cluster.gpus_per_node=8",
+        set(),
+    ),
+    ("examples/run_sft.py policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.dim=16", set()),
+    (
+        'examples/run_dpo.py policy.model_name="meta-llama/Llama-3.1-8B-Instruct" policy.train_global_batch_size=256 '
+        "cluster.gpus_per_node=8",
+        set(),
+    ),
+    (
+        "examples/run_dpo.py dpo.sft_loss_weight=0.1 dpo.preference_average_log_probs=True "
+        'checkpointing.checkpoint_dir="results/llama_dpo_sft" logger.wandb_enabled=True logger.wandb.name="llama-dpo-sft"',
+        set(),
+    ),
+    (
+        "examples/run_dpo.py --config examples/configs/dpo.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 "
+        "dpo.val_global_batch_size=32",
+        {"cluster.num_nodes"},
+    ),
+    ("examples/run_rm.py cluster.gpus_per_node=8", set()),
+    ("examples/run_ppo.py", set()),
+    ("examples/run_ppo.py value.head_only=true algorithm.name=vapo", set()),
+    ("examples/run_distillation.py", set()),
+    ("examples/run_distillation.py teacher.model_name=Qwen/Qwen3-8B cluster.num_nodes=2", {"cluster.num_nodes"}),
     ("examples/run_eval.py generation.model_name=$PWD/results/grpo/hf", set()),
     (
         "examples/run_eval.py --config examples/configs/evals/math_eval.yaml "
@@ -69,11 +160,10 @@ COMMANDS: list[tuple[str, set[str]]] = [
 def test_a_documented_command_is_understood(command: str, refused: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.config.checks.installed", lambda package: True)
     script, *words = shlex.split(command)
-    evaluation = "eval" in script
-    default = "evals/eval.yaml" if evaluation else "grpo_math_1B.yaml"
+    kind, default = SCRIPTS[Path(script).name]
     path = words[words.index("--config") + 1] if "--config" in words else f"examples/configs/{default}"
     overrides = [word for word in words if "=" in word]
-    root: Any = EvalRunConfig if evaluation else GrpoRunConfig
+    root: Any = TRAINING_RUNS.get(kind, EvalRunConfig)
     found: set[str] = set()
     try:
         load_config(path, overrides, root=root)
@@ -81,3 +171,10 @@ def test_a_documented_command_is_understood(command: str, refused: set[str], mon
         found = {problem.key for problem in error.problems}
         assert all("version" in problem.message for problem in error.problems)
     assert found == refused
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_names_the_configuration_it_is_said_to_run(script: str) -> None:
+    kind, default = SCRIPTS[script]
+    text = (ROOT / "examples" / script).read_text()
+    assert f'run_script("{kind}", ' in text and all(f'"{part}"' in text for part in default.split("/"))

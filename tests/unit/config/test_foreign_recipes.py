@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, Loaded, TrainingRunConfig, load_config
+from strop.config import ConfigError, Loaded, TrainingRunConfig, dump_config, load_config
 from strop.config.schema import TRAINING_RUNS
-from strop.config.yaml_text import write as yaml
 
 SAMPLING = ("grpo", "ppo", "distillation")
 
@@ -162,11 +161,12 @@ def test_what_both_have_is_taken_over() -> None:
     assert distillation.teacher.tokenizer.name == "Qwen/Qwen3-4B" and distillation.data.validation[0].repeat == 16
 
 
-def test_a_recipe_in_a_file_is_read_alike(tmp_path: Path) -> None:
-    loaded = load("ppo")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml(loaded.config.model_dump()))
-    assert load_config(path, root=TRAINING_RUNS["ppo"]).config == loaded.config
+@pytest.mark.parametrize("section", OWN)
+def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp_path: Path) -> None:
+    loaded = load(section)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(loaded.config))
+    assert load_config(path, root=TRAINING_RUNS[section]).config == loaded.config
 
 
 @pytest.mark.parametrize(

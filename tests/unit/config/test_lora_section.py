@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from strop.config import GrpoRunConfig, load_config
+from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.config.lora import LoraConfig
 from strop.config.schema import SftRunConfig
 from strop.models.lora import LoraOptions
@@ -79,7 +79,7 @@ def problems_of(root: type[Any], section: str, *overrides: str) -> str:
     given = ["policy.model_name=m", f"{section}.val_period=0", f"{adapters}.enabled=true", f"{adapters}.dropout=0.1", *overrides]
     try:
         load_config(None, given, root=root)
-    except ValueError as error:
+    except ConfigError as error:
         return str(error)
     return ""
 
