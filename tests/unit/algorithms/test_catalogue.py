@@ -14,7 +14,7 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 FAMILY = (
     "cispo", "clip_cov", "dapo", "decoupled_ppo", "dppo", "dr_grpo", "gdpo", "gmpo", "grpo", "gspo", "kl_cov", "lite_ppo", "luspo", "m2po",
-    "maxrl", "opo", "pass_at_k", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "sapo", "vespo",
+    "maxrl", "opo", "pass_at_k", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "sapo", "topr", "vespo",
 )  # fmt: skip
 PARTS = {
     Advantage: (
