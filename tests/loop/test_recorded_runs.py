@@ -174,6 +174,16 @@ def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: 
     assert "were computed with other weights" in refused(outcome, 1)
 
 
+def test_a_computed_reference_that_lacks_an_example_says_what_to_remove(tiny: Path, tmp_path: Path) -> None:
+    """What is measured was not when it was computed; or more of the data fits now."""
+    changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
+    trained("dpo", tiny, tmp_path, **changes, **{"dpo.val_period": 0})
+    said = refused(train("dpo", tiny, tmp_path, **{**changes, "dpo.max_num_steps": 4}))
+    assert "is not among the examples" in said and "Remove that file, and they are computed anew" in said
+    longer = refused(train("dpo", tiny, tmp_path, **{**changes, "policy.max_total_sequence_length": 80}))
+    assert "were computed with other data" in longer
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from loop.tiny import build_tiny

@@ -7,6 +7,9 @@ from strop.assembly.recorded import recorded_algorithm_of
 from strop.assembly.roles import choose_device
 from strop.assembly.rollouts import algorithm_of
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.distillation import TeacherConfig
+from strop.config.policy import ModelConfig
+from strop.config.schema import DistillationRunConfig, PpoRunConfig
 
 
 def describe(config: TrainingRunConfig | EvalRunConfig) -> str:
@@ -24,7 +27,7 @@ def _describe_recorded(config: RecordedRunConfig) -> str:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
     lines = [
-        f"policy      {policy.model_name} on {_where(policy.device, policy.num_threads)}, {_precision(policy.precision)}",
+        f"policy      {_trained(policy)}",
         f"algorithm   {outline(config.algorithm.name, recorded_algorithm_of(config))}",
         f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
         f"data        {', '.join(str(entry.dataset_name) for entry in config.data.train) or 'none'}",
@@ -46,7 +49,8 @@ def _describe_rollouts(config: RolloutRunConfig) -> str:
     ahead = f"asynchronous, at most {training.max_staleness} steps old" if training.max_staleness else "synchronous"
     lines = [
         f"algorithm   {outline(config.algorithm.name, algorithm_of(config))}",
-        f"policy      {policy.model_name} on {_where(policy.device, policy.num_threads)}, {_precision(policy.precision)}",
+        f"policy      {_trained(policy)}",
+        *_other_models(config),
         f"generation  embedded torch engine in this process, {policy.generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache, {ahead}",
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
@@ -54,6 +58,28 @@ def _describe_rollouts(config: RolloutRunConfig) -> str:
         _folders(config),
     ]
     return "\n".join([*lines, *_unused_gpus(config)])
+
+
+def _trained(model: ModelConfig) -> str:
+    """A trained model, where it is, and in what precision."""
+    lora = model.dtensor_cfg.lora_cfg
+    adapters = f", adapters of rank {lora.dim}" if lora.enabled else ""
+    precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _precision(model.precision)
+    return f"{model.model_name} on {_where(model.device, model.num_threads)}, {precision}{adapters}"
+
+
+def _other_models(config: RolloutRunConfig) -> list[str]:
+    """The critic and the teachers of a run, a line each."""
+    if isinstance(config, PpoRunConfig):
+        return [f"critic      {'a head on the policy' if config.value.head_only else _trained(config.value)}"]
+    if isinstance(config, DistillationRunConfig):
+        return [f"teacher     {_teacher(teacher)}" for teacher in (config.teacher, *config.teachers.values())]
+    return []
+
+
+def _teacher(teacher: TeacherConfig) -> str:
+    name = f"the policy ({teacher.self_weights}), shown a demonstration" if teacher.model_name == "self" else teacher.model_name
+    return f"{name}, for {', '.join(teacher.environments)}" if teacher.environments else name
 
 
 def _describe_evaluation(config: EvalRunConfig) -> str:

@@ -30,6 +30,11 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> int:
     except MISTAKES as error:
         _say_mistake(error)
         return 1
+    except LookupError as error:
+        if type(error) is not LookupError:  # a key or an index that is not there is a fault of the program
+            raise
+        _say_mistake(error)
+        return 1
     return 0
 
 

@@ -96,7 +96,8 @@ async def _computed_reference(
         NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
         algorithm,
         weights=weights_fingerprint(policy.network.model),
-        data=config.data.model_dump_json() + config.policy.tokenizer.model_dump_json(),
+        data=f"{config.data.model_dump_json()}{config.policy.tokenizer.model_dump_json()}"
+        f"{config.policy.max_total_sequence_length}",  # which says what fits
         share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
     )
 

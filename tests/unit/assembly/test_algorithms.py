@@ -35,6 +35,7 @@ from strop.algorithms.topk_distillation import TopKDistillation
 from strop.algorithms.truncated import Tis
 from strop.algorithms.vapo import VAPO
 from strop.assembly.algorithms import Setting, find_algorithm, make_algorithm, outline, refuse_nonsense, section_of
+from strop.assembly.describe import describe
 from strop.assembly.recorded import recorded_algorithm_of
 from strop.assembly.rollouts import algorithm_of
 from strop.assembly.settings import settings_of
@@ -221,6 +222,27 @@ def test_an_outline_names_every_option_in_force() -> None:
     assert "aggregation token_mean" in line and "on_policy_ratio True" in line
     assert outline("simpo", make_algorithm("simpo", {})) == "simpo"
     assert outline("simpo", make_algorithm("simpo", {"gamma": 0.5})) == "simpo: gamma 0.5"
+
+
+def described(section: str, *overrides: str) -> dict[str, str]:
+    """What a run is said to be, by the first word of each line."""
+    devices = ["policy.device=cpu", "policy.num_threads=1"]
+    lines = describe(config(section, *devices, *overrides)).splitlines()
+    return {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def test_a_run_is_described_with_every_model_in_it() -> None:
+    plain = described("grpo", "policy.precision=float32")
+    assert plain["policy"] == "m on the CPU (1 threads), float32" and not {"critic", "teacher"} & plain.keys()
+    lora = described("sft", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
+    assert lora["policy"].endswith("bfloat16 autocast over float32 weights, adapters of rank 4")
+    assert lora["algorithm"].startswith("sft: ") and lora["data"] == "squad"
+    assert described("rm", "policy.weights_dtype=bfloat16")["policy"].endswith("bfloat16, float32 masters")
+    assert described("ppo", "value.model_name=c", "value.device=cpu")["critic"].startswith("c on the CPU")
+    assert described("ppo", "value.head_only=true")["critic"] == "a head on the policy"
+    assert described("distillation", "teacher.environments=[arithmetic]")["teacher"] == "t, for arithmetic"
+    itself = described("distillation", "teacher.model_name=self", "teacher.self_weights=current", "teacher.demonstration=x")
+    assert itself["teacher"] == "the policy (current), shown a demonstration"
 
 
 # --- flat keys ---------------------------------------------------------------------------------------------------------------------
