@@ -75,7 +75,7 @@ rewards_of_groups = st.lists(st.integers(-8, 8).map(lambda eighths: eighths / 8)
 
 
 @pytest.mark.parametrize("case", [case for case in GROUP_ADVANTAGES if case.shift], ids=str)
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(rewards=rewards_of_groups, shift=st.integers(-16, 16))
 def test_a_constant_added_to_all_rewards_changes_nothing(case: GroupCase, rewards: list[float], shift: int) -> None:
     lengths = lengths_of(rewards)
@@ -84,7 +84,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(case: GroupCase, reward
 
 
 @pytest.mark.parametrize("case", [case for case in GROUP_ADVANTAGES if case.scale is not None], ids=str)
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(rewards=rewards_of_groups, scale=st.sampled_from([0.25, 3.0, 1000.0]))
 def test_a_factor_on_all_rewards_goes_where_it_should(case: GroupCase, rewards: list[float], scale: float) -> None:
     lengths = lengths_of(rewards)
@@ -95,14 +95,14 @@ def test_a_factor_on_all_rewards_goes_where_it_should(case: GroupCase, rewards: 
 
 
 @pytest.mark.parametrize("case", [case for case in GROUP_ADVANTAGES if case.zero_sum], ids=str)
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(rewards=rewards_of_groups)
 def test_the_credit_of_a_group_sums_to_zero(case: GroupCase, rewards: list[float]) -> None:
     assert sum(credit(case, rewards, lengths_of(rewards))) == pytest.approx(0.0, abs=1e-6)
 
 
 @CASE
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(rewards=rewards_of_groups, seed=st.integers(0, 100))
 def test_rollouts_can_come_in_any_order(case: GroupCase, rewards: list[float], seed: int) -> None:
     lengths = lengths_of(rewards)
@@ -114,7 +114,7 @@ def test_rollouts_can_come_in_any_order(case: GroupCase, rewards: list[float], s
 
 
 @pytest.mark.parametrize("case", [case for case in GROUP_ADVANTAGES if case.monotone], ids=str)
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(rewards=rewards_of_groups)
 def test_a_better_rollout_never_has_less_credit(case: GroupCase, rewards: list[float]) -> None:
     assume(len(set(rewards)) > 1)

@@ -102,7 +102,7 @@ LOGS = st.lists(st.floats(-12, -0.01), min_size=1, max_size=5)
 
 
 @ESTIMATOR
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(logs=LOGS, offset=st.floats(-3, 3))
 def test_an_estimate_and_its_gradient_are_the_formulas(estimator: str, logs: list[float], offset: float) -> None:
     now, reference = leaf(logs), torch.tensor(logs, dtype=torch.float64) + offset
