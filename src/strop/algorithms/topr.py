@@ -31,7 +31,9 @@ class Tapered(Objective):
 
     def __post_init__(self) -> None:
         if self.cap <= 0:
-            raise ValueError(f"cap is {self.cap}: rollouts that did badly would have no weight; set it above 0, 1 as in the paper")
+            raise ValueError(
+                f"cap is {self.cap}: rollouts that did badly would have no weight; set it above 0, 1 as in the paper"
+            )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         batch = tokens.batch
