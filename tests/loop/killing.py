@@ -22,7 +22,7 @@ POINTS = {
     "at pruning": "strop.checkpointing.folders:CheckpointFolders._prune",
     "at a save": "strop.checkpointing.folders:CheckpointFolders.save",
     "at the optimizer step": "strop.training.torch.learner:TorchLearner.step",
-    "in the backward pass": "strop.training.torch.learner:TorchLearner._backward",
+    "in the backward pass": "strop.training.torch.learner:TorchLearner._part",
     "at a validation": "strop.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.runner:CachedRunner.decode",
     "at a publish": "strop.weights.shared:SharedWeights.publish",

@@ -315,10 +315,10 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
-        ("gprpo", {}, "algorithm.name: 'gprpo' is neither grpo nor module:Class"),
+        ("gprpo", {}, "algorithm.name: 'gprpo' is neither one of Strop's algorithms nor module:Class; did you mean 'grpo'?"),
         ("mine.py:Stronk", {}, "'mine.py' has no 'Stronk'; did you mean 'Strong'?"),
         ("nowhere:Mine", {}, "No module named 'nowhere'"),
-        ("mine.py:dataclass", {}, "is neither grpo nor module:Class of a strop.algorithms.base.Algorithm"),
+        ("mine.py:dataclass", {}, "is no class of algorithm (strop.algorithms.base.Algorithm)"),
         (
             "mine.py:Strong",
             {"strenght": 2},
@@ -328,7 +328,7 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
         ("mine.py:Needs", {}, "algorithm.kwargs: mine.py:Needs needs something"),
         ("mine.py:Unmarked", {}, "has options but is not decorated with @dataclass"),
         ("mine.py:Half", {}, "mine.py:Half does not define loss, which an algorithm must"),
-        ("grpo", {"clip_hi": 1}, "algorithm.kwargs.clip_hi: grpo has no such field; did you mean 'clip_high'?"),
+        ("grpo", {"objective": {"hihg": 1}}, "algorithm.kwargs.objective.hihg: Clip has no such option; did you mean 'high'?"),
     ],
 )
 def test_an_algorithm_that_cannot_be_made_is_refused(refused, name, kwargs, said):

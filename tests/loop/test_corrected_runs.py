@@ -37,7 +37,8 @@ def test_with_recorded_sets_sampler_and_learner_agree_over_several_steps_of_a_ba
     for line in metrics.values():
         assert 1 <= line["train/token_mult_prob_error"] < 1.0001
         assert line["train/tis_weight"] == pytest.approx(1.0, abs=1e-4)
-        assert all(line[f"train/{share}"] == 0 for share in SHARES)
+        # OPSM looks at the policy as it is now, which has moved by the second optimizer step.
+        assert all(line[f"train/{share}"] == 0 for share in SHARES if share != "opsm_cut")
     assert all(math.isfinite(line["train/kl_penalty"]) for line in metrics.values())
 
 

@@ -52,6 +52,7 @@ def test_the_algorithm_of_the_docs_trains(tiny, tmp_path, file, name, kwargs, ta
         "algorithms/custom.md",
         file,
         **{"algorithm.name": f"{file}:{name}", "algorithm.kwargs": kwargs, "grpo.max_num_steps": 3, "grpo.update_epochs": 2},
+        **{"loss_fn.reference_policy_kl_penalty": 0.01 if tag == "train/kl_penalty" else 0.0},
     )
     assert all(tag in line and line["train/grad_norm"] > 0 for line in metrics.values())
     rewards: dict[int, list[float]] = {}
