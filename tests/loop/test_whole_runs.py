@@ -37,6 +37,7 @@ def run(tiny, tmp_path_factory) -> Path:
     changes = {
         "grpo.update_epochs": 2,
         "policy.train_global_batch_size": 16,
+        "loss_fn.reference_policy_kl_penalty": 0.01,
         "grpo.max_num_steps": 4,
         "grpo.val_at_start": True,
         "grpo.val_num_generations_per_prompt": 2,

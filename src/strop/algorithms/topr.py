@@ -1,5 +1,8 @@
-"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): rollouts that did well are imitated, those that did badly only as far as the
-policy would still write them."""
+"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): what did well is imitated, what did badly unlearned only as far as the policy
+would still write it.
+
+Metrics: topr_weight, the mean weight of tokens; topr_tapered, the share of tokens with A < 0 whose rollout's ratio is below the cap.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,6 @@ class Tapered(Objective):
 
     mu is the sampler's policy, whatever its age: there is no proximal policy and no clip. A rollout the policy has unlearned has r near 0
     and is left alone, which is what keeps the policy from falling apart far from mu.
-
-    Metrics: topr_weight, the mean weight of tokens; topr_tapered, the share of tokens with A < 0 whose rollout has r < cap.
     """
 
     sequence_level: ClassVar[bool] = True
