@@ -1,9 +1,8 @@
 """Decoupled PPO (arXiv 2505.24298, after 2110.00641): the policy that sampled and the one the update stays near are two.
 
 w min(rho A, clip(rho) A), rho = pi / pi_o and w = pi_o / mu: pi_o, the learner before the update, is what the clip is about,
-however old the samples are. ``ratio_to`` between approximates log pi_o by log mu + a (log pi - log mu), which saves the pass
-that scores it where a batch makes several optimizer steps; AReaL, whose idea that is, takes a from each token's age, here it is
-``proximal_weight``.
+however old the samples are. ``ratio_to`` between approximates log pi_o by log mu + a (log pi - log mu); AReaL, whose idea
+that is, takes a from each token's age, here it is ``proximal_weight``.
 
 Metrics: importance_weight, the mean w; ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """

@@ -66,8 +66,7 @@ class PolicyGradient(GroupCredit):
 
     def before(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch
-        the learner's are the current ones. ``between`` approximates them from sampler and current policy, which saves several
-        steps the scoring pass.
+        the learner's are the current ones. ``between`` approximates them from sampler and current policy.
         """
         current = logprobs.detach()
         learner = batch.extras.get("policy_logprobs", current)
