@@ -1,0 +1,97 @@
+"""What a publish consists of, and how it is cut into buckets; both sides compute the same from the same manifest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.weights.base import Manifest, NamedTensors, TensorEntry
+
+ALIGNMENT = 256  # bytes: cache lines, and what CUDA kernels like best
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and where it lies in its bucket."""
+
+    entry: TensorEntry
+    offset: int  # in bytes, aligned
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together."""
+
+    tensors: tuple[Placed, ...]
+    size: int  # in bytes, a multiple of the alignment
+
+
+def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
+    """What sending ``tensors`` takes: floating ones in ``dtype`` (None: as they are), others as they are. Meta tensors will do.
+
+    Raises ValueError where a name comes twice.
+    """
+    entries: list[TensorEntry] = []
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(
+                f"two tensors are called {name}: canonical names are unique; name one of them otherwise or leave it out"
+            )
+        seen.add(name)
+        sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        entries.append(TensorEntry(name, sent, tuple(tensor.shape)))
+    return Manifest(tuple(entries))
+
+
+def buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
+    """Cut in the manifest's order into buckets of at most ``size`` bytes. No tensor is cut: a larger one has a bucket of its own."""
+    if size <= 0:
+        raise ValueError(f"a bucket of {size} bytes holds nothing; the size has to be positive")
+    found: list[Bucket] = []
+    current: list[Placed] = []
+    filled = 0
+    for entry in manifest.entries:
+        if current and filled + entry.size > size:
+            found.append(Bucket(tuple(current), filled))
+            current, filled = [], 0
+        current.append(Placed(entry, filled))
+        filled += aligned(entry.size)
+    return (*found, Bucket(tuple(current), filled)) if current else tuple(found)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def view(memory: Tensor, placed: Placed, start: int = 0) -> Tensor:
+    """The tensor that lies in ``memory`` (flat uint8), whose bucket begins at ``start``."""
+    begin, entry = start + placed.offset, placed.entry
+    return memory[begin : begin + entry.size].view(entry.dtype).view(entry.shape)
+
+
+def digest(manifest: Manifest) -> str:
+    """A short text that is the same for equal manifests, in every process."""
+    text = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in manifest.entries)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def matched(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """The manifest's entries with their tensors. Raises ValueError where they are not those of the manifest, in its order."""
+    given = iter(tensors)
+    for entry in manifest.entries:
+        name, tensor = next(given, ("nothing", None))
+        if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
+            found = name if tensor is None else f"{name} {tuple(tensor.shape)}"
+            raise ValueError(
+                f"the manifest says that {entry.name} {entry.shape} comes next, but {found} came: send the tensors that the manifest was "
+                "made of, in the same order"
+            )
+        yield entry, tensor
+    if (left := next(given, None)) is not None:
+        raise ValueError(f"{left[0]} came after the manifest's last tensor: send the tensors that the manifest was made of")
