@@ -1,0 +1,116 @@
+"""Which waits are too long, as a person would say it: the innermost ones, by kind; and who holds an event loop that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.watch.waits import Wait, told
+
+SHOWN = 5  # waits named in one report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds that one wait may take, by kind; 0 is no limit."""
+
+    environment: float = 600.0
+    generation: float = 1800.0
+    training: float = 3600.0
+    weight_sync: float = 600.0
+    checkpoint: float = 1800.0
+    event_loop: float = 300.0  # for how long the event loop may stand still in a wait without a limit of its own
+
+    def by_kind(self) -> Mapping[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "event_loop"}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Waits of one kind over their limit, the longest first."""
+
+    kind: str
+    limit: float
+    waits: tuple[Wait, ...]
+    blocked: float | None = None  # for how long the event loop has stood still in the last of them
+
+    @property
+    def seconds(self) -> float:
+        return max([self.blocked or 0.0, *(wait.seconds for wait in self.waits)])
+
+
+def troubles(waits: Sequence[Wait], limits: Limits, *, loop_thread: int, silent: float | None = None) -> list[Trouble]:
+    """What is over its limit. ``silent``: for how long the event loop, which runs in ``loop_thread``, has stood still; None: it runs.
+
+    While it stands still only the task that holds it is to blame; what other tasks wait for may be there already.
+    """
+    judged = waits if silent is None else [wait for wait in waits if wait.thread != loop_thread]
+    by_kind: dict[str, list[Wait]] = {}
+    for wait in _innermost(judged, waits):
+        by_kind.setdefault(wait.kind or wait.on, []).append(wait)
+    found = [
+        Trouble(kind, min(wait.limit or 0.0 for wait in several), tuple(sorted(several, key=lambda wait: -wait.seconds)))
+        for kind, several in by_kind.items()
+    ]
+    return found if silent is None else [*found, *_standstill(waits, limits, silent)]
+
+
+def _standstill(waits: Sequence[Wait], limits: Limits, silent: float) -> list[Trouble]:
+    holding = [wait for wait in waits if wait.running]
+    limited = [wait for wait in holding if wait.limit is not None]
+    if limited:
+        wait = limited[-1]
+        return [Trouble(wait.kind or wait.on, wait.limit or 0.0, (wait,), silent)] if wait.over else []
+    return [Trouble("event_loop", limits.event_loop, tuple(holding[-1:]), silent)] if 0 < limits.event_loop < silent else []
+
+
+def _innermost(judged: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
+    """Waits over their limit, without those that only wait for another such wait."""
+    by_number = {wait.number: wait for wait in waits}
+    over = [wait for wait in judged if wait.over]
+    outer: set[int] = set()
+    for wait in over:
+        parent = wait.parent
+        while parent is not None and parent in by_number and parent not in outer:
+            outer.add(parent)
+            parent = by_number[parent].parent
+    return [wait for wait in over if wait.number not in outer]
+
+
+def report_of(trouble: Trouble, waits: Sequence[Wait], step: int) -> str:
+    """What a person is told; the first line says the worst."""
+    key = f" (watchdog.{trouble.kind}_seconds)" if trouble.kind in vars(Limits()) else ""
+    head = f"step {step} waits longer than the limit of {trouble.limit:g} s{key}: "
+    chains = [f"{told(deepest(wait, waits), waits)}, for {wait.seconds:.1f} s" for wait in trouble.waits[:SHOWN]]
+    lines = [head + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
+    if trouble.blocked is not None:
+        lines[0] += f"; this holds the event loop since {trouble.blocked:.1f} s, and nothing else goes on"
+    if (more := len(trouble.waits) - SHOWN) > 0:
+        lines.append(f"  and {more} more")
+    return "\n".join(lines)
+
+
+def deepest(wait: Wait, waits: Sequence[Wait]) -> Wait:
+    """Down to the oldest of what it waits for itself, and so on: that is who has to answer."""
+    children: dict[int, Wait] = {}
+    for other in waits:
+        if other.parent is not None:
+            children.setdefault(other.parent, other)
+    seen = {wait.number}
+    while (child := children.get(wait.number)) is not None and child.number not in seen:
+        seen.add(child.number)
+        wait = child
+    return wait
+
+
+def longest(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
+    """The ``count`` innermost waits that have lasted longest, and what they are part of; in the order in which they were begun."""
+    by_number = {wait.number: wait for wait in waits}
+    parents = {wait.parent for wait in waits}
+    kept: set[int] = set()
+    for wait in sorted((wait for wait in waits if wait.number not in parents), key=lambda wait: -wait.seconds)[:count]:
+        place: int | None = wait.number
+        while place is not None and place in by_number and place not in kept:
+            kept.add(place)
+            place = by_number[place].parent
+    return tuple(wait for wait in waits if wait.number in kept)

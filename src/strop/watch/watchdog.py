@@ -1,0 +1,233 @@
+"""The watchdog: a thread that names what waits longer than its limit, and writes ``status.json``.
+
+It is a thread and not an asyncio task because the event loop itself may stand still: a heartbeat from the loop tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from strop.watch.diary import REMEMBERED, Diary
+from strop.watch.status import Said, State, Status, process_started, write_status
+from strop.watch.trouble import Limits, Trouble, longest, report_of, troubles
+from strop.watch.waits import Wait, open_waits
+
+log = logging.getLogger(__name__)
+
+STORED = 100  # innermost waits in status.json, the longest ones
+TASKS_DUMPED = 200
+ENDING = 30.0  # seconds in which a run that was told to end has to
+
+
+class Stuck(TimeoutError):
+    """Something waited longer than watchdog.stop_after_seconds; the message says who for whom."""
+
+
+@dataclass
+class Backoff:
+    """When one kind of trouble is reported again: at doubling intervals."""
+
+    next_at: float = 0.0
+    delay: float = 0.0
+
+    def due(self, now: float, limit: float) -> bool:
+        if now < self.next_at:
+            return False
+        self.delay = max(2 * self.delay, limit)
+        self.next_at = now + self.delay
+        return True
+
+
+class Watchdog:
+    """``with Watchdog(...)`` inside a running event loop, around a run whose trackers ``diary`` is one of."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        note: Callable[[str], None],
+        limits: Limits | None = None,
+        interval: float = 5.0,
+        stop_after: float | None = None,
+        checkpoints: str | None = None,
+    ) -> None:
+        """``note`` is the trackers', called in the event loop; ``interval`` seconds lie between two looks; a wait that is over its limit
+        and has lasted ``stop_after`` seconds ends the run with Stuck; ``checkpoints`` is a folder, for the doctor."""
+        self.diary = Diary()
+        self._folder, self._note, self._checkpoints = Path(folder), note, checkpoints
+        self._limits, self._interval, self._stop_after = limits or Limits(), interval, stop_after
+        self._reports: deque[Said] = deque(maxlen=REMEMBERED)
+        self._backoff: dict[str, Backoff] = {}
+        self._stacks: Path | None = None
+        self._stuck: Stuck | None = None
+        self._give_up_at = float("inf")
+        self._trusted_from = 0.0  # the event loop stood still before: what waits longer than since then may not have had its turn
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop_thread, self._started = threading.get_ident(), time.time()
+        self._pulse = min(1.0, self._interval / 4)
+        self._heartbeat()
+        self._thread = threading.Thread(target=self._watch, name="strop-watchdog", daemon=True)
+        self._write("running", ())
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join(timeout=10)
+        self._timer.cancel()
+        stuck = self._stuck if isinstance(error, asyncio.CancelledError) else None
+        ended = stuck or error
+        state: State = "finished" if ended is None else "failed" if isinstance(ended, Exception) else "interrupted"
+        with suppress(OSError):
+            self._write(state, (), error=f"{type(ended).__name__}: {ended}" if isinstance(ended, Exception) else None)
+        if stuck is not None:
+            raise stuck from None
+
+    # --- in the event loop ---
+
+    def _heartbeat(self) -> None:
+        self._beat = time.monotonic()
+        self._timer = self._loop.call_later(self._pulse, self._heartbeat)
+
+    # --- in the thread ---
+
+    def _watch(self) -> None:
+        failed = False
+        while not self._over.wait(self._interval):
+            try:
+                self._look()
+            except Exception as error:  # a run outlives its watchdog
+                log.log(logging.DEBUG if failed else logging.WARNING, "the watchdog failed: %s: %s", type(error).__name__, error)
+                failed = True
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        silent = now - self._beat
+        waits = open_waits(self._limits.by_kind(), loop=self._loop)
+        blocked = silent > max(self._interval, 2 * self._pulse)
+        if blocked:
+            self._trusted_from = now + 2 * self._interval
+        found = [] if not blocked and now < self._trusted_from else self._troubles(waits, silent if blocked else None)
+        for kind in self._backoff.keys() - {trouble.kind for trouble in found}:
+            del self._backoff[kind]
+        for trouble in found:
+            if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
+                self._report(trouble, waits, blocked=blocked)
+        self._write("running", waits, silent=silent)
+        self._end_if_hopeless(found, waits, blocked=blocked)
+
+    def _troubles(self, waits: Sequence[Wait], silent: float | None) -> list[Trouble]:
+        return troubles(waits, self._limits, loop_thread=self._loop_thread, silent=silent)
+
+    def _report(self, trouble: Trouble, waits: Sequence[Wait], *, blocked: bool) -> None:
+        text = report_of(trouble, waits, self.diary.step + 1)
+        self._reports.append(Said(time.time(), text))
+        if self._stacks is None:
+            self._stacks = self._dump_stacks(text)
+        if self._stacks is not None:
+            text += f"\n  where everything stood at the first report: {self._stacks}"
+        log.warning("watchdog: %s", text)
+        if not blocked:
+            self._in_loop(lambda: self._note(f"watchdog: {text}"))
+
+    def _in_loop(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(call)
+
+    def _dump_stacks(self, text: str) -> Path | None:
+        """The stacks of all threads, and of the asyncio tasks, in a file of the log folder."""
+        path = self._folder / time.strftime("stacks_%Y%m%d_%H%M%S.txt")
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{text}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                with suppress(RuntimeError):  # tasks begin and end while they are listed
+                    for task in list(asyncio.all_tasks(self._loop))[:TASKS_DUMPED]:
+                        file.write("\n")
+                        task.print_stack(file=file)
+        except OSError as error:
+            log.warning("no stacks could be written to %s: %s", path, error)
+            return None
+        return path
+
+    def _end_if_hopeless(self, found: Sequence[Trouble], waits: Sequence[Wait], *, blocked: bool) -> None:
+        if time.monotonic() > self._give_up_at:
+            self._leave()
+        if self._stop_after is None or self._stuck is not None:
+            return
+        worst = max(found, key=lambda trouble: trouble.seconds, default=None)
+        if worst is None or worst.seconds <= self._stop_after:
+            return
+        self._stuck = Stuck(
+            f"the run was ended after waiting longer than watchdog.stop_after_seconds = {self._stop_after:g}: "
+            f"{report_of(worst, waits, self.diary.step + 1)}"
+        )
+        if blocked or self._task is None:
+            self._leave()
+        self._give_up_at = time.monotonic() + ENDING
+        task = self._task
+        self._in_loop(lambda: task.cancel() if task is not None else None)
+
+    def _leave(self) -> None:
+        """At once: the event loop does not run, or the run does not end. Checkpoints and metrics are whole at any moment."""
+        self._write("failed", open_waits(self._limits.by_kind()), error=f"Stuck: {self._stuck}")
+        log.critical("%s", self._stuck)
+        os._exit(1)
+
+    def _write(self, state: State, waits: Sequence[Wait], *, silent: float = 0.0, error: str | None = None) -> None:
+        write_status(
+            self._folder,
+            Status(
+                state=state,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                process_started=process_started(os.getpid()),
+                started=self._started,
+                written=time.time(),
+                interval=self._interval,
+                step=self.diary.step,
+                stepped=self.diary.stepped,
+                doing=self.diary.doing,
+                loop_silent=silent,
+                waits=longest(waits, STORED),
+                versions=_versions(),
+                checkpoints=self._checkpoints,
+                error=error,
+                notes=tuple(self.diary.notes),
+                reports=tuple(self._reports),
+                stacks=None if self._stacks is None else str(self._stacks),
+            ),
+        )
+
+
+def _versions() -> dict[str, str]:
+    """Of the software, as far as it is installed."""
+    if not _VERSIONS:
+        _VERSIONS["python"] = platform.python_version()
+        for name in ("strop", "torch", "transformers", "vllm"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                _VERSIONS[name] = importlib.metadata.version(name)
+    return dict(_VERSIONS)
+
+
+_VERSIONS: dict[str, str] = {}
