@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, Outputs, TokenOutputs
 from strop.checkpointing.base import Checkpoints, RunState
 from strop.data.packing import mini_batches, pack
 from strop.evaluation import Validation
+from strop.mismatch import MismatchGuard, measure
 from strop.reports import batch_metrics, group_metrics
 from strop.rollouts.stream import EndOfTasks, GroupStream, StreamState
 from strop.stopping import EarlyStop
@@ -23,6 +25,7 @@ from strop.tracking.base import Tracker
 from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
 from strop.training.base import ColumnSource, Learner, token_outputs
 from strop.types import Batch, Group
+from strop.watch.waits import Kind, waiting
 from strop.weights.base import WeightSync
 
 
@@ -32,6 +35,11 @@ class TooManyDropped(RuntimeError):
 
 class OutOfTasks(RuntimeError):
     """The tasks were used up before a single step could be trained; the message says what became of them."""
+
+
+# When the groups in flight are finished: where learner and generator take turns, before training; where they work side by side, before the
+# new weights are published; never, and weights change while groups are sampled.
+Drain = Literal["training", "publishing", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,8 @@ class LoopOptions:
     steps_per_batch: int = 1  # optimizer steps in one pass over a batch
     update_epochs: int = 1  # passes over a batch
     max_staleness: int = 0  # how many steps newer the trained policy may be than the one that began a rollout
+    drops_stale: bool = False  # the stream's order does not wait for slow groups: those that are older are dropped
+    drain_before: Drain = "never"
     max_groups_per_step: int = 1_000_000  # groups generated in search of enough that pass the filter
     max_errors_in_a_row: int = 16
     val_period: int = 0
@@ -70,6 +80,7 @@ class Run:
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
     evaluator: Validation | None = None
     early_stop: EarlyStop | None = None
+    mismatch: MismatchGuard = field(default_factory=MismatchGuard)
     checkpoints: Checkpoints | None = None
     step: int = 0
     done: bool = False
@@ -96,6 +107,7 @@ async def train(run: Run) -> None:
             await end_of_tasks(run, len(groups), begun)
             break
         with clock("drain"):
+            await drain(run, before="training")
             await run.weights.lend_to_learner()
         with clock("packing"):
             batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
@@ -105,6 +117,8 @@ async def train(run: Run) -> None:
         batch = run.algorithm.credit(batch)
         with clock("policy_training"):
             before, trained = await update(run, batch)
+        with clock("drain"):
+            await drain(run, before="publishing")
         run.step += 1
         with clock("weight_sync"):
             synced = await run.weights.publish(run.step)
@@ -120,6 +134,13 @@ async def train(run: Run) -> None:
         with clock("checkpointing"):
             save_if_due(run, run.stream.state())
         run.tracker.log(run.step, {**run.logged, **clock.metrics(run, batch)})
+
+
+async def drain(run: Run, *, before: Drain) -> None:
+    """Wait for the groups in flight where the run is to: then every rollout is of one version of the weights."""
+    if run.options.drain_before == before:
+        run.tracker.progress(f"finishing the groups in flight before {before}")
+        await run.stream.drained()
 
 
 async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
@@ -159,7 +180,7 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
             group = await run.stream.next()
         except EndOfTasks:
             break
-        reason: Dropped | None = "error" if group.errors else None if run.algorithm.keep(group) else "filtered"
+        reason = refused(run, group)
         if reason is None:
             kept.append(group)
         else:
@@ -173,26 +194,38 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
     return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded))
 
 
+def refused(run: Run, group: Group) -> Dropped | None:
+    """Why a group is not trained on, if it is not."""
+    if group.errors:
+        return "error"
+    if run.options.drops_stale and run.step - group.version > run.options.max_staleness:
+        return "stale"
+    return None if run.algorithm.keep(group) else "filtered"
+
+
 def _stop_if_hopeless(run: Run, kept: int) -> None:
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(
             f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_reasons(run)}"
         )
-    if kept < options.groups_per_step and kept + len(run.dropped) >= options.max_groups_per_step:
-        mean = sum(float(group.rewards.mean()) for group, _ in run.dropped) / max(len(run.dropped), 1)
+    dropped = [group for group, reason in run.dropped if reason != "stale"]
+    if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
+        mean = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
         raise TooManyDropped(
-            f"{kept + len(run.dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
+            f"{kept + len(dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
             f"filter; the mean reward of the dropped ones is {mean:.3g}: if it is at the bottom the task is too hard or the reward "
             f"broken, at the top too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
         )
 
 
 def _reasons(run: Run) -> str:
-    """Why groups of this step were dropped, a line each: the last three different errors, and how many did not pass the filter."""
+    """Why groups of this step were dropped, a line each: the last three different errors, how many did not pass the filter, how many were
+    too old."""
     errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
-    filtered = sum(reason == "filtered" for _, reason in run.dropped)
-    lines = [*list(errors)[-3:], *([f"{filtered} did not pass the algorithm's filter"] if filtered else [])]
+    why = [reason for _, reason in run.dropped]
+    counts = {"did not pass the algorithm's filter": why.count("filtered"), "were too old": why.count("stale")}
+    lines = [*list(errors)[-3:], *(f"{count} {what}" for what, count in counts.items() if count)]
     return "".join(f"\n  {line}" for line in lines)
 
 
@@ -221,7 +254,18 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
     assert before is not None
     trained = {f"train/{name}": value for name, value in metrics.values(metrics.merge(*logged)).items()}
     recorded = bool(run.algorithm.recorded)
-    return before, {**trained, **run.algorithm.report(batch), **batch_metrics(batch, before, recorded=recorded)}
+    described = {**batch_metrics(batch, before, recorded=recorded), **agreement(run, batch, before)}
+    return before, {**trained, **run.algorithm.report(batch), **described}
+
+
+def agreement(run: Run, batch: Batch, before: Outputs) -> dict[str, float]:
+    """How sampler and learner agree on what was sampled; warns where they do not. Raises MismatchTooLarge."""
+    if run.algorithm.recorded or not isinstance(before, TokenOutputs):
+        return {}
+    report = measure(batch, before.logprobs, run.step)
+    if (warning := run.mismatch.judge(run.step + 1, report)) is not None:
+        run.tracker.note(f"warning: {warning}")
+    return report.metrics()
 
 
 async def survey(run: Run, batch: Batch) -> Batch:
@@ -283,8 +327,18 @@ def stops(run: Run, logged: Mapping[str, float]) -> bool:
     return True
 
 
+# Whose limits of the watchdog a phase has; the others take as long as they take, or have waits of their own inside.
+LIMITED: Mapping[str, Kind] = {
+    "drain": "weight_sync",
+    "logprobs": "training",
+    "policy_training": "training",
+    "weight_sync": "weight_sync",
+    "checkpointing": "checkpoint",
+}
+
+
 class Stopwatch:
-    """Where a step's time goes, in seconds by phase."""
+    """Where a step's time goes, in seconds by phase; and what the loop waits for meanwhile."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -293,7 +347,8 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with waiting("training loop", on=phase, kind=LIMITED.get(phase, "")):
+            yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def metrics(self, run: Run, batch: Batch) -> dict[str, float]:

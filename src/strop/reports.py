@@ -1,4 +1,4 @@
-"""What a step says about its rollouts and about how well sampler and learner agree."""
+"""What a step says about its rollouts and its tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def group_metrics(
         "train/groups_dropped": float(len(dropped)),
         "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
         "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
+        **({} if recorded else {"train/groups_dropped_stale": float(sum(reason == "stale" for _, reason in dropped))}),
     }
     if not kept or recorded:
         return {**logged, "train/examples": float(len(kept))} if kept else logged
@@ -50,27 +51,14 @@ def group_metrics(
 
 
 def batch_metrics(batch: Batch, before: Outputs, *, recorded: bool = False) -> dict[str, float]:
-    """What the learner's weights before this step's updates say of the batch; means over tokens. Where tokens were sampled, how sampler
-    and learner agree on them.
-
-    token_mult_prob_error: mean of exp(|difference of log-probabilities|); 1 is perfect. gen_kl_error: the k3 estimate of
-    KL(sampler || learner).
-    """
+    """What the learner's weights before this step's updates say of the batch; means over counted tokens. How sampler and learner agree on
+    sampled ones is ``strop.mismatch``'s to say."""
     counted = batch.mask > 0
     logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
     if not isinstance(before, TokenOutputs):
         return logged
     logged |= {"train/entropy": _mean(before.entropy[counted]), "train/logprob": _mean(before.logprobs[counted])}
-    if recorded:
-        return logged
-    difference = (before.logprobs - batch.sampler_logprobs)[counted]
-    return {
-        **logged,
-        "train/token_mult_prob_error": _mean(difference.abs().exp()),
-        "train/token_mult_prob_error_max": float(difference.abs().exp().max()) if len(difference) else 1.0,
-        "train/gen_kl_error": _mean(torch.expm1(difference) - difference),
-        "train/advantages_abs": _mean(batch.advantages[counted].abs()),
-    }
+    return logged if recorded else {**logged, "train/advantages_abs": _mean(batch.advantages[counted].abs())}
 
 
 def _mean(values: Tensor) -> float:

@@ -53,13 +53,14 @@ KEPT = [
 
 
 def test_means_are_over_the_rollouts_that_are_trained_on():
-    dropped = [(group(2, rollout(0, 9.0, 50)), "error"), (group(3, rollout(0, 9.0, 50)), "filtered"), (KEPT[0], "filtered")]
+    dropped = [(group(index, rollout(0, 9.0, 50)), why) for index, why in enumerate(("error", "filtered", "filtered", "stale"), 2)]
     found = group_metrics(KEPT, dropped, [0, 2])
     assert found == pytest.approx(
         {
-            "train/groups_dropped": 3,
+            "train/groups_dropped": 4,
             "train/groups_dropped_for_errors": 1,
             "train/groups_dropped_by_filter": 2,
+            "train/groups_dropped_stale": 1,
             "train/rewards/right": 0.5,
             "train/rewards/brief": 0.5,
             "train/environments/a/reward": 0.5,
@@ -83,6 +84,7 @@ def test_a_step_that_kept_nothing_reports_what_was_dropped():
         "train/groups_dropped": 1,
         "train/groups_dropped_for_errors": 1,
         "train/groups_dropped_by_filter": 0,
+        "train/groups_dropped_stale": 0,
     }
 
 

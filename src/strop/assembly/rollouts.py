@@ -17,8 +17,9 @@ from strop.config import RolloutRunConfig
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
-from strop.loop import LoopOptions, Run
+from strop.loop import Drain, LoopOptions, Run
 from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
+from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, renewed
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
@@ -56,7 +57,11 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
     stream_state = None
     if state is not None:
         stream_state = renewed(
-            state.stream, step=state.step, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness
+            state.stream,
+            step=state.step,
+            groups_per_step=options.groups_per_step,
+            max_staleness=options.max_staleness,
+            order=order_of(config, options),
         )
     run = Run(
         options=options,
@@ -131,8 +136,27 @@ def make_stream(
             greedy_baseline=greedy,
         )
 
-    slots = (options.max_staleness + 1) * options.groups_per_step
-    return RolloutStream(run, slots=slots, size=source.size, state=state, ahead=options.max_staleness > 0)
+    return RolloutStream(
+        run,
+        slots=(options.max_staleness + 1) * options.groups_per_step
+        + config.rollouts.asynchronous.extra_slots * options.drops_stale,
+        size=source.size,
+        state=state,
+        ahead=options.max_staleness > 0,
+        order=order_of(config, options),
+        version=lambda: generator.version,
+    )
+
+
+def order_of(config: RolloutRunConfig, options: LoopOptions) -> Order:
+    """Which group comes next. A synchronous run is always FIFO: all of its groups are of the newest version."""
+    section = config.rollouts.asynchronous
+    if options.drops_stale:
+        return DropTooOld()
+    if options.max_staleness and section.order == "windowed":
+        window = options.groups_per_step if section.window is None else section.window
+        return Windowed(window=window, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness)
+    return Fifo()
 
 
 def make_evaluator(
@@ -180,6 +204,17 @@ def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
     )
 
 
+def shares_module(config: RolloutRunConfig) -> bool:
+    """Whether the generator runs the learner's own module, so that the two take turns."""
+    return config.policy.generation.backend in ("auto", "torch")
+
+
+def drain_before(config: RolloutRunConfig) -> Drain:
+    if config.rollouts.max_staleness == 0 or config.rollouts.asynchronous.in_flight_weight_updates:
+        return "never"  # a synchronous run has nothing in flight then
+    return "training" if shares_module(config) else "publishing"
+
+
 def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> LoopOptions:
     """``filters``: the algorithm drops groups, so the search for enough of them is bounded."""
     training = config.rollouts
@@ -192,6 +227,8 @@ def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: boo
         steps_per_batch=training.rollouts_per_step // global_batch,
         update_epochs=training.epochs_per_batch,
         max_staleness=training.max_staleness,
+        drops_stale=training.max_staleness > 0 and training.asynchronous.order == "drop_too_old",
+        drain_before=drain_before(config),
         max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else 1 << 60,
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,

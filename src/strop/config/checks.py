@@ -127,6 +127,23 @@ def on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
         )
 
 
+def asynchronous(config: RolloutRunConfig) -> Problems:
+    """Keys that belong to another order than the chosen one."""
+    section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
+    if section.window is not None and section.order != "windowed":
+        yield Problem(
+            f"{key}.window",
+            f"found {section.window}, but {key}.order is {section.order}, which has no window",
+            f"Set {key}.order=windowed, or {key}.window=null.",
+        )
+    if section.extra_slots and section.order != "drop_too_old":
+        yield Problem(
+            f"{key}.extra_slots",
+            f"found {section.extra_slots}, but with {key}.order={section.order} the number of slots is what bounds the age of rollouts",
+            f"Set {key}.order=drop_too_old, which drops what is too old, or {key}.extra_slots=0.",
+        )
+
+
 def aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss = config.loss_fn
     how = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
@@ -436,6 +453,27 @@ def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         )
 
 
+def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
+    section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
+    if not section.enabled:
+        return
+    if section.max_trajectory_age_steps == 0:
+        yield Problem(f"{key}.enabled", f"it changes nothing: {key}.max_trajectory_age_steps=0 is synchronous training")
+        return
+    if section.recompute_kv_cache_after_weight_updates and not section.in_flight_weight_updates:
+        yield Problem(
+            f"{key}.recompute_kv_cache_after_weight_updates",
+            f"it changes nothing: with {key}.in_flight_weight_updates=false no rollout is running when weights are published",
+        )
+    if section.order != "fifo" and not section.in_flight_weight_updates:
+        yield Problem(
+            f"{key}.order",
+            f"found {section.order}, which saves little: with {key}.in_flight_weight_updates=false every group in flight is finished "
+            "before weights are published, the slow ones too",
+            f"Set {key}.in_flight_weight_updates=true, or {key}.order=fifo, with which the run can be repeated.",
+        )
+
+
 def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss, algorithm = config.loss_fn, config.algorithm
     without_own = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
@@ -458,7 +496,7 @@ Check = Callable[[Any], Problems]
 # For which kind of run a check is: all of them that a configuration is an instance of apply.
 REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (GrpoRunConfig, (group_size,)),
-    (RolloutRunConfig, (global_batch,)),
+    (RolloutRunConfig, (global_batch, asynchronous)),
     ((GrpoRunConfig, PpoRunConfig), (on_policy_ratio, aggregation)),
     (RolloutRunConfig, (ranges,)),
     (TrainingRunConfig, (early_stop, learning_rate, adapters)),
@@ -471,6 +509,7 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
 )
 WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (TrainingRunConfig, (no_validation_data, checkpoints_without_metric, unread_batch_size)),
+    (RolloutRunConfig, (idle_asynchronous_keys,)),
     ((GrpoRunConfig, PpoRunConfig), (kl_in_reward_of_weight_zero,)),
     (Model, (unread_vllm_options, one_device)),
 )

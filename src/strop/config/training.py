@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from strop.config.model import Model, follows, subsection
@@ -74,6 +76,27 @@ class AsyncConfig(Model):
         1,
         ge=0,
         description="No rollout is trained on by a policy more than this many steps newer than the one that began it (steps).",
+    )
+    in_flight_weight_updates: bool = Field(
+        False,
+        description="Publish new weights while groups are sampled, which go on with them: a rollout may be of several versions, and each "
+        "token knows its own. False finishes the groups in flight first, so that each is of one version.",
+    )
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False,
+        description="With in_flight_weight_updates, compute the cached keys and values of running rollouts again with the new weights; "
+        "false keeps those of the old.",
+    )
+    order: Literal["fifo", "windowed", "drop_too_old"] = Field(
+        "fifo",
+        description="Which group is trained on next. fifo: as they were begun; windowed: any finished one among the oldest, as long as "
+        "no other gets too old; drop_too_old: as they finish, and what is too old by then is dropped.",
+    )
+    window: int | None = Field(
+        None, ge=1, description="For order=windowed: how many of the oldest groups; null is those of one step (groups)."
+    )
+    extra_slots: int = Field(
+        0, ge=0, description="For order=drop_too_old: groups in flight beyond (age + 1) x num_prompts_per_step (groups)."
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
 
 Format = Literal["parquet", "jsonl", "none"]
-Dropped = Literal["filtered", "error"]
+Dropped = Literal["filtered", "error", "stale"]
 Key = tuple[int, int]  # (group index, sample): the identity of a rollout in a run
 
 FOLDER = "rollouts"
