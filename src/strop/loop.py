@@ -329,7 +329,7 @@ def stops(run: Run, logged: Mapping[str, float]) -> bool:
 
 # Whose limits of the watchdog a phase has; the others take as long as they take, or have waits of their own inside.
 LIMITED: Mapping[str, Kind] = {
-    "drain": "weight_sync",
+    "drain": "generation",
     "logprobs": "training",
     "policy_training": "training",
     "weight_sync": "weight_sync",

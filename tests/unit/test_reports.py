@@ -1,8 +1,6 @@
-"""What a step says about its rollouts, and about how well sampler and learner agree."""
+"""What a step says about its rollouts and its tokens."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -53,7 +51,9 @@ KEPT = [
 
 
 def test_means_are_over_the_rollouts_that_are_trained_on():
-    dropped = [(group(index, rollout(0, 9.0, 50)), why) for index, why in enumerate(("error", "filtered", "filtered", "stale"), 2)]
+    dropped = [
+        (group(index, rollout(0, 9.0, 50)), why) for index, why in enumerate(("error", "filtered", "filtered", "stale"), 2)
+    ]
     found = group_metrics(KEPT, dropped, [0, 2])
     assert found == pytest.approx(
         {
@@ -88,29 +88,23 @@ def test_a_step_that_kept_nothing_reports_what_was_dropped():
     }
 
 
-def test_agreement_is_perfect_where_the_log_probabilities_are_equal():
+def test_entropy_and_log_probability_are_means_over_counted_tokens():
     batch = pack(KEPT, grpo())
     found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs, entropy=torch.full((len(batch.target),), 0.5)))
-    assert (found["train/token_mult_prob_error"], found["train/token_mult_prob_error_max"]) == (1.0, 1.0)
-    assert found["train/gen_kl_error"] == 0 and found["train/entropy"] == 0.5 and found["train/logprob"] == -1
+    assert found["train/entropy"] == 0.5 and found["train/logprob"] == -1
     assert found["train/tokens_trained"] == 2 + 4 + 2 + 3 and found["train/tokens_read"] == len(batch.tokens)
-
-
-def test_disagreement_is_measured_in_both_directions():
-    batch = pack(KEPT, grpo())
-    shift = torch.zeros(len(batch.target))
-    shift[0], shift[1] = 0.3, -0.3
-    found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs + shift, entropy=shift))
-    count = len(batch.target)
-    assert found["train/token_mult_prob_error"] == pytest.approx((2 * math.exp(0.3) + count - 2) / count)
-    assert found["train/token_mult_prob_error_max"] == pytest.approx(math.exp(0.3))
-    k3 = math.exp(0.3) - 1 - 0.3 + math.exp(-0.3) - 1 + 0.3
-    assert found["train/gen_kl_error"] == pytest.approx(k3 / count, rel=1e-5)
 
 
 def test_tokens_that_do_not_count_are_left_out():
     batch = pack(KEPT, grpo(overlong_filtering=True))
     wrong = torch.where(batch.mask > 0, 0.0, 5.0)
     found = batch_metrics(batch, TokenOutputs(logprobs=batch.sampler_logprobs + wrong, entropy=wrong))
-    assert found["train/token_mult_prob_error"] == 1 and found["train/entropy"] == 0
+    assert found["train/logprob"] == -1 and found["train/entropy"] == 0
     assert found["train/tokens_trained"] == 7
+
+
+def test_of_recorded_tokens_there_is_no_advantage_to_report():
+    batch = pack(KEPT, grpo())
+    outputs = TokenOutputs(logprobs=batch.sampler_logprobs, entropy=torch.ones(len(batch.target)))
+    assert "train/advantages_abs" not in batch_metrics(batch, outputs, recorded=True)
+    assert "train/advantages_abs" in batch_metrics(batch, outputs)

@@ -14,12 +14,16 @@ from strop.checkpointing.folders import CheckpointError
 from strop.data.errors import DataError
 from strop.environments.base import EnvironmentConfigError
 from strop.loop import OutOfTasks, TooManyDropped
+from strop.mismatch import MismatchTooLarge
 from strop.models.loading import ModelNotFound
 
 log = logging.getLogger(__name__)
 
 # What a run may end with that is the user's to mend: the message is enough.
-MISTAKES = (ModelNotFound, DataError, EnvironmentConfigError, TooManyDropped, OutOfTasks, CheckpointError, ValueError, OSError)
+MISTAKES = (
+    *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
+    *(TooManyDropped, OutOfTasks, MismatchTooLarge, ValueError, OSError),
+)
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> int:

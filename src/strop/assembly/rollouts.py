@@ -18,6 +18,7 @@ from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
 from strop.loop import Drain, LoopOptions, Run
+from strop.mismatch import MismatchGuard, MismatchLimits
 from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
 from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, renewed
@@ -51,7 +52,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
     scorers = make_scorers(config, policy, algorithm, sampling, learners)
 
     checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
-    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts)
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=policy.tokenizer.decode)
     state = restore(config, checkpoints, learners, tracker, store)
     rules = episode_rules(config)
     stream_state = None
@@ -85,6 +86,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         decode=policy.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, engine, policy.template, rules, tracker),
         early_stop=early_stop(config),
+        mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
         checkpoints=checkpoints if config.checkpointing.enabled else None,
     )
     return continued(run, state), engine

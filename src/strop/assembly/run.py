@@ -7,6 +7,7 @@ from strop.assembly.mistakes import run_to_end
 from strop.assembly.recorded import build_recorded_run
 from strop.assembly.rollouts import build_rollout_run
 from strop.assembly.training import make_tracker, seed_everything
+from strop.assembly.watch import watched
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.generation.base import Generator
 from strop.loop import Run, train
@@ -21,14 +22,15 @@ def run_training(config: TrainingRunConfig) -> int:
 async def _run(config: TrainingRunConfig) -> None:
     tracker = make_tracker(config)
     try:
-        run, generator = await build_run(config, tracker)
-        try:
-            await train(run)
-        finally:
-            await run.stream.close()
-            if generator is not None:
-                await generator.close()
-        run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+        with watched(config, tracker) as told:
+            run, generator = await build_run(config, told)
+            try:
+                await train(run)
+            finally:
+                await run.stream.close()
+                if generator is not None:
+                    await generator.close()
+            run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
     finally:
         tracker.close()
 

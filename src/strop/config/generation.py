@@ -76,6 +76,23 @@ class ColocatedConfig(Model):
     resources: ColocatedResourcesConfig = subsection(ColocatedResourcesConfig)
 
 
+class MismatchConfig(Model):
+    """When sampler and learner disagree too much: limits on token_mult_prob_error of the youngest tokens of a training step."""
+
+    warn: float | None = Field(1.2, gt=1, description="Above this a step is warned of; null never warns (factor).")
+    warn_every: int = Field(20, ge=1, description="At most one such warning in so many steps (steps).")
+    stop: float | None = Field(None, gt=1, description="Above this the run ends; null never does (factor).")
+    stop_after: int = Field(3, ge=1, description="How many steps in a row have to be above stop (steps).")
+
+    @field_validator("stop")
+    @classmethod
+    def _above_warn(cls, value: float | None, info: ValidationInfo) -> float | None:
+        warn = info.data.get("warn")
+        if value is not None and warn is not None and value < warn:
+            raise ValueError(f"it is below warn = {warn:g}, so the run would end without a warning; raise it, or lower warn")
+        return value
+
+
 class GenerationConfig(Model):
     """The inference engine and how it samples."""
 
@@ -103,6 +120,7 @@ class GenerationConfig(Model):
     )
     stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
     stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
+    mismatch: MismatchConfig = subsection(MismatchConfig)
     torch_cfg: TorchGenerationConfig = subsection(TorchGenerationConfig)
     vllm_cfg: VllmConfig = subsection(VllmConfig)
     vllm_kwargs: dict[str, Any] = Field(

@@ -29,6 +29,7 @@ from strop.config.recorded import (
     SftConfig,
 )
 from strop.config.training import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
+from strop.config.watchdog import WatchdogConfig
 
 
 def _null_is_empty(values: object) -> object:
@@ -52,6 +53,7 @@ class TrainingRunConfig(Model):
     policy: PolicyConfig
     data: DataConfig = subsection(DataConfig)
     logger: LoggerConfig = subsection(LoggerConfig)
+    watchdog: WatchdogConfig = subsection(WatchdogConfig)
     cluster: ClusterConfig = subsection(ClusterConfig)
 
     @property

@@ -14,6 +14,7 @@ from strop.generation.base import Generator
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation
+from strop.watch.waits import waiting
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,8 @@ async def run_group(
         )
         for sample in range(samples + greedy_baseline)
     )
-    rollouts = await asyncio.gather(*episodes)
+    with waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}"):
+        rollouts = await asyncio.gather(*episodes)
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
@@ -114,12 +116,13 @@ async def run_episode(
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
     scored: Scored | None = None
     try:
-        async with environment.session(task):
+        async with _Session(environment, rollout):
             rollout = _start(rollout, environment.prompt(task), template, rules)
             while rollout.ending is None:
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
-            scored = await score(environment, task, rollout)
+            with _answer_of(environment, rollout, "rewards"):
+                scored = await score(environment, task, rollout)
         if scored is None:
             raise RuntimeError(
                 f"{type(environment).__name__}.session swallowed an exception; let it through, so that it is recorded"
@@ -129,6 +132,32 @@ async def run_episode(
         return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
     reward = scored.reward if rules.scaling is None else rules.scaling(scored.reward)
     return replace(rollout, reward=reward, rewards=dict(scored.rewards))
+
+
+class _Session:
+    """``environment.session``, opening and closing of which are waits."""
+
+    def __init__(self, environment: Environment[Any], rollout: Rollout) -> None:
+        self._environment, self._rollout = environment, rollout
+        self._session = environment.session(rollout.task)
+
+    async def __aenter__(self) -> Any:
+        with _answer_of(self._environment, self._rollout, "opening its session"):
+            return await self._session.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        with _answer_of(self._environment, self._rollout, "closing its session"):
+            return await self._session.__aexit__(*error)
+
+
+def _answer_of(environment: Environment[Any], rollout: Rollout, what: str) -> waiting:
+    """The environment's answer is waited for."""
+    return waiting(
+        f"sample {rollout.sample}",
+        on=f"environment {type(environment).__name__}, {what}",
+        kind="environment",
+        detail=f"task {rollout.task.id}",
+    )
 
 
 def _start(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules) -> Rollout:
@@ -144,12 +173,14 @@ def _start(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: 
 
 async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
     room = rules.max_length - rollout.length
-    completion = await generator.generate(
-        rollout.tokens().tolist(),
-        sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
-        seed=mix_seed(rollout.seed, len(rollout.policy_turns)),
-        session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
-    )
+    turn_number = len(rollout.policy_turns)
+    with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
+        completion = await generator.generate(
+            rollout.tokens().tolist(),
+            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            seed=mix_seed(rollout.seed, turn_number),
+            session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
+        )
     if sampling.records and completion.kept is None:
         raise RuntimeError(
             f"{type(generator).__name__} does not say which tokens it drew from, as policy.generation.keep_sampling_mask asks; set that "
@@ -175,7 +206,8 @@ async def _environment_turn(
 ) -> Rollout:
     if rollout.ending is not None:
         return rollout
-    messages = await environment.respond(rollout.task, rollout)
+    with _answer_of(environment, rollout, f"turn {len(rollout.policy_turns)}"):
+        messages = await environment.respond(rollout.task, rollout)
     if messages is None:
         return replace(rollout, ending=Ending.STOP)
     if len(rollout.policy_turns) >= rules.max_turns:

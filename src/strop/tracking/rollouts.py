@@ -1,6 +1,7 @@
 """Every rollout of every step, on disk: what the model read and wrote, what it earned, and what both networks thought of it.
 
-    <log folder>/rollouts/step_000012.parquet        one row a rollout, dropped groups included
+    <log folder>/rollouts/step_000012.parquet          one row a rollout, dropped groups included
+    <log folder>/rollouts/step_000012_ratios.jsonl     the tokens on which the two networks differ most (``strop.tracking.ratios``)
 
 A file is written whole or not at all, and a step that runs again replaces its file.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from strop.tracking.atomic import replacing
+from strop.tracking.ratios import Decode, TokenRatio, largest_ratios, read_ratios, write_ratios
 from strop.types import Batch, Group, Rollout
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ Key = tuple[int, int]  # (group index, sample): the identity of a rollout in a r
 
 FOLDER = "rollouts"
 _FILE = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+_RATIOS = re.compile(r"step_(\d+)_ratios\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +63,15 @@ class RolloutRecord:
 class RolloutStore:
     """The rollouts of a run, one file a step in ``<log_dir>/rollouts``. Format ``none`` writes nothing."""
 
-    def __init__(self, log_dir: Path, format: Format = "parquet") -> None:
+    def __init__(self, log_dir: Path, format: Format = "parquet", *, decode: Decode | None = None) -> None:
+        """``decode`` is the tokenizer's, for the text in the table of ratios; without it tokens are shown by their ids."""
         if format not in ("parquet", "jsonl", "none"):
             raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
         if format == "parquet":
             _pyarrow()  # a missing package is an error when the run starts, not after its first step
         self.folder = Path(log_dir) / FOLDER
         self.format = format
+        self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
         """Stores the rollouts of ``step`` and says where; what was stored of that step before is replaced."""
@@ -78,6 +83,7 @@ class RolloutStore:
         for other in self._files().get(step, ()):
             if other != path:  # the format was changed between two starts of the run
                 other.unlink()
+        self._write_ratios(step, records)
         return path
 
     def read(self, step: int) -> list[RolloutRecord]:
@@ -86,6 +92,22 @@ class RolloutStore:
             raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; there are {_summary(sorted(files))}")
         path = files[step][0]
         return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+
+    def ratios(self, step: int) -> list[TokenRatio]:
+        """The tokens of a step on which sampler and learner differ most, the largest |log ratio| first; none where they agree."""
+        path = self._ratios_of(step)
+        return read_ratios(path) if path.exists() else []
+
+    def _ratios_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}_ratios.jsonl"
+
+    def _write_ratios(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        path, rows = self._ratios_of(step), largest_ratios(records, self._decode)
+        if not rows:
+            path.unlink(missing_ok=True)
+            return
+        with replacing(path) as draft:
+            write_ratios(draft, rows)
 
     def read_all(self) -> Iterator[RolloutRecord]:
         """Step by step, in order; holds one step's rollouts at a time."""
@@ -101,6 +123,9 @@ class RolloutStore:
             if later > step:
                 for path in paths:
                     path.unlink()
+        for path in self.folder.glob("step_*_ratios.jsonl"):
+            if (match := _RATIOS.fullmatch(path.name)) and int(match[1]) > step:
+                path.unlink()
         for draft in self.folder.glob(".step_*.tmp"):
             draft.unlink()
 

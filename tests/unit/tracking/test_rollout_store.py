@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from strop.tracking.ratios import LARGEST
 from strop.tracking.rollouts import RolloutRecord, RolloutStore, by_rollout, records_of
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation
 
@@ -120,7 +122,7 @@ def test_all_steps_are_read_in_order(tmp_path: Path) -> None:
 def test_a_step_that_runs_again_replaces_its_file_also_in_another_format(tmp_path: Path) -> None:
     RolloutStore(tmp_path, "jsonl").write(3, some_records(3))
     RolloutStore(tmp_path, "parquet").write(3, some_records(3)[:1])
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000003.parquet"]
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {"step_000003.parquet", "step_000003_ratios.jsonl"}
     assert len(RolloutStore(tmp_path).read(3)) == 1
 
 
@@ -132,7 +134,7 @@ def test_resume_removes_later_steps_and_half_written_files_and_nothing_else(tmp_
     (store.folder / "notes.txt").write_text("mine")
     store.resume(3)
     assert sorted(path.name for path in store.folder.iterdir()) == [
-        "notes.txt", "step_000001.jsonl", "step_000002.jsonl", "step_000003.jsonl"
+        "notes.txt", *(f"step_00000{step}{kind}.jsonl" for step in (1, 2, 3) for kind in ("", "_ratios"))
     ]  # fmt: skip
 
 
@@ -142,7 +144,33 @@ def test_a_write_that_fails_leaves_the_step_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.write(1, [*some_records(1)[:1], replace(some_records(1)[1], reward=object())])  # type: ignore[arg-type]
     assert store.read(1) == some_records(1)
-    assert len(list(store.folder.iterdir())) == 1
+    assert store.ratios(1)[0].step == 1 and len(list(store.folder.iterdir())) == 2
+
+
+def test_the_table_of_ratios_has_the_tokens_that_differ_most_with_what_stands_before_them(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path, "jsonl", decode=lambda tokens: "".join(chr(96 + token) for token in tokens))
+    store.write(12, some_records())
+    first, second = store.ratios(12)[:2]
+    assert (first.log_ratio, first.learner_logprob) == (-math.inf, -math.inf)
+    assert (first.text, first.context, first.position, first.turn, first.version) == ("k", "abcfhij", 3, 2, 3)
+    assert (first.task_id, first.group, first.sample, first.step) == ("sum-7", 7, 1, 12)
+    assert (second.token, second.position, second.turn) == (6, 1, 1)
+    assert second.log_ratio == pytest.approx(1.9) and second.sampler_logprob == -2.0
+    assert all(abs(left.log_ratio) >= abs(right.log_ratio) for left, right in pairwise(store.ratios(12)))
+    assert {row.group for row in store.ratios(12)} == {7}, "the learner never saw the dropped group"
+
+
+def test_the_table_of_ratios_is_bounded_and_goes_where_there_is_nothing_to_say(tmp_path: Path) -> None:
+    store, record = RolloutStore(tmp_path, "jsonl"), some_records()[0]
+    many = replace(
+        record, tokens=tuple(range(100)), sampled=(True,) * 100, sampler_logprobs=(0.0,) * 100, versions=(3,) * 100,
+        learner_logprobs=(*([-1.0] * 50), float("nan"), *([0.5] * 49)),
+    )  # fmt: skip
+    store.write(12, [many])
+    rows = store.ratios(12)
+    assert len(rows) == LARGEST and math.isnan(rows[0].log_ratio) and [row.token for row in rows[1:4]] == [0, 1, 2]
+    store.write(12, [replace(record, learner_logprobs=record.sampler_logprobs)])
+    assert store.ratios(12) == [] and store.steps() == [12]
 
 
 def test_none_stores_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""The watchdog of a run, as configured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from strop.config import TrainingRunConfig
+from strop.tracking.base import Tracker, Trackers
+from strop.watch.trouble import Limits
+from strop.watch.watchdog import Watchdog
+
+
+@contextmanager
+def watched(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
+    """Look after what runs inside, in a running event loop. Yields the trackers that it is to be told by. Raises Stuck."""
+    section = config.watchdog
+    if not section.enabled:
+        yield tracker
+        return
+    watchdog = Watchdog(
+        Path(config.logger.log_dir),
+        note=tracker.note,
+        limits=Limits(**section.limits()),
+        interval=section.interval_seconds,
+        stop_after=section.stop_after_seconds,
+        checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
+    )
+    with watchdog:
+        yield Trackers([tracker, watchdog.diary])

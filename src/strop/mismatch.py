@@ -1,0 +1,187 @@
+"""How far sampler and learner disagree on what was sampled: overall, by position, by age of the weights; and when that is too far.
+
+    d = learner's log-probability before this step's updates - sampler's log-probability, for each counted token
+
+Two different things make d: the sampler computes another distribution than the learner does with the same weights (a bug, rounding, a
+quantised engine), and, where rollouts are older than the policy, the policy has changed since. Only the first is an error. So what is
+judged are the tokens of the youngest weights: those of age 0, where the batch has any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strop.types import Batch
+
+POSITIONS = (1, 16, 64, 256, 1024, 4096)  # the last position of each bucket, counted from 1; the last bucket is open
+OLDEST = 8  # ages from here on are one bucket
+ENOUGH = 0.01  # share of the tokens that an age must hold to be judged by
+
+
+class MismatchTooLarge(RuntimeError):
+    """Sampler and learner disagree so much, for so long, that training makes no sense; the message says what was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Of a set of tokens. All means are over its tokens."""
+
+    tokens: int
+    error: float  # mean of exp|d|: by what factor the two differ on a token; 1 is perfect
+    largest: float  # the largest exp|d|
+    kl: float  # nats a token: expm1(d) - d, an estimate of KL(sampler || learner) that no token makes negative
+    reverse_kl: float  # nats a token: exp(d) d - expm1(d), the like of KL(learner || sampler)
+    doubled: float  # share with exp|d| above 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchReport:
+    overall: Agreement
+    by_position: Mapping[str, Agreement]  # "1", "2_16", "17_64", ..: place among the rollout's sampled tokens; without empty ones
+    by_age: Mapping[
+        int, Agreement
+    ]  # steps between the weights that sampled a token and those before the update; OLDEST: and more
+    judged_age: int  # the youngest that holds enough tokens to be judged by
+
+    @property
+    def judged(self) -> Agreement:
+        return self.by_age.get(self.judged_age, self.overall)
+
+    def metrics(self) -> dict[str, float]:
+        """Under ``train/``. Positions where there is more than one bucket, ages where there is more than one."""
+        whole = self.overall
+        logged = {
+            "train/token_mult_prob_error": whole.error,
+            "train/token_mult_prob_error_max": whole.largest,
+            "train/gen_kl_error": whole.kl,
+            "train/gen_kl_error_reverse": whole.reverse_kl,
+            "train/token_ratio_above_2": whole.doubled,
+        }
+        parts = {f"position_{name}": part for name, part in self.by_position.items()} if len(self.by_position) > 1 else {}
+        if len(self.by_age) > 1:
+            parts |= {f"age_{age}" + ("_on" if age == OLDEST else ""): part for age, part in self.by_age.items()}
+        for name, part in parts.items():
+            logged[f"train/mismatch/{name}/token_mult_prob_error"] = part.error
+            logged[f"train/mismatch/{name}/gen_kl_error"] = part.kl
+        return logged
+
+
+def measure(batch: Batch, logprobs: Tensor, version: int) -> MismatchReport:
+    """``logprobs`` [N]: the learner's before the update, with weights of ``version``. Tokens that do not count are left out."""
+    counted = batch.mask > 0
+    difference = (logprobs.detach() - batch.sampler_logprobs)[counted].double().cpu()
+    positions = positions_in_rollout(batch)[counted].cpu()
+    ages = (version - batch.versions[counted].cpu()).clamp(0, OLDEST)
+    bucket = torch.bucketize(positions, torch.tensor(POSITIONS))
+    by_age = {int(age): agreement(difference[ages == age]) for age in ages.unique()}
+    enough = [age for age, part in by_age.items() if part.tokens >= ENOUGH * len(difference)]
+    return MismatchReport(
+        overall=agreement(difference),
+        by_position={_bucket_name(int(place)): agreement(difference[bucket == place]) for place in bucket.unique()},
+        by_age=by_age,
+        judged_age=min(enough, default=0),
+    )
+
+
+def agreement(difference: Tensor) -> Agreement:
+    """``difference`` [n] float64: learner - sampler, in nats. Of no tokens: perfect."""
+    if not len(difference):
+        return Agreement(tokens=0, error=1.0, largest=1.0, kl=0.0, reverse_kl=0.0, doubled=0.0)
+    factor, ratio = difference.abs().exp(), difference.exp()
+    weighed = torch.where(ratio == 0, 0.0, ratio * difference)  # a token that the learner finds impossible has no share in its KL
+    return Agreement(
+        tokens=len(difference),
+        error=float(factor.mean()),
+        largest=float(factor.max()),
+        kl=float((torch.expm1(difference) - difference).mean()),
+        reverse_kl=float((weighed - torch.expm1(difference)).mean()),
+        doubled=float((factor > 2).double().mean()),
+    )
+
+
+def positions_in_rollout(batch: Batch) -> Tensor:
+    """[N] int64, from 1: the place of each token among the sampled tokens of its rollout."""
+    order = torch.argsort(batch.sequence, stable=True)
+    counts = torch.bincount(batch.sequence, minlength=batch.num_sequences)
+    first = torch.cumsum(counts, 0) - counts
+    places = torch.empty_like(batch.sequence)
+    places[order] = torch.arange(len(order), device=order.device) - first[batch.sequence[order]] + 1
+    return places
+
+
+def _bucket_name(bucket: int) -> str:
+    low = POSITIONS[bucket - 1] + 1 if bucket else 1
+    if bucket == len(POSITIONS):
+        return f"{low}_on"
+    return str(low) if low == POSITIONS[bucket] else f"{low}_{POSITIONS[bucket]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchLimits:
+    """On ``token_mult_prob_error`` of the judged tokens."""
+
+    warn: float | None = 1.2  # None: never
+    warn_every: int = 20  # steps between two warnings
+    stop: float | None = None  # None: never
+    stop_after: int = 3  # steps in a row
+
+
+@dataclass
+class MismatchGuard:
+    """Judges one step after the other."""
+
+    limits: MismatchLimits = field(default_factory=MismatchLimits)
+    in_a_row: int = 0  # steps above ``stop``
+    warned: int | None = None  # the step of the last warning
+
+    def judge(self, step: int, report: MismatchReport) -> str | None:
+        """What to warn of, if anything. Raises MismatchTooLarge after ``stop_after`` steps in a row above ``stop``."""
+        limits, error = self.limits, report.judged.error
+        self.in_a_row = self.in_a_row + 1 if _above(error, limits.stop) else 0
+        if self.in_a_row >= limits.stop_after:
+            raise MismatchTooLarge(
+                f"step {step}: {_found(report)}. That is above policy.generation.mismatch.stop = {limits.stop:g} for {self.in_a_row} steps "
+                "in a row. The gradient is of a policy that did not write these rollouts, so training on them is meaningless. "
+                f"{_advice(report)}"
+            )
+        if not _above(error, limits.warn) or (self.warned is not None and step < self.warned + limits.warn_every):
+            return None
+        self.warned = step
+        return (
+            f"mismatch: step {step}: {_found(report)}; expected is about 1.00 to 1.05 (policy.generation.mismatch.warn = "
+            f"{limits.warn:g}). {_advice(report)}"
+        )
+
+
+def _above(error: float, limit: float | None) -> bool:
+    """NaN is above everything: what cannot be compared does not agree."""
+    return limit is not None and (math.isnan(error) or error > limit)
+
+
+def _found(report: MismatchReport) -> str:
+    part = report.judged
+    whose = (
+        f"on {part.tokens} tokens that the current weights sampled"
+        if report.judged_age == 0
+        else f"on {part.tokens} tokens of weights {report.judged_age} steps old (there are no younger ones to judge by, so part of this is "
+        "the policy's own change)"
+    )
+    return (
+        f"sampler and learner differ by a factor of {part.error:.3f} (train/token_mult_prob_error), at most {part.largest:.3g}, {whose}; "
+        f"KL(sampler, learner) {part.kl:.3g} nats a token"
+    )
+
+
+def _advice(report: MismatchReport) -> str:
+    worst = max(report.by_position.items(), key=lambda item: item[1].error, default=None)
+    where = f"It is worst at position {worst[0].replace('_', ' to ', 1).replace('to on', 'and later')}. " if worst else ""
+    return (
+        f"Likely causes: weights that did not arrive, another precision or quantisation of the engine, other sampling settings, a model's "
+        f"code that differs. {where}Look at rollouts/step_*_ratios.jsonl (the tokens that differ most) and at 'Sampler and learner "
+        "disagree' in docs/troubleshooting.md"
+    )

@@ -1,0 +1,103 @@
+"""The tokens of a step on which sampler and learner differ most: what to read when ``train/token_mult_prob_error`` is too large.
+
+<log folder>/rollouts/step_000012_ratios.jsonl        one row a token, the largest |log ratio| first
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strop.tracking.rollouts import RolloutRecord
+
+LARGEST = 32  # tokens of a step
+CONTEXT = 24  # tokens before it that are shown
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRatio:
+    """One token, with the log-probabilities of the networks that sampled and that train it, before the update."""
+
+    step: int
+    log_ratio: float  # learner - sampler, in nats
+    token: int
+    text: str
+    context: str  # the text before it, the prompt's end included
+    position: int  # among the sampled tokens of its rollout, from 1
+    turn: int  # of the policy, from 1
+    version: int  # of the weights that sampled it
+    sampler_logprob: float
+    learner_logprob: float
+    task_id: str
+    group: int
+    sample: int
+
+
+def largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = LARGEST) -> list[TokenRatio]:
+    """The ``count`` tokens with the largest |log ratio|, of the rollouts that the learner saw. NaN is larger than everything."""
+    ranked = heapq.nlargest(count, _differences(records))
+    return [_row(records[-record], -place, decode) for _, record, place in ranked]
+
+
+def _differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
+    """(|log ratio|, -record, -place in its tokens): of equal ones the first token comes first."""
+    for number, record in enumerate(records):
+        if record.learner_logprobs is None:
+            continue
+        pairs = zip(record.sampled, record.sampler_logprobs, record.learner_logprobs, strict=True)
+        for place, (sampled, sampler, learner) in enumerate(pairs):
+            if sampled and sampler != learner:
+                size = abs(learner - sampler)
+                yield (math.inf if math.isnan(size) else size, -number, -place)
+
+
+def _row(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
+    assert record.learner_logprobs is not None
+    sampler, learner = record.sampler_logprobs[place], record.learner_logprobs[place]
+    before = [*record.prompt_tokens, *record.tokens[:place]][-CONTEXT:]
+    sampled = record.sampled[: place + 1]
+    begins = [mine and not (index and sampled[index - 1]) for index, mine in enumerate(sampled)]
+    return TokenRatio(
+        step=record.step,
+        log_ratio=learner - sampler,
+        token=record.tokens[place],
+        text=decode([record.tokens[place]]),
+        context=decode(before),
+        position=sum(sampled),
+        turn=sum(begins),
+        version=record.versions[place],
+        sampler_logprob=sampler,
+        learner_logprob=learner,
+        task_id=record.task_id,
+        group=record.group,
+        sample=record.sample,
+    )
+
+
+def write_ratios(path: Path, rows: Sequence[TokenRatio]) -> None:
+    """JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which float() reads back."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            values = {
+                name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in asdict(row).items()
+            }
+            file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_ratios(path: Path) -> list[TokenRatio]:
+    with path.open(encoding="utf-8") as file:
+        return [_restored(json.loads(line)) for line in file]
+
+
+def _restored(row: dict[str, object]) -> TokenRatio:
+    numbers = {name: float(str(row[name])) for name in ("log_ratio", "sampler_logprob", "learner_logprob")}
+    return TokenRatio(**{**row, **numbers})  # type: ignore[arg-type]
