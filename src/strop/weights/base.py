@@ -63,6 +63,14 @@ class Manifest:
         return tuple(entry.name for entry in self.entries)
 
 
+@dataclass(frozen=True)
+class AdapterFiles:
+    """Low-rank adapters in PEFT's format, small enough to be sent as they are."""
+
+    weights: bytes  # adapter_model.safetensors
+    config: str  # adapter_config.json
+
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 

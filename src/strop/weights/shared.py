@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 
 from strop import metrics
-from strop.generation.base import Generator
+from strop.generation.base import SharedGenerator
 from strop.metrics import Metrics
 
 
 class SharedWeights:
     """Nothing is sent. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
-    def __init__(self, generators: Sequence[Generator]) -> None:
+    def __init__(self, generators: Sequence[SharedGenerator]) -> None:
         self.generators = generators
 
     async def lend_to_learner(self) -> None:

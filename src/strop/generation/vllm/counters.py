@@ -1,0 +1,57 @@
+"""What a vLLM engine has done, added up from the statistics it sends with its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+
+class EngineCounters:
+    """Sums since the engine was started."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = dict.fromkeys(
+            (
+                "prompt_tokens",
+                "sampled_tokens",
+                "preemptions",
+                "prefix_queries",
+                "prefix_hits",
+                "drafted_tokens",
+                "accepted_tokens",
+            ),
+            0.0,
+        )
+        self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
+
+    def attach(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        return _Logger(self)
+
+    def read(self) -> Mapping[str, float]:
+        return {**self.sums, **self.gauges}
+
+
+class _Logger(StatLoggerBase):  # type: ignore[misc]
+    def __init__(self, counters: EngineCounters) -> None:
+        self.counters = counters
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+        sums, gauges = self.counters.sums, self.counters.gauges
+        if iteration_stats is not None:
+            sums["prompt_tokens"] += iteration_stats.num_prompt_tokens
+            sums["sampled_tokens"] += iteration_stats.num_generation_tokens
+            sums["preemptions"] += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            sums["prefix_queries"] += scheduler_stats.prefix_cache_stats.queries
+            sums["prefix_hits"] += scheduler_stats.prefix_cache_stats.hits
+            gauges["running"] = float(scheduler_stats.num_running_reqs)
+            gauges["waiting"] = float(scheduler_stats.num_waiting_reqs)
+            gauges["cache_usage"] = float(scheduler_stats.kv_cache_usage)
+            if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+                sums["drafted_tokens"] += drafts.num_draft_tokens
+                sums["accepted_tokens"] += drafts.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

@@ -1,0 +1,239 @@
+"""One vLLM engine as a generator that weights are sent to.
+
+vLLM's front end lives here, on the event loop; scheduler and model run in processes that vLLM starts. Prompts carry the version of the
+weights as their cache salt, so that keys and values of other weights can never be taken for a prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from strop.generation.base import Completion, GeneratorDied, Held, Receipt, RequestTooLong
+from strop.generation.vllm.arguments import EngineOptions, engine_arguments
+from strop.sampling import Sampling
+from strop.weights.base import AdapterFiles, ChannelAddress, Manifest
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = -1
+ADAPTER = 1  # the number of the one adapter
+
+
+class VllmEngine:
+    """An ``Engine``. Requests wait until the first ``unpause``: it starts with weights of no version."""
+
+    def __init__(self, name: str, options: EngineOptions, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+        self.name = name
+        self.options = options
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.receivers = options.tensor_parallel_size * options.pipeline_parallel_size
+        self.version = NO_VERSION
+        self._loaded = NO_VERSION  # the version of the weights in its memory
+        self._open = asyncio.Event()
+        self._engine: Any = None
+        self._numbers = itertools.count()
+        self._adapter: Path | None = None
+        self._counters: Any = None
+
+    # --- starting and ending ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.close()
+        try:
+            async with asyncio.timeout(self.options.startup_seconds):
+                self._engine = await asyncio.to_thread(self._start)
+        except TimeoutError:
+            raise GeneratorDied(
+                f"{self.name} was not ready after {self.options.startup_seconds:g} s "
+                "(policy.generation.vllm_cfg.startup_seconds); what it did until then is in its output above"
+            ) from None
+
+    def _start(self) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from strop.generation.vllm.counters import EngineCounters
+
+        self._counters = EngineCounters()
+        with own_environment(self.options.environment):
+            return AsyncLLM.from_engine_args(engine_arguments(self.options), stat_loggers=[self._counters.attach])
+
+    async def close(self) -> None:
+        self._open.clear()
+        self.version = self._loaded = NO_VERSION
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+        self._forget_adapter()
+
+    # --- sampling ---------------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        completed, _ = await self.sample(prompt, sampling=sampling, seed=seed)
+        return completed
+
+    async def sample(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> tuple[Completion, int]:
+        """A completion, and how many tokens of its prompt were found in the prefix cache."""
+        from strop.generation.vllm.requests import completion, sampling_params
+
+        room = self.options.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.options.max_model_len}; raise "
+                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
+            )
+        params = sampling_params(sampling, seed=seed, limit=room, stop_ids=self.stop_ids)
+        await self._open.wait()
+        output = await self._finished(list(prompt), params)
+        return completion(output, sampling, self.tokenizer), output.num_cached_tokens or 0
+
+    async def _finished(self, prompt: list[int], params: Any) -> Any:
+        from vllm.inputs import TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        engine = self._living()
+        adapter = None if self._adapter is None else LoRARequest("policy", ADAPTER, str(self._adapter))
+        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=str(self.version))
+        output = None
+        try:
+            async for output in engine.generate(request, params, f"{self.name}/{next(self._numbers)}", lora_request=adapter):
+                pass
+        except (EngineDeadError, EngineGenerateError) as error:
+            if engine.errored:
+                raise GeneratorDied(f"{self.name}: its process died while it was generating") from error
+            raise
+        if output is None:
+            raise GeneratorDied(f"{self.name} ended a request without an answer")
+        return output
+
+    def _living(self) -> Any:
+        if self._engine is None or self._engine.errored:
+            raise GeneratorDied(f"{self.name}: its process is gone")
+        return self._engine
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and not self._engine.errored
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    async def connect(self, address: ChannelAddress, first: int) -> None:
+        await self._call("strop_connect", pickle.dumps(address), first)
+
+    async def pause(self, *, keep_running: bool) -> None:
+        self._open.clear()
+        with self._dying("while it was to pause"):
+            await self._living().pause_generation(mode="keep" if keep_running else "wait", clear_cache=not keep_running)
+
+    async def load(self, manifest: Manifest, version: int) -> Receipt:
+        self.version = self._loaded = NO_VERSION
+        answers = [pickle.loads(answer) for answer in await self._call("strop_load", pickle.dumps(manifest))]
+        received = {name: tuple(marks[name] for marks, _ in answers) for name in manifest.names}
+        return Receipt(version=await self._label(version), received=received, seconds=max(seconds for _, seconds in answers))
+
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
+        from vllm.lora.request import LoRARequest
+
+        self.version = self._loaded = NO_VERSION
+        started = asyncio.get_running_loop().time()
+        folder = Path(tempfile.mkdtemp(prefix="strop-adapter-"))
+        (folder / "adapter_model.safetensors").write_bytes(adapter.weights)
+        (folder / "adapter_config.json").write_text(adapter.config)
+        with self._dying("while it took an adapter"):
+            if not await self._living().add_lora(LoRARequest("policy", ADAPTER, str(folder), load_inplace=True)):
+                raise RuntimeError(f"{self.name}: vLLM did not take the adapter")
+        self._forget_adapter()
+        self._adapter = folder
+        marks = [pickle.loads(answer) for answer in await self._call("strop_held_adapter", ADAPTER)]
+        names = sorted({name for mark in marks for name in mark})
+        received = {
+            f"{name}.{side}": tuple(mark[name][place] for mark in marks) for name in names for place, side in enumerate("AB")
+        }
+        seconds = asyncio.get_running_loop().time() - started
+        return Receipt(version=await self._label(version), received=received, seconds=seconds)
+
+    async def _label(self, version: int) -> int:
+        """Tell the scheduler the version that it writes on every token from now on; returns what it says it is."""
+        with self._dying("while it was told the version"):
+            await self._living().update_weight_version(str(version))
+            self._loaded = int(await self._living().get_weight_version())
+        return self._loaded
+
+    async def held(self) -> Mapping[str, tuple[Held, ...]]:
+        found: dict[str, list[Held]] = {}
+        for answer in await self._call("strop_held"):
+            for name, piece in pickle.loads(answer).items():
+                found.setdefault(name, []).append(piece)
+        return {name: tuple(parts) for name, parts in found.items()}
+
+    async def unpause(self, version: int) -> None:
+        if self._loaded != version:
+            raise RuntimeError(
+                f"{self.name} was to go on with weights of version {version}, and holds those of version {self._loaded}"
+            )
+        with self._dying("while it was to go on"):
+            await self._living().resume_generation()
+        self.version = version
+        self._open.set()
+
+    async def forget_prefixes(self, *, running: bool) -> None:
+        """Drop cached keys and values; with ``running`` also those of requests that were stopped half way, which read all again."""
+        with self._dying("while it dropped its prefix cache"):
+            await self._living().reset_prefix_cache(reset_running_requests=running)
+
+    async def sleep(self) -> None:
+        if self.options.sleep_level and not self.options.on_cpu:
+            with self._dying("while it was to sleep"):
+                await self._living().sleep(self.options.sleep_level, mode="wait")
+
+    async def wake(self) -> None:
+        if self.options.sleep_level and not self.options.on_cpu:
+            with self._dying("while it was to wake"):
+                await self._living().wake_up()
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``StropWorker`` on every rank."""
+        with self._dying(f"in {method}"):
+            return list(await self._living().collective_rpc(method, args=arguments))
+
+    @contextmanager
+    def _dying(self, when: str) -> Iterator[None]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            raise GeneratorDied(f"{self.name}: its process died {when}") from error
+
+    def _forget_adapter(self) -> None:
+        folder, self._adapter = self._adapter, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def counters(self) -> Mapping[str, float]:
+        return {} if self._counters is None else self._counters.read()
+
+
+@contextmanager
+def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """What vLLM starts inherits ``changes``; what it does to this process's environment (preloaded libraries, thread counts) is undone."""
+    before = dict(os.environ)
+    os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **changes})
+    try:
+        yield
+    finally:
+        with suppress(KeyError):
+            for name in set(os.environ) - before.keys():
+                del os.environ[name]
+        os.environ.update(before)

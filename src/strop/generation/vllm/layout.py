@@ -1,0 +1,136 @@
+"""What a vLLM model computes with, read back under canonical names.
+
+vLLM fuses matrices (q, k, v into one), cuts them over tensor-parallel ranks, and on a CPU packs them into a kernel's own layout and throws
+the original away. The packed ones are read through the kernel itself: a product with the identity gives back every weight exactly, since
+all other terms of each sum are zero. So it is not a copy that is proven but what sampling uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+_ROWS_AT_ONCE = 1024  # of the identity: bounds the memory of a product
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of one tensor: this process's share of it."""
+
+    name: str  # canonical
+    tensor: Tensor  # [rows, columns], or [n]
+    row: int = 0  # where it begins in the whole
+    column: int = 0
+
+    @property
+    def region(self) -> tuple[int, int, int, int]:
+        rows = self.tensor.shape[0] if self.tensor.dim() else 1
+        return self.row, rows, self.column, self.tensor.numel() // max(rows, 1)
+
+
+def pieces(model: Any, rank: int) -> Iterator[Piece]:
+    """Every tensor that can be read back, one at a time. What is quantised, or held by layers of another kind, is left out."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            yield from _linear(path, module, packed, rank, done)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield from _embedding(path, module, done)
+        elif not list(module.children()):
+            yield from _plain(path, module, done)
+
+
+def _plain(path: str, module: nn.Module, done: set[int]) -> Iterator[Piece]:
+    """Norms and the like: whole on every rank. Only what is named as in the checkpoint."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) not in done and parameter.dim() == 1:
+            done.add(id(parameter))
+            yield Piece(f"{path}.{name}", parameter.detach())
+
+
+def _linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, done: set[int]) -> Iterator[Piece]:
+    if not isinstance(module.quant_method, UnquantizedLinearMethod):
+        return
+    parent, _, own = path.rpartition(".")
+    matrix = _matrix(module)
+    bias = getattr(module, "bias", None)
+    if isinstance(module, QKVParallelLinear):
+        names, sizes, starts = packed[own], *_qkv_rows(module, rank)
+    elif isinstance(module, MergedColumnParallelLinear):
+        sizes = [size // module.tp_size for size in module.output_sizes]
+        names, starts = packed.get(own, [own]), [rank * size if module.tp_size > 1 else 0 for size in sizes]
+    elif isinstance(module, ColumnParallelLinear):
+        names, sizes, starts = [own], [matrix.shape[0]], [rank * matrix.shape[0] if module.tp_size > 1 else 0]
+    else:
+        names, sizes, starts = [own], [matrix.shape[0]], [0]
+    if len(names) != len(sizes):
+        return
+    column = rank * matrix.shape[1] if isinstance(module, RowParallelLinear) and module.tp_size > 1 else 0
+    first = 0
+    for name, size, start in zip(names, sizes, starts, strict=True):
+        full = f"{parent}.{name}" if parent else name
+        yield Piece(f"{full}.weight", matrix[first : first + size], start, column)
+        if isinstance(bias, Tensor):
+            yield Piece(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
+        first += size
+    done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
+    """(rows of q, k and v here, where each begins in its whole): keys and values are the same on several ranks where heads are few."""
+    q = module.num_heads * module.head_size
+    k = module.num_kv_heads * module.head_size
+    v = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
+    place = rank // getattr(module, "num_kv_head_replicas", 1)
+    return [q, k, v], [rank * q, place * k, place * v]
+
+
+def _embedding(path: str, module: Any, done: set[int]) -> Iterator[Piece]:
+    """The rows of the checkpoint's vocabulary that are here; a head that is tied to an embedding is read as itself, under its own name."""
+    if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+        return
+    shard = module.shard_indices
+    rows = shard.num_org_elements
+    is_head = type(module) is not VocabParallelEmbedding
+    matrix = _matrix(module) if is_head else module.weight.detach()
+    yield Piece(f"{path}.weight", matrix[:rows], shard.org_vocab_start_index)
+    done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _matrix(module: Any) -> Tensor:
+    """[out, in]: the weight as the layer's kernel uses it."""
+    kernel = getattr(module, "cpu_linear", None)
+    if kernel is None:
+        return module.weight.detach()  # type: ignore[no-any-return]
+    width = module.input_size_per_partition if isinstance(module, LinearBase) else module.embedding_dim
+    dtype = module.weight.dtype
+    parts = []
+    for first in range(0, width, _ROWS_AT_ONCE):
+        rows = min(_ROWS_AT_ONCE, width - first)
+        identity = torch.zeros(rows, width, dtype=dtype)
+        identity[torch.arange(rows), torch.arange(first, first + rows)] = 1
+        parts.append(kernel(identity, module.weight, None))
+    return torch.cat(parts).t().contiguous()
+
+
+def refresh_packed_copies(model: Any) -> None:
+    """Pack again what vLLM does not: after a reload a head that is tied to the embedding keeps the copy of the weights before."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

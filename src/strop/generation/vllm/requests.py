@@ -1,0 +1,90 @@
+"""A request and its answer, in Strop's terms and in vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from strop.generation.base import Completion
+from strop.sampling import Sampling, pad_kept
+
+COLDEST = 0.01  # vLLM raises lower temperatures to this one without saying so in the log-probabilities
+
+
+class Interrupted(RuntimeError):
+    """The engine ended the request before it was done: it has to be issued again."""
+
+
+def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequence[int]) -> SamplingParams:
+    """``limit`` is how many tokens there is room for. Raises ValueError for what vLLM would sample otherwise than the learner computes."""
+    if 0 < sampling.temperature < COLDEST:
+        raise ValueError(
+            f"temperature is {sampling.temperature}, and vLLM samples at {COLDEST} instead of anything between 0 and that: set it to 0 "
+            f"(greedy) or to at least {COLDEST}"
+        )
+    if sampling.entropy:
+        raise ValueError("vLLM does not report the entropy of the distributions it samples from; leave Sampling.entropy off")
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        max_tokens=min(sampling.max_new_tokens, limit),
+        seed=None if sampling.greedy else seed & 0x7FFF_FFFF_FFFF_FFFF,
+        stop=list(sampling.stop_strings) or None,
+        stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
+        ignore_eos=True,  # the model's own stop tokens are among stop_ids
+        logprobs=sampling.top_k if sampling.records else 0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> Completion:
+    """Raises Interrupted where vLLM did not finish the request."""
+    sample = output.outputs[0]
+    if sample.finish_reason not in ("stop", "length"):
+        raise Interrupted(f"vLLM ended request {output.request_id} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
+    tokens = torch.tensor(sample.token_ids, dtype=torch.int64)
+    return Completion(
+        tokens=tokens,
+        logprobs=_logprobs(sample.logprobs, len(tokens)),
+        versions=_versions(sample.weight_versions, len(tokens)),
+        text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+        stopped=sample.finish_reason == "stop",
+        kept=_kept(sample.logprobs, tokens) if sampling.records else None,
+    )
+
+
+def _logprobs(flat: Any, length: int) -> Tensor:
+    """[L] float32; of each place the sampled token comes first."""
+    if flat is None or len(flat) != length:
+        raise RuntimeError(f"vLLM reported {0 if flat is None else len(flat)} log-probabilities for {length} tokens")
+    return torch.tensor([flat.logprobs[start] for start in flat.start_indices], dtype=torch.float32)
+
+
+def _versions(spans: Any, length: int) -> Tensor:
+    """[L] int32. Raises RuntimeError unless vLLM says of every token which weights sampled it."""
+    if length and (not spans or spans[0].start != 0 or spans[-1].end < length):
+        raise RuntimeError(f"vLLM does not say which weights sampled these {length} tokens: {spans}")
+    versions = torch.full((length,), -1, dtype=torch.int32)
+    for span in spans or ():
+        versions[span.start : span.end] = int(span.version)
+    return versions
+
+
+def _kept(flat: Any, tokens: Tensor) -> Tensor:
+    """[L, K] int32: the tokens that the filters left a probability, at each place."""
+    rows = []
+    for start, end, sampled in zip(flat.start_indices, flat.end_indices, tokens.tolist(), strict=True):
+        found = {flat.token_ids[place] for place in range(start, end) if flat.logprobs[place] > float("-inf")}
+        rows.append(torch.tensor(sorted(found | {sampled}), dtype=torch.int32))
+    return pad_kept(rows)

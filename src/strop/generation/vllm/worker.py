@@ -1,0 +1,97 @@
+"""What runs inside vLLM's worker processes: taking weights, and saying what is held.
+
+vLLM mixes this class into its worker (``worker_extension_cls``) and calls its methods by name on every rank (``collective_rpc``). Values
+cross as pickled bytes, since vLLM's own encoding knows no dataclasses.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.generation.base import Held
+from strop.generation.vllm.layout import pieces, refresh_packed_copies
+from strop.weights.base import ChannelAddress, Manifest, Receiver
+from strop.weights.fingerprints import fingerprint
+
+
+class StropWorker:
+    """Methods of a vLLM worker. ``self`` is one: it has ``rank``, ``device`` and ``model_runner``."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    _strop_receiver: Receiver | None = None
+
+    def strop_connect(self, address: bytes, first: int) -> None:
+        """Weights come from ``address``; this process is its receiver number ``first`` + rank."""
+        self.strop_disconnect()
+        channel: ChannelAddress = pickle.loads(address)
+        self._strop_receiver = channel.connect(first + self.rank, self.device)
+
+    def strop_disconnect(self) -> None:
+        if self._strop_receiver is not None:
+            self._strop_receiver.close()
+            self._strop_receiver = None
+
+    def strop_load(self, manifest: bytes) -> bytes:
+        """Take one publish and use it. On a CPU nothing is touched before all of it has arrived; on a GPU there is no room for a second
+        copy, and a publish that breaks off leaves the engine unusable until the next one, which its caller sees to."""
+        if self._strop_receiver is None:
+            raise RuntimeError("no channel is connected")
+        wanted: Manifest = pickle.loads(manifest)
+        started = time.perf_counter()
+        marks: dict[str, int] = {}
+        arriving = self._strop_receiver.receive(wanted)
+        on_cpu = self.device.type == "cpu"
+        tensors = _kept(arriving, marks)
+        self._strop_use(list(tensors) if on_cpu else tensors)
+        missing = set(wanted.names) - marks.keys()
+        if missing:
+            raise RuntimeError(f"the publish ended without {', '.join(sorted(missing)[:3])}")
+        return pickle.dumps((marks, time.perf_counter() - started))
+
+    def _strop_use(self, tensors: Any) -> None:
+        self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        if self.device.type == "cpu":
+            refresh_packed_copies(self.model_runner.get_model())
+
+    @torch.no_grad()
+    def strop_held(self) -> bytes:
+        """By name, the fingerprint of what this rank computes with, and where it lies in the whole tensor."""
+        found: dict[str, Held] = {}
+        for piece in pieces(self.model_runner.get_model(), self.rank):
+            region = piece.region
+            mark = fingerprint(positive_zeros(piece.tensor), rows=region[0], columns=region[2])
+            found[piece.name] = Held(mark, region)
+        return pickle.dumps(found)
+
+    @torch.no_grad()
+    def strop_held_adapter(self, adapter: int) -> bytes:
+        """By module, the fingerprints of the low-rank matrices of ``adapter`` that this rank keeps; empty where it does not have it."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None or adapter not in manager.list_adapters():
+            return pickle.dumps({})
+        found = {}
+        for name, layer in manager._adapter_manager.get_adapter(adapter).loras.items():
+            down, up = layer.lora_a, layer.lora_b
+            if isinstance(down, Tensor) and isinstance(up, Tensor):
+                found[name] = (fingerprint(positive_zeros(down)), fingerprint(positive_zeros(up)))
+        return pickle.dumps(found)
+
+
+def _kept(arriving: Any, marks: dict[str, int]) -> Any:
+    """Copies, since vLLM loads a layer only when all of its tensors are there, with their fingerprints put down."""
+    for name, tensor in arriving:
+        copy = tensor.clone()
+        marks[name] = fingerprint(copy)
+        yield name, copy
+
+
+def positive_zeros(tensor: Tensor) -> Tensor:
+    """The same numbers with -0.0 as 0.0: a product with the identity cannot tell them apart."""
+    return tensor + 0.0 if tensor.is_floating_point() else tensor
