@@ -1,0 +1,117 @@
+"""Weights through host memory that the processes of one machine share.
+
+The memory has no name: it is a file that exists only as long as somebody has it open, handed to the receivers over their connection. So
+it is gone when the processes are, however they ended; nobody has to clean up, and the size of /dev/shm does not limit it. The sender casts
+and copies a tensor in one go to where the receivers read it; they read it where it lies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import reduction
+
+import torch
+from torch import Tensor
+
+from strop.weights.control import Link, Segment, reach
+from strop.weights.ring import RingReceiver, RingSender
+
+BUCKET_SIZE = 16 << 20
+SLOTS = 4
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """Where the sender of this machine is found."""
+
+    path: str  # of its socket
+    receivers: int
+    bucket_size: int  # bytes
+    timeout: float  # seconds
+
+    def connect(self, index: int, device: torch.device) -> MemoryReceiver:
+        """Raises TransportError where the sender is gone."""
+        return MemoryReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
+
+
+class MemorySender(RingSender):
+    """``bucket_size`` bytes are filled while up to ``slots`` - 1 other buckets are read; ``timeout`` seconds are waited for each word of a
+    receiver, which also is how long it may take to read one bucket, or to come."""
+
+    def __init__(self, receivers: int, *, bucket_size: int = BUCKET_SIZE, slots: int = SLOTS, timeout: float = TIMEOUT) -> None:
+        super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
+        self._file = -1
+        self._streams: set[torch.cuda.Stream] = set()  # that copies to the bucket were given to
+
+    @property
+    def address(self) -> MemoryAddress:
+        return MemoryAddress(self.hub.path, self.receivers, self.bucket_size, self.timeout)
+
+    def _allocate(self, size: int) -> Tensor:
+        self._close_file()
+        self._file = _nameless_file()
+        os.ftruncate(self._file, size)
+        return _mapped(self._file, size)
+
+    def _hand_over(self, link: Link) -> None:
+        assert self._memory is not None
+        link.send(Segment(self._memory.numel()))
+        try:
+            reduction.send_handle(link.connection, self._file, link.pid)
+        except OSError:
+            raise link.gone() from None
+
+    def _write(self, place: Tensor, tensor: Tensor) -> None:
+        place.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            self._streams.add(torch.cuda.current_stream(tensor.device))
+
+    def _written(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def close(self) -> None:
+        super().close()
+        self._close_file()
+
+
+class MemoryReceiver(RingReceiver):
+    """On the CPU it yields the shared memory itself: nothing may be written there."""
+
+    def _take_over(self, segment: Segment) -> Tensor:
+        try:
+            file: int = reduction.recv_handle(self.link.connection)
+        except (OSError, EOFError, RuntimeError):
+            raise self.link.gone() from None
+        try:
+            return _mapped(file, segment.size)
+        finally:
+            os.close(file)
+
+
+def _nameless_file() -> int:
+    """A descriptor of memory that vanishes with the last process that has it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("strop-weights", os.MFD_CLOEXEC)
+    file, path = tempfile.mkstemp(prefix="strop-weights-")
+    os.unlink(path)
+    return file
+
+
+def _mapped(file: int, size: int) -> Tensor:
+    """[size] uint8; unmapped with the last tensor that lies there."""
+    memory = mmap.mmap(file, size)
+    with suppress(AttributeError, OSError):  # fewer page faults, where the system allows it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,141 @@
+"""What the tests of weight transports share: tensors of many kinds, and receivers and senders in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.weights.base import ChannelAddress, Manifest, Sender, TransportError
+from strop.weights.fingerprints import fingerprint
+from strop.weights.manifest import manifest_of
+
+CPU = torch.device("cpu")
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
+    """Tensors as a learner has them: float32 mostly, one larger than a small bucket, views, empty and scalar ones, integers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    fused = normal(3 * 40, size)
+    layers = [(f"layers.{i}.weight", normal(size + i, 64)) for i in range(20)]
+    return [
+        ("embed", normal(4 * size, 128)),
+        ("q", fused[:40]),
+        ("k", fused[40:80]),
+        ("turned", normal(64, size).t()),
+        ("counts", torch.randint(-9, 9, (17,), generator=generator)),
+        ("scale", normal()),
+        ("empty", normal(0, 5)),
+        ("half", normal(33, 7).half()),
+        *layers,
+    ]
+
+
+def sent(tensors: list[tuple[str, Tensor]], manifest: Manifest) -> dict[str, int]:
+    """The fingerprints of what has to arrive."""
+    return {name: fingerprint(tensor.to(entry.dtype)) for (name, tensor), entry in zip(tensors, manifest.entries, strict=True)}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process's attempt ended."""
+
+    text: str
+    seconds: float
+
+
+def received(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:
+    """One publish: fingerprints of what came, or why it did not."""
+    started = time.monotonic()
+    try:
+        return {name: fingerprint(tensor) for name, tensor in receiver.receive(manifest)}
+    except TransportError as error:
+        return Failure(str(error), time.monotonic() - started)
+
+
+def receive_on_demand(pipe: Connection, address: ChannelAddress, index: int, pause: float = 0.0) -> None:
+    """A receiver that receives a publish for every manifest it is told, and answers with what came. ``pause`` seconds after each tensor."""
+    receiver = address.connect(index, CPU)
+    pipe.send("connected")
+    while (manifest := pipe.recv()) is not None:
+        if pause:
+            slow = receiver.receive(manifest)
+            for count, _ in enumerate(slow):
+                if count == 2:
+                    pipe.send("reading")
+                time.sleep(pause)
+        else:
+            pipe.send(received(receiver, manifest))
+    receiver.close()
+
+
+def send_once(pipe: Connection, make: Callable[[], Sender], manifest: Manifest, seed: int, stop_at: str) -> None:
+    """A sender in a process of its own, which says when it has come to tensor ``stop_at`` and hangs there."""
+    sender = make()
+    pipe.send(sender.address)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in model(seed):
+            if name == stop_at:
+                pipe.send("stopped")
+                time.sleep(1000)
+            yield name, tensor
+
+    sender.send(manifest, tensors())
+    pipe.send("sent")
+    pipe.recv()
+    sender.close()
+
+
+@dataclass(frozen=True)
+class Child:
+    process: BaseProcess
+    pipe: Connection
+
+    def answer(self, seconds: float = 60.0) -> Any:
+        assert self.pipe.poll(seconds), f"no answer in {seconds} s"
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(20)
+
+
+@contextmanager
+def child(body: Callable[..., None], *arguments: Any) -> Iterator[Child]:
+    """A spawned process that runs ``body(pipe, *arguments)``; killed in the end if it is still there."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=body, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Child(process, ours)
+        with suppress(OSError):
+            ours.send(None)
+        process.join(20)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join(20)
+
+
+def manifests(dtype: torch.dtype | None = torch.bfloat16) -> Manifest:
+    return manifest_of(model(0), dtype)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
