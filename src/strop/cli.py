@@ -1,7 +1,7 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop config``.
+"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop config``.
 
 Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
-mistake in a configuration answer at once. Exit codes: 0 done, 2 a mistake in what was asked for, 130 interrupted.
+mistake in a configuration answer at once. Exit codes: 0 done, 1 it failed, 2 a mistake in what was asked for, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _top_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate), plot (draw a run's curves), config (list the keys)",
+        + "; eval (evaluate), plot (draw a run's curves), doctor (how a run stands), config (list the keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
@@ -152,6 +152,49 @@ def plot(arguments: Sequence[str], typed: str) -> int:
     return 0
 
 
+def doctor(arguments: Sequence[str], typed: str) -> int:
+    """Say how a run stands; 0 if it is well, 1 if not, 2 if there is none."""
+    parser = argparse.ArgumentParser(
+        prog="strop doctor",
+        description="Say whether a run lives, who waits for whom and for how long, what went wrong, and what to do.",
+        epilog="Exit codes: 0 running or finished, 1 in trouble, 2 there is no such run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder, or a configuration (its logger.log_dir)")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    options = parser.parse_args(arguments)
+    from strop.watch.doctor import NoRun, diagnose, plain, show
+
+    try:
+        found = diagnose(_log_folder(options.run))
+    except (NoRun, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    if options.json:
+        import dataclasses
+        import json
+
+        print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        show(found)
+    else:
+        print(plain(found))
+    return 0 if found.healthy else 1
+
+
+def _log_folder(run: Path) -> Path:
+    """The log folder of a run that is named by it, by its configuration, or by a checkpoint, which holds one."""
+    from strop.config import yaml_text
+
+    for file in (run, run / "config.yaml"):
+        if file.suffix in (".yaml", ".yml") and file.is_file() and not (run / "metrics.jsonl").exists():
+            values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
+            named = values.get("logger", {}).get("log_dir") if isinstance(values, dict) else None
+            if isinstance(named, str):
+                return Path(named)
+    return run
+
+
 def config(arguments: Sequence[str], typed: str) -> int:
     """List the keys."""
     parser = argparse.ArgumentParser(
@@ -178,6 +221,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
     "plot": plot,
+    "doctor": doctor,
     "config": config,
 }
 

@@ -44,7 +44,9 @@ class Status:
     loop_silent: float  # for how long the event loop did not run
     waits: tuple[Wait, ...]
     versions: Mapping[str, str]  # of the software
+    command: str  # that started the process
     checkpoints: str | None  # the folder
+    troubles: tuple[str, ...]  # what is over its limit now
     error: str | None  # that ended the run
     notes: tuple[Said, ...]  # what the run said last
     reports: tuple[Said, ...]  # what the watchdog found last
@@ -69,6 +71,7 @@ def read_status(folder: Path) -> Status | None:
             **{
                 **found,
                 "waits": tuple(Wait(**wait) for wait in found["waits"]),
+                "troubles": tuple(found["troubles"]),
                 "notes": _said(found["notes"]),
                 "reports": _said(found["reports"]),
             }

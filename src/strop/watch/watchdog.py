@@ -11,7 +11,9 @@ import importlib.metadata
 import logging
 import os
 import platform
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -69,11 +71,12 @@ class Watchdog:
         """``note`` is the trackers', called in the event loop; ``interval`` seconds lie between two looks; a wait that is over its limit
         and has lasted ``stop_after`` seconds ends the run with Stuck; ``checkpoints`` is a folder, for the doctor."""
         self.diary = Diary()
-        self._folder, self._note, self._checkpoints = Path(folder), note, checkpoints
+        self._folder, self._note = Path(folder).resolve(), note
+        self._checkpoints = None if checkpoints is None else str(Path(checkpoints).resolve())
+        self._stacks: Path | None = None
         self._limits, self._interval, self._stop_after = limits or Limits(), interval, stop_after
         self._reports: deque[Said] = deque(maxlen=REMEMBERED)
         self._backoff: dict[str, Backoff] = {}
-        self._stacks: Path | None = None
         self._stuck: Stuck | None = None
         self._give_up_at = float("inf")
         self._trusted_from = 0.0  # the event loop stood still before: what waits longer than since then may not have had its turn
@@ -132,7 +135,8 @@ class Watchdog:
         for trouble in found:
             if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
                 self._report(trouble, waits, blocked=blocked)
-        self._write("running", waits, silent=silent)
+        texts = tuple(report_of(trouble, waits, self.diary.step + 1) for trouble in found)
+        self._write("running", waits, silent=silent if blocked else 0.0, found=texts)
         self._end_if_hopeless(found, waits, blocked=blocked)
 
     def _troubles(self, waits: Sequence[Wait], silent: float | None) -> list[Trouble]:
@@ -194,7 +198,15 @@ class Watchdog:
         log.critical("%s", self._stuck)
         os._exit(1)
 
-    def _write(self, state: State, waits: Sequence[Wait], *, silent: float = 0.0, error: str | None = None) -> None:
+    def _write(
+        self,
+        state: State,
+        waits: Sequence[Wait],
+        *,
+        silent: float = 0.0,
+        found: tuple[str, ...] = (),
+        error: str | None = None,
+    ) -> None:
         write_status(
             self._folder,
             Status(
@@ -211,7 +223,9 @@ class Watchdog:
                 loop_silent=silent,
                 waits=longest(waits, STORED),
                 versions=_versions(),
+                command=shlex.join(sys.argv),
                 checkpoints=self._checkpoints,
+                troubles=found,
                 error=error,
                 notes=tuple(self.diary.notes),
                 reports=tuple(self._reports),

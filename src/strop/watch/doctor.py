@@ -1,0 +1,307 @@
+"""``strop doctor RUN``: whether a run lives, who waits for whom, what went wrong, and what to do. Reads its log folder, touches nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from strop.tracking.columns import duration
+from strop.tracking.jsonl import FILE_NAME as METRICS
+from strop.tracking.jsonl import MalformedMetrics, read_metrics
+from strop.watch.status import Status, process_started, read_status
+from strop.watch.waits import Wait
+
+Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
+HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
+RECENT = 20  # steps looked back for errors and mismatch
+WAITS_SHOWN = 40
+WARNING_OF_MISMATCH = "warning: mismatch"
+
+
+class NoRun(LookupError):
+    """There is no run where it was looked for; the message says what was looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Durations are seconds."""
+
+    folder: str
+    verdict: Verdict
+    why: str
+    step: int  # the last one that was logged; 0: none
+    since_step: float | None
+    doing: str
+    waits: tuple[str, ...]  # a tree, a line a wait
+    troubles: tuple[str, ...]  # waits over their limits, chain by chain
+    error: str | None
+    dropped: tuple[str, ...]  # groups of the last steps that were not trained on, and why
+    mismatch: str | None
+    checkpoint: str | None  # the newest
+    stacks: str | None
+    notes: tuple[str, ...]  # what the run said last
+    process: str
+    versions: Mapping[str, str]
+    advice: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return self.verdict in HEALTHY
+
+
+def find_run(run: Path) -> Path:
+    """The log folder that is meant: it, a file in it, or the folder above its files' folders. Raises NoRun."""
+    for folder in (run, run.parent) if run.is_file() else (run,):
+        if (folder / "status.json").is_file() or (folder / METRICS).is_file():
+            return folder
+    if not run.exists():
+        raise NoRun(f"there is no {run}; name a run's log folder (logger.log_dir)")
+    below = (
+        sorted(path.parent.name for name in ("status.json", METRICS) for path in run.glob(f"*/{name}")) if run.is_dir() else []
+    )
+    hint = f"; there are runs in it: {', '.join(dict.fromkeys(below))}" if below else ""
+    raise NoRun(f"{run} holds neither status.json nor {METRICS}, so it is no run's log folder (logger.log_dir){hint}")
+
+
+def diagnose(run: Path) -> Diagnosis:
+    """Raises NoRun, and ValueError where a file of the run cannot be read."""
+    folder = find_run(run)
+    status = read_status(folder)
+    try:
+        steps = read_metrics(folder / METRICS)
+    except MalformedMetrics as error:
+        raise ValueError(str(error)) from error
+    last = steps[-1][0] if steps else 0
+    checkpoint = newest_checkpoint(status)
+    common = {"folder": str(folder), "dropped": dropped_groups(folder, steps), "mismatch": _mismatch(status, steps)}
+    if status is None:
+        return Diagnosis(
+            **common,  # type: ignore[arg-type]
+            verdict="unknown",
+            why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
+            step=last, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
+            process="", versions={}, advice=("look whether its process is there, and when metrics.jsonl was last written",),
+        )  # fmt: skip
+    verdict, why = judge(status)
+    ago = None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
+    return Diagnosis(
+        **common,  # type: ignore[arg-type]
+        verdict=verdict,
+        why=why,
+        step=max(last, status.step, 0),
+        since_step=ago,
+        doing=status.doing,
+        waits=tuple(tree(status.waits)),
+        troubles=status.troubles,
+        error=status.error,
+        checkpoint=checkpoint,
+        stacks=status.stacks,
+        notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(said.when))}  {said.text}" for said in status.notes[-5:]),
+        process=f"pid {status.pid} on {status.host}, started {_clock(status.started)}, seen {_clock(status.written)}: {status.command}",
+        versions=status.versions,
+        advice=tuple(_advice(verdict, status, checkpoint)),
+    )
+
+
+def judge(status: Status) -> tuple[Verdict, str]:
+    """What the status, its age and the process table say together."""
+    if status.state != "running":
+        return status.state, status.error or {"interrupted": "somebody ended it", "finished": "it came to its end"}[status.state]
+    silence = time.time() - status.written
+    fresh = silence < 4 * status.interval + 2
+    if status.host == socket.gethostname():
+        if not _alive(status):
+            return "dead", (
+                f"its process (pid {status.pid}) is gone and said nothing, about {duration(silence)} ago: it was killed from outside, by "
+                "the out-of-memory killer for instance, or the machine went down"
+            )
+        if not fresh:
+            return "hung", (
+                f"its process is there, but even its watchdog has been silent for {duration(silence)}: it is stopped, or a call holds "
+                "the whole interpreter"
+            )
+    elif not fresh:
+        return (
+            "hung",
+            f"no sign of life from {status.host} for {duration(silence)}: look there whether pid {status.pid} is running",
+        )
+    if status.troubles:
+        return "hung", status.troubles[0].splitlines()[0]
+    return "running", "nothing is over its limit"
+
+
+def _alive(status: Status) -> bool:
+    started = process_started(status.pid)
+    if status.process_started:
+        return started == status.process_started
+    try:  # no /proc here
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def tree(waits: Sequence[Wait]) -> Iterator[str]:
+    """Waits below what they are part of, the longest first."""
+    numbers = {wait.number for wait in waits}
+    children: dict[int | None, list[Wait]] = {}
+    for wait in sorted(waits, key=lambda wait: -wait.seconds):
+        children.setdefault(wait.parent if wait.parent in numbers else None, []).append(wait)
+
+    def lines(parent: int | None, depth: int) -> Iterator[str]:
+        for wait in children.get(parent, ()):
+            limit = "" if wait.limit is None else f" of {wait.limit:g}"
+            detail = f" ({wait.detail})" if wait.detail else ""
+            over = "  OVER ITS LIMIT" if wait.over else ""
+            yield f"{'   ' * depth}{wait.who} waits for {wait.on}{detail}: {wait.seconds:.1f}{limit} s{over}"
+            yield from lines(wait.number, depth + 1)
+
+    found = list(lines(None, 0))
+    yield from found[:WAITS_SHOWN]
+    if len(found) > WAITS_SHOWN:
+        yield f"... and {len(found) - WAITS_SHOWN} more"
+
+
+def newest_checkpoint(status: Status | None) -> str | None:
+    if status is None or status.checkpoints is None:
+        return None
+    steps = [int(path.name[5:]) for path in Path(status.checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return str(Path(status.checkpoints) / f"step_{max(steps)}") if steps else None
+
+
+def dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
+    """How many groups of the last steps failed, and with which errors, as far as rollouts are stored."""
+    failed = {step: values.get("train/groups_dropped_for_errors", 0.0) for step, values in steps[-RECENT:]}
+    if not any(failed.values()):
+        return ()
+    last = max(step for step, count in failed.items() if count)
+    errors = dict.fromkeys(_errors(folder, last))
+    return (
+        f"{sum(failed.values()):.0f} groups failed in the last {len(failed)} steps; last in step {last}:",
+        *(f"  {error[:300]}" for error in list(errors)[:3]),
+    )
+
+
+def _errors(folder: Path, step: int) -> list[str]:
+    from strop.tracking.rollouts import RolloutStore  # loads torch, so only where there is something to read
+
+    store = RolloutStore(folder, "none")
+    return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
+
+
+def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
+    """The last value and the worst of the last steps; and the warning that was given."""
+    seen = [
+        (step, values["train/token_mult_prob_error"])
+        for step, values in steps[-RECENT:]
+        if "train/token_mult_prob_error" in values
+    ]
+    if not seen:
+        return None
+    worst = max(seen, key=lambda item: item[1])
+    text = f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; of the last {len(seen)} at most {worst[1]:.4f} (step {worst[0]})"
+    warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(WARNING_OF_MISMATCH)]
+    return f"{text}\n{warned[-1]}" if warned else text
+
+
+ADVICE_ON_KIND = {
+    "environment": "the environment does not answer: look at its own logs, and give its calls a time limit of their own; "
+    "watchdog.environment_seconds says when it is worth a word",
+    "generation": "the engine does not answer: look at its logs and its device; if its queue is long and this is normal, raise "
+    "watchdog.generation_seconds",
+    "training": "the learner does not come back: look at its device, and at the other ranks if there are several; if steps are this long, "
+    "raise watchdog.training_seconds",
+    "weight_sync": "the weights do not arrive: look whether the engine's process lives, and at the network between the two",
+    "checkpoint": "the checkpoint's disk is slow or gone",
+}
+
+
+def _advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterator[str]:
+    again = f"start the same command again; it continues {f'from {checkpoint}' if checkpoint else 'from the beginning (no checkpoint yet)'}"
+    if verdict == "hung":
+        kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.over)
+        yield from (ADVICE_ON_KIND[kind] for kind in kinds if kind in ADVICE_ON_KIND)
+        if status.stacks is not None:
+            yield f"read where every thread and task stood: {status.stacks}"
+        yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {again}"
+        yield "watchdog.stop_after_seconds ends such a run by itself"
+    elif verdict == "dead":
+        yield "look for its end in the system's log (out of memory?) and in the last lines it printed"
+        yield again
+    elif verdict == "failed":
+        yield f"mend what the error says, then {again}"
+    elif verdict == "interrupted":
+        yield again
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+STYLES: Mapping[str, str] = {
+    "running": "green",
+    "finished": "green",
+    "hung": "bold red",
+    "dead": "bold red",
+    "failed": "bold red",
+}
+
+
+def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """(label, text) of what there is to say; a text may have several lines."""
+    ago = "" if diagnosis.since_step is None else f", {duration(diagnosis.since_step)} before that"
+    if diagnosis.verdict in ("running", "hung"):
+        ago = ago.replace("before that", "ago")
+    found = {
+        "run": diagnosis.folder,
+        "state": f"{diagnosis.verdict}: {diagnosis.why}",
+        "last step": f"{diagnosis.step}{ago}" if diagnosis.step else "none yet",
+        "doing": diagnosis.doing if diagnosis.verdict in ("running", "hung", "dead") else "",
+        "waits": "\n".join(diagnosis.waits),
+        "over limits": "\n".join(diagnosis.troubles),
+        "error": diagnosis.error or "",
+        "dropped": "\n".join(diagnosis.dropped),
+        "mismatch": diagnosis.mismatch or "",
+        "checkpoint": diagnosis.checkpoint or "none found",
+        "stacks": diagnosis.stacks or "",
+        "said last": "\n".join(diagnosis.notes),
+        "process": diagnosis.process,
+        "versions": ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()),
+        "what to do": "\n".join(f"- {line}" for line in diagnosis.advice),
+    }
+    yield from ((label, text) for label, text in found.items() if text)
+
+
+def plain(diagnosis: Diagnosis) -> str:
+    lines = []
+    for label, text in rows(diagnosis):
+        first, *rest = text.splitlines()
+        lines += [f"{label:<13}{first}", *(f"{'':<13}{line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """On a terminal, in colour."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows(diagnosis):
+        style = (
+            STYLES.get(diagnosis.verdict, "yellow") if label == "state" else "red" if label in ("over limits", "error") else ""
+        )
+        shown = Text(text, style=style)
+        shown.highlight_regex(r"OVER ITS LIMIT", "bold red")
+        table.add_row(label, shown)
+    Console().print(table)
