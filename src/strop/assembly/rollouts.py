@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import RolloutStore
+from strop.training.base import ColumnSource, Learner
+from strop.training.threaded import LearnerThread, ThreadedColumns, in_thread
 from strop.types import Group
 from strop.weights.shared import SharedWeights
 
@@ -54,6 +57,8 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
     checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=policy.tokenizer.decode)
     state = restore(config, checkpoints, learners, tracker, store)
+    if options.max_staleness > 0 and not shares_module(config):
+        learners, scorers = beside_the_loop(learners, scorers)
     rules = episode_rules(config)
     stream_state = None
     if state is not None:
@@ -209,6 +214,17 @@ def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
 def shares_module(config: RolloutRunConfig) -> bool:
     """Whether the generator runs the learner's own module, so that the two take turns."""
     return config.policy.generation.backend in ("auto", "torch")
+
+
+def beside_the_loop(
+    learners: Mapping[str, Learner], scorers: Mapping[str, ColumnSource]
+) -> tuple[dict[str, Learner], dict[str, ColumnSource]]:
+    """The same roles in one thread of their own: generation, environments and episodes go on while they compute."""
+    thread = LearnerThread()
+    return (
+        {name: in_thread(learner, thread) for name, learner in learners.items()},
+        {name: ThreadedColumns(source, thread) for name, source in scorers.items()},
+    )
 
 
 def drain_before(config: RolloutRunConfig) -> Drain:
