@@ -1,0 +1,294 @@
+"""Weights by collective broadcast, gloo or NCCL, to generators that may be on other machines.
+
+The sender is rank 0 of a process group of its own, made without touching the default group, which belongs to the engine in a receiver's
+process. Tensors are packed into buckets; one is packed (and unpacked) while another travels. A small store beside the group says who is
+there, when a publish begins, and why it ended: a broken group is not mended, so after a TransportError the channel is of no more use, and a
+new sender takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from strop.weights.base import Manifest, NamedTensors, TransportError
+from strop.weights.control import alive
+from strop.weights.manifest import Bucket, aligned, buckets, digest, matched, view
+
+dist: Any = torch.distributed  # what is used of it has no types
+Backend = Literal["gloo", "nccl"]
+BUCKET_SIZE = 64 << 20
+TIMEOUT = 120.0
+_PERIOD = 0.005  # seconds between looks into the store
+_WORD = timedelta(seconds=10)  # for one answer of the store itself
+
+
+@dataclass(frozen=True)
+class BroadcastAddress:
+    """Where the sender's store is, and what group to form."""
+
+    backend: Backend
+    host: str
+    port: int
+    receivers: int
+    bucket_size: int  # bytes
+    timeout: float  # seconds
+
+    def connect(self, index: int, device: torch.device) -> BroadcastReceiver:
+        """Raises TransportError where the sender is not there, ValueError for an index that it does not expect."""
+        if not 0 <= index < self.receivers:
+            raise ValueError(
+                f"receiver {index} of {self.receivers}: they are counted from 0; make the sender for as many as there are"
+            )
+        return BroadcastReceiver(self, index, device)
+
+
+class _Channel:
+    """One rank: the store, the group once all are there, and two buffers."""
+
+    def __init__(self, address: BroadcastAddress, rank: int, store: Any, device: torch.device) -> None:
+        self.address, self.rank, self.store, self.device = address, rank, store, device
+        self.group: Any = None
+        self.broken = ""
+        self._buffers: list[Tensor] = []
+
+    def form(self) -> None:
+        """Make the group, in all ranks at the same time."""
+        if self.group is None:
+            make = {"gloo": _gloo_group, "nccl": _nccl_group}[self.address.backend]
+            self.group = make(dist.PrefixStore("group", self.store), self.rank, self.address)
+
+    def buffers(self, cut: tuple[Bucket, ...]) -> list[Tensor]:
+        """Two for buckets in turns, [size of the largest] uint8."""
+        size = max((bucket.size for bucket in cut), default=0)
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = []
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._buffers
+
+    def travel(self, memory: Tensor) -> Callable[[], object]:
+        """Begin to broadcast ``memory`` from rank 0; what is returned waits for the end."""
+        if not memory.numel():
+            return lambda: None
+        wait: Callable[[], object] = self.group.broadcast(memory, 0).wait
+        return wait
+
+    def await_keys(self, keys: list[str], failure: str) -> list[str]:
+        """The keys that are still missing at the end of the time limit, or none. Raises TransportError where ``failure`` is there."""
+        until = time.monotonic() + self.address.timeout
+        while missing := [key for key in keys if not self.store.check([key])]:
+            if self.store.check([failure]):
+                raise TransportError(self.store.get(failure).decode())
+            if time.monotonic() >= until:
+                break
+            time.sleep(_PERIOD)
+        return missing
+
+    @contextmanager
+    def publish(self, number: int) -> Iterator[None]:
+        """What fails within is told the others and ends the channel."""
+        if self.broken:
+            raise TransportError(
+                f"this channel broke before ({self.broken}): make a new sender and have the receivers connect to it"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self._fail(number, error)
+            if isinstance(error, RuntimeError) and not isinstance(error, TransportError):  # of torch.distributed
+                raise TransportError(self._explain(number, error)) from error
+            raise
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        who = f"receiver {self.rank - 1}" if self.rank else "the sender"
+        what = "its reader stopped" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
+        self.broken = f"{who}: {what}".splitlines()[0]
+        with suppress(RuntimeError):
+            if not self.store.check([_failure(number)]):
+                self.store.set(_failure(number), self.broken)
+        self.leave()
+
+    def _explain(self, number: int, error: BaseException) -> str:
+        """Who is to blame, as far as the store and the processes of this machine say."""
+        cause = str(error).splitlines()[0]
+        try:
+            for index in range(self.address.receivers):
+                host, pid = (
+                    self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
+                    if self.store.check([f"joined/{index}"])
+                    else ("", 0)
+                )
+                if host == socket.gethostname() and not alive(int(pid)):
+                    return f"receiver {index} (process {pid}) went away: {cause}"
+            told = self.store.get(_failure(number)).decode() if self.store.check([_failure(number)]) else ""
+        except RuntimeError:
+            return f"the sender went away: it closed the channel, ended or was killed ({cause})"
+        return f"publish {number} ended early: {told or cause}"
+
+    def leave(self) -> None:
+        """Close the group's connections, which the others notice."""
+        group, self.group = self.group, None
+        self._buffers = []
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()
+
+
+class BroadcastSender:
+    """``host`` is this machine's address as receivers reach it; ``device`` is where buckets are packed: a GPU's with NCCL."""
+
+    def __init__(
+        self,
+        receivers: int,
+        *,
+        backend: Backend = "gloo",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: torch.device | None = None,
+        bucket_size: int = BUCKET_SIZE,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if receivers < 1:
+            raise ValueError(f"a channel with {receivers} receivers sends to nobody; there has to be at least one")
+        device = device or torch.device("cuda" if backend == "nccl" else "cpu")
+        if (device.type == "cuda") != (backend == "nccl"):
+            raise ValueError(f"{backend} does not broadcast from {device}: gloo packs buckets on the CPU, nccl on a GPU")
+        self.receivers = receivers
+        store = dist.TCPStore(host, port, None, True, timeout=_WORD, wait_for_workers=False)
+        self._address = BroadcastAddress(backend, host, store.port, receivers, aligned(bucket_size), timeout)
+        self._channel = _Channel(self._address, 0, store, device)
+        self._number = 0
+
+    @property
+    def address(self) -> BroadcastAddress:
+        return self._address
+
+    @torch.no_grad()
+    def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
+        self._number += 1
+        with self._channel.publish(self._number):
+            self._await("ready", "begin to receive")
+            self._compare(digest(manifest))
+            self._channel.store.set(f"begin/{self._number}", "")
+            self._channel.form()
+            self._send(buckets(manifest, self._address.bucket_size), manifest, tensors)
+            self._await("taken", "take the last bucket")
+
+    def _await(self, word: str, doing: str) -> None:
+        keys = [f"{word}/{self._number}/{index}" for index in range(self.receivers)]
+        if missing := self._channel.await_keys(keys, _failure(self._number)):
+            names = ", ".join(key.rpartition("/")[2] for key in missing)
+            raise TransportError(f"receiver {names} of {self.receivers} did not {doing} within {self._address.timeout:g} s")
+
+    def _compare(self, wanted: str) -> None:
+        for index in range(self.receivers):
+            if self._channel.store.get(f"ready/{self._number}/{index}").decode() != wanted:
+                raise TransportError(
+                    f"receiver {index}: its manifest is not the sender's: both sides have to be given the same one"
+                )
+
+    def _send(self, cut: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
+        channel, given, waits = self._channel, matched(manifest, tensors), deque[Callable[[], object]]()
+        memory = channel.buffers(cut)
+        for number, bucket in enumerate(cut):
+            if len(waits) == 2:  # the buffer's last bucket has to have left
+                waits.popleft()()
+            for placed in bucket.tensors:
+                view(memory[number % 2], placed).copy_(next(given)[1].detach())
+            waits.append(channel.travel(memory[number % 2][: bucket.size]))
+        next(given, None)  # raises where there is a tensor too many
+        for wait in waits:
+            wait()
+
+    def close(self) -> None:
+        self._channel.broken = self._channel.broken or "it was closed"
+        self._channel.leave()
+        del self._channel.store
+
+
+class BroadcastReceiver:
+    """Rank ``index`` + 1. What it yields lies in its buffers."""
+
+    def __init__(self, address: BroadcastAddress, index: int, device: torch.device) -> None:
+        self.index, self.device = index, device
+        limit = timedelta(seconds=max(1.0, min(address.timeout, 30.0)))
+        try:
+            store = dist.TCPStore(address.host, address.port, None, False, timeout=limit, wait_for_workers=False)
+            store.set(f"joined/{index}", f"{socket.gethostname()} {os.getpid()}")
+        except RuntimeError as error:
+            raise TransportError(f"there is no sender at {address.host}:{address.port}: {str(error).splitlines()[0]}") from None
+        at = device if address.backend == "nccl" else torch.device("cpu")
+        self._channel = _Channel(replace(address), index + 1, store, at)
+        self._number = 0
+
+    def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+        self._number += 1
+        channel = self._channel
+        with channel.publish(self._number):
+            channel.store.set(f"ready/{self._number}/{self.index}", digest(manifest))
+            if channel.await_keys([f"begin/{self._number}"], _failure(self._number)):
+                raise TransportError(f"the sender did not begin to send within {channel.address.timeout:g} s")
+            channel.form()
+            yield from self._receive(buckets(manifest, channel.address.bucket_size))
+            channel.store.set(f"taken/{self._number}/{self.index}", "")
+
+    def _receive(self, cut: tuple[Bucket, ...]) -> Iterator[tuple[str, Tensor]]:
+        channel = self._channel
+        memory = channel.buffers(cut)
+        waits = deque(channel.travel(memory[number % 2][: bucket.size]) for number, bucket in enumerate(cut[:2]))
+        for number, bucket in enumerate(cut):
+            waits.popleft()()
+            for placed in bucket.tensors:
+                yield placed.entry.name, view(memory[number % 2], placed).to(self.device)
+            if number + 2 < len(cut):
+                waits.append(channel.travel(memory[number % 2][: cut[number + 2].size]))
+
+    def close(self) -> None:
+        self._channel.broken = self._channel.broken or "it was closed"
+        self._channel.leave()
+        del self._channel.store
+
+
+def _failure(number: int) -> str:
+    return f"failed/{number}"
+
+
+def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=address.timeout)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    return dist.ProcessGroupGloo(store, rank, address.receivers + 1, options)
+
+
+def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
+    """With waits that block and raise, instead of a watchdog that ends the process: the engine's, at a receiver."""
+    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=address.timeout)
+        return dist.ProcessGroupNCCL(store, rank, address.receivers + 1, options)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _own_address(address: BroadcastAddress) -> str:
+    """This machine's address on the way to the sender."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.host, address.port))  # sends nothing
+        return str(probe.getsockname()[0])
