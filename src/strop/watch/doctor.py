@@ -207,7 +207,10 @@ def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, flo
     if not seen:
         return None
     worst = max(seen, key=lambda item: item[1])
-    text = f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; of the last {len(seen)} at most {worst[1]:.4f} (step {worst[0]})"
+    text = (
+        f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; of the last {len(seen)} steps at most "
+        f"{worst[1]:.4f} (step {worst[0]})"
+    )
     warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(WARNING_OF_MISMATCH)]
     return f"{text}\n{warned[-1]}" if warned else text
 

@@ -6,7 +6,6 @@ It is a thread and not an asyncio task because the event loop itself may stand s
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import importlib.metadata
 import logging
 import os
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from strop.watch.diary import REMEMBERED, Diary
+from strop.watch.stacks import dump_stacks
 from strop.watch.status import Said, State, Status, process_started, write_status
 from strop.watch.trouble import Limits, Trouble, longest, report_of, troubles
 from strop.watch.waits import Wait, open_waits
@@ -32,7 +32,6 @@ from strop.watch.waits import Wait, open_waits
 log = logging.getLogger(__name__)
 
 STORED = 100  # innermost waits in status.json, the longest ones
-TASKS_DUMPED = 200
 ENDING = 30.0  # seconds in which a run that was told to end has to
 
 
@@ -161,14 +160,7 @@ class Watchdog:
         """The stacks of all threads, and of the asyncio tasks, in a file of the log folder."""
         path = self._folder / time.strftime("stacks_%Y%m%d_%H%M%S.txt")
         try:
-            with path.open("w", encoding="utf-8") as file:
-                file.write(f"{text}\n\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-                with suppress(RuntimeError):  # tasks begin and end while they are listed
-                    for task in list(asyncio.all_tasks(self._loop))[:TASKS_DUMPED]:
-                        file.write("\n")
-                        task.print_stack(file=file)
+            dump_stacks(path, text, self._loop)
         except OSError as error:
             log.warning("no stacks could be written to %s: %s", path, error)
             return None
