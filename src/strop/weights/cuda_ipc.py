@@ -1,0 +1,121 @@
+"""Weights through GPU memory that processes of one machine share: the sender packs buckets on its GPU, and receivers read them there.
+
+A receiver on the same GPU reads what it yields where it lies; one on another GPU of the machine copies it over. Both have to see the
+sender's GPU (``CUDA_VISIBLE_DEVICES``), under whatever number. Buckets and words about them go as in ``ring``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.weights.base import TransportError
+from strop.weights.control import Link, Segment, reach
+from strop.weights.ring import RingReceiver, RingSender
+
+BUCKET_SIZE = 256 << 20
+SLOTS = 2
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class CudaIpcAddress:
+    """Where the sender of this machine is found."""
+
+    path: str  # of its socket
+    receivers: int
+    bucket_size: int  # bytes
+    timeout: float  # seconds
+
+    def connect(self, index: int, device: torch.device) -> CudaIpcReceiver:
+        """Raises TransportError where the sender is gone, ValueError where ``device`` is no GPU."""
+        if device.type != "cuda":
+            raise ValueError(
+                f"{device} cannot read another process's GPU memory; connect with a GPU, or send through host memory"
+            )
+        return CudaIpcReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
+
+
+class CudaIpcSender(RingSender):
+    """``device`` is where buckets are packed: where the learner's weights are. Takes ``slots`` x ``bucket_size`` bytes there, more where a
+    tensor is larger than a bucket."""
+
+    def __init__(
+        self,
+        receivers: int,
+        *,
+        device: torch.device,
+        bucket_size: int = BUCKET_SIZE,
+        slots: int = SLOTS,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"{device} is no GPU: send from there through host memory")
+        super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
+        self.device = device
+
+    @property
+    def address(self) -> CudaIpcAddress:
+        return CudaIpcAddress(self.hub.path, self.receivers, self.bucket_size, self.timeout)
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _hand_over(self, link: Link) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        assert self._memory is not None
+        _, arguments = reduce_tensor(self._memory)  # anew for each receiver: it counts who has the memory
+        link.send(Segment(self._memory.numel(), pickle.dumps(_Handle(_uuid(self._memory.device), arguments))))
+
+    def _write(self, place: Tensor, tensor: Tensor) -> None:
+        place.copy_(tensor, non_blocking=True)
+
+    def _written(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+
+class CudaIpcReceiver(RingReceiver):
+    """Yields the sender's memory itself where it is on the same GPU: nothing may be written there."""
+
+    def _take_over(self, segment: Segment) -> Tensor:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        handle: _Handle = pickle.loads(segment.handle)
+        visible = [number for number in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", number)) == handle.gpu]
+        if not visible:
+            self.link.close()  # so that the sender need not wait
+            raise TransportError(
+                f"receiver {self.index} does not see the sender's GPU {handle.gpu}: add it to CUDA_VISIBLE_DEVICES of the generator, "
+                "or send through host memory"
+            )
+        memory: Tensor = rebuild_cuda_tensor(*handle.on(visible[0]))
+        return memory
+
+    def _read(self) -> None:
+        for device in {self.device, self._memory.device if self._memory is not None else self.device}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.ipc_collect()
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What it takes to have the sender's memory in another process."""
+
+    gpu: str  # which GPU, whatever its number there
+    arguments: tuple[Any, ...]  # of torch's rebuild_cuda_tensor
+
+    def on(self, number: int) -> tuple[Any, ...]:
+        """The arguments where the GPU has this number."""
+        return (*self.arguments[:6], number, *self.arguments[7:])
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

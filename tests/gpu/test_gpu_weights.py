@@ -1,0 +1,75 @@
+"""Weights from and to GPUs, between real processes."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from strop.weights.base import ChannelAddress, Sender
+from strop.weights.broadcast import BroadcastSender
+from strop.weights.cuda_ipc import CudaIpcSender
+from strop.weights.fingerprints import combine, fingerprint
+from strop.weights.memory import MemorySender
+from support.transports import child, manifests, model, received, sent
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+SMALL = 64 << 10
+
+
+def receive_on_gpu(pipe: Connection, address: ChannelAddress, index: int, number: int) -> None:
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    receiver = address.connect(index, device)
+    while (manifest := pipe.recv()) is not None:
+        pipe.send(received(receiver, manifest))
+    receiver.close()
+
+
+def on_gpu(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.to(CUDA)) for name, tensor in model(seed)]
+
+
+def arrives(sender: Sender, number: int = 0) -> None:
+    """Two publishes, bit for bit."""
+    manifest = manifests()
+    with child(receive_on_gpu, sender.address, 0, number) as receiver:
+        for seed in range(2):
+            receiver.pipe.send(manifest)
+            sender.send(manifest, on_gpu(seed))
+            assert receiver.answer(120) == sent(model(seed), manifest)
+    sender.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+def test_fingerprints_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    raw = torch.randint(0, 256, (3001, 520 * dtype.itemsize), dtype=torch.uint8)
+    tensor = raw.view(dtype)
+    there = tensor.to(CUDA)
+    assert fingerprint(there) == fingerprint(tensor)
+    assert combine((fingerprint(there[:, :99]), fingerprint(there[:, 99:], columns=99))) == fingerprint(tensor)
+
+
+def test_through_host_memory() -> None:
+    arrives(MemorySender(1, bucket_size=SMALL, timeout=60))
+
+
+def test_through_gpu_memory() -> None:
+    arrives(CudaIpcSender(1, device=CUDA, bucket_size=SMALL, timeout=60))
+
+
+def test_by_gloo_broadcast() -> None:
+    arrives(BroadcastSender(1, bucket_size=SMALL, timeout=60))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank")
+def test_by_nccl_broadcast() -> None:
+    arrives(BroadcastSender(1, backend="nccl", device=CUDA, bucket_size=SMALL, timeout=60), 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_through_gpu_memory_to_another_gpu() -> None:
+    arrives(CudaIpcSender(1, device=CUDA, bucket_size=SMALL, timeout=60), 1)
