@@ -155,6 +155,12 @@ def make_stream(
     )
 
 
+def slots_of(config: RolloutRunConfig, options: LoopOptions) -> int:
+    """How many groups may be begun and not yet trained on; an order that drops old ones may have more than its bound on age needs."""
+    extra = config.rollouts.asynchronous.extra_slots if options.drops_stale else 0
+    return (options.max_staleness + 1) * options.groups_per_step + extra
+
+
 def order_of(config: RolloutRunConfig, options: LoopOptions) -> Order:
     """Which group comes next. A synchronous run is always FIFO: all of its groups are of the newest version."""
     section = config.rollouts.asynchronous

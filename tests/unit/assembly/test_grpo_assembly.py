@@ -12,12 +12,14 @@ from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.clip import Clip
 from strop.algorithms.grpo import GRPO, GroupRelative
 from strop.algorithms.kl import Kl
-from strop.assembly.rollouts import algorithm_of, episode_rules, loop_options
+from strop.assembly import rollouts
+from strop.assembly.rollouts import algorithm_of, beside_the_loop, episode_rules, loop_options, order_of, slots_of
 from strop.assembly.tasks import training_tasks, validation_tasks
 from strop.assembly.training import _changed_settings, make_checkpoints, make_tracker, metric_tag, restore
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.environments.base import EnvironmentConfigError
+from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
 from strop.tracking.rollouts import RolloutStore
 
@@ -61,6 +63,50 @@ def test_the_loop_is_set_as_the_configuration_says():
     )
     assert (found.groups_per_step, found.steps_per_batch, found.update_epochs, found.max_staleness) == (6, 3, 2, 3)
     assert found.max_groups_per_step == 30 and found.save_period == 7 and not found.share_prefixes
+
+
+ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.num_prompts_per_step=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "order", "slots"),
+    [
+        ((), Fifo(), 12),
+        (("order=windowed",), Windowed(window=4, groups_per_step=4, max_staleness=2), 12),
+        (("order=windowed", "window=7"), Windowed(window=7, groups_per_step=4, max_staleness=2), 12),
+        (("order=drop_too_old", "extra_slots=5"), DropTooOld(), 17),
+        (("order=drop_too_old", "extra_slots=5", "enabled=false"), Fifo(), 4),
+        (("order=windowed", "max_trajectory_age_steps=0"), Fifo(), 4),
+    ],
+)
+def test_the_stream_has_the_order_and_the_slots_that_the_configuration_asks_for(overrides, order, slots):
+    found = config(*ASYNCHRONOUS, *(f"grpo.async_grpo.{override}" for override in overrides))
+    options = loop_options(found, share_prefixes=True)
+    assert order_of(found, options) == order and slots_of(found, options) == slots
+    assert options.drops_stale == order.drops
+
+
+@pytest.mark.parametrize(
+    ("overrides", "before"),
+    [
+        (("grpo.async_grpo.enabled=false",), "never"),
+        (("grpo.async_grpo.max_trajectory_age_steps=0",), "never"),
+        ((), "training"),
+        (("grpo.async_grpo.in_flight_weight_updates=true",), "never"),
+    ],
+)
+def test_groups_in_flight_are_finished_before_the_learner_takes_the_module_of_an_embedded_engine(overrides, before):
+    assert loop_options(config(*ASYNCHRONOUS, *overrides), share_prefixes=True).drain_before == before
+
+
+def test_groups_in_flight_of_a_separate_engine_are_finished_before_weights_are_published(monkeypatch):
+    monkeypatch.setattr(rollouts, "shares_module", lambda config: False)
+    assert loop_options(config(*ASYNCHRONOUS), share_prefixes=True).drain_before == "publishing"
+
+
+def test_learners_and_columns_beside_the_loop_share_one_thread():
+    learners, scorers = beside_the_loop({"policy": FakeLearner(), "value": FakeLearner()}, {"reference": object()})
+    assert len({learners["policy"].thread, learners["value"].thread, scorers["reference"].thread}) == 1
 
 
 def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():

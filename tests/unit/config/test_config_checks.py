@@ -199,3 +199,37 @@ def test_an_evaluation_that_cannot_work_is_refused(override: str, reason: str) -
 
 def test_a_saved_configuration_can_be_read_without_the_checks() -> None:
     assert load_config(None, [*RUN, "cluster.num_nodes=2"], root=GrpoRunConfig, check=False).config.cluster.num_nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["window=8"], "grpo.async_grpo.window: found 8, but grpo.async_grpo.order is fifo"),
+        (["window=8", "order=drop_too_old"], "Set grpo.async_grpo.order=windowed"),
+        (["extra_slots=8"], "the number of slots is what bounds the age"),
+        (["extra_slots=8", "order=windowed"], "Set grpo.async_grpo.order=drop_too_old"),
+    ],
+)
+def test_keys_of_another_order_are_refused(overrides: list[str], reason: str) -> None:
+    assert reason in str(refusal(*(f"grpo.async_grpo.{override}" for override in overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),
+        (["in_flight_weight_updates=true", "recompute_kv_cache_after_weight_updates=true"], []),
+        (["in_flight_weight_updates=true", "order=windowed", "window=3"], []),
+        (["in_flight_weight_updates=true", "order=drop_too_old", "extra_slots=3"], []),
+        (["max_trajectory_age_steps=0"], ["max_trajectory_age_steps=0 is synchronous training"]),
+        (["recompute_kv_cache_after_weight_updates=true"], ["no rollout is running when weights are published"]),
+        (["order=windowed"], ["windowed, which saves little"]),
+    ],
+)
+def test_asynchronous_keys_that_change_little_are_warned_about(overrides: list[str], said: list[str]) -> None:
+    found = accepted("grpo.async_grpo.enabled=true", *(f"grpo.async_grpo.{override}" for override in overrides))
+    assert len(found) == len(said) and all(part in warning for part, warning in zip(said, found, strict=True))
+
+
+def test_asynchronous_keys_of_a_synchronous_run_are_not_warned_about() -> None:
+    assert accepted("grpo.async_grpo.order=windowed", "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true") == []
