@@ -23,8 +23,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("environments", "models", "tracking", "config"),
     ("watch",),
+    ("weights",),
     ("training", "generation"),
-    ("weights", "rollouts"),
+    ("rollouts",),
     ("checkpointing", "evaluation", "reports", "mismatch", "validation"),
     ("loop",),
     ("cluster",),
@@ -36,7 +37,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 # Heavy imports and the only places (paths under src/strop) that may have them.
 HEAVY: dict[str, tuple[str, ...]] = {
     "ray": ("cluster/ray.py",),
-    "vllm": ("generation/vllm.py",),
+    "vllm": ("generation/vllm/",),
     "sglang": ("generation/sglang.py",),
     "megatron": ("training/megatron/", "generation/megatron.py"),
     "transformers": ("models/",),

@@ -95,6 +95,17 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor
 
 
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under the names they have without adapters, and without what adapters add. No copies."""
+    layers = {layer.name: layer for layer in low_rank_layers(model)}
+    for name, tensor in model.state_dict().items():
+        owner, inside = _split(name, layers)
+        if owner is None:
+            yield name, tensor
+        elif inside.startswith("base_layer."):
+            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor
+
+
 def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, str]:
     """The layer with an adapter that a name of the state dict lies in, and the rest of the name."""
     parts = name.split(".")

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from strop import metrics
-from strop.generation.base import SharedGenerator
 from strop.metrics import Metrics
+
+
+class Sharing(Protocol):
+    """An engine on the learner's own module: nothing is sent to it, and it does not run while the learner does."""
+
+    async def drain(self) -> None:
+        """Hold new requests and return when none is running."""
+        ...
+
+    def resume(self, version: int) -> None:
+        """Take up requests again, with the weights of ``version``."""
+        ...
 
 
 class SharedWeights:
     """Nothing is sent. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
-    def __init__(self, generators: Sequence[SharedGenerator]) -> None:
+    def __init__(self, generators: Sequence[Sharing]) -> None:
         self.generators = generators
 
     async def lend_to_learner(self) -> None:

@@ -12,16 +12,17 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from strop.generation.base import Completion, GeneratorDied, Held, Receipt, RequestTooLong
+from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.arguments import EngineOptions, engine_arguments
 from strop.sampling import Sampling
-from strop.weights.base import AdapterFiles, ChannelAddress, Manifest
+from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class VllmEngine:
             async with asyncio.timeout(self.options.startup_seconds):
                 self._engine = await asyncio.to_thread(self._start)
         except TimeoutError:
-            raise GeneratorDied(
+            raise EngineDied(
                 f"{self.name} was not ready after {self.options.startup_seconds:g} s "
                 "(policy.generation.vllm_cfg.startup_seconds); what it did until then is in its output above"
             ) from None
@@ -65,7 +66,7 @@ class VllmEngine:
         from strop.generation.vllm.counters import EngineCounters
 
         self._counters = EngineCounters()
-        with own_environment(self.options.environment):
+        with own_environment(self.options.environment), unnamed_main():
             return AsyncLLM.from_engine_args(engine_arguments(self.options), stat_loggers=[self._counters.attach])
 
     async def close(self) -> None:
@@ -79,12 +80,20 @@ class VllmEngine:
     # --- sampling ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        completed, _ = await self.sample(prompt, sampling=sampling, seed=seed)
+        params = self._params(prompt, sampling, seed)
+        await self._open.wait()
+        completed, _ = await self._answer(prompt, sampling, params)
         return completed
 
-    async def sample(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> tuple[Completion, int]:
-        """A completion, and how many tokens of its prompt were found in the prefix cache."""
-        from strop.generation.vllm.requests import completion, sampling_params
+    async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
+        params = self._params(prompt, sampling, seed)
+        with self._dying("while it was to answer the canary"):
+            await self._living().resume_generation()
+        completed, cached = await self._answer(prompt, sampling, params)
+        return Answer(tokens=completed.tokens, logprobs=completed.logprobs, cached=cached, kept=completed.kept)
+
+    def _params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
+        from strop.generation.vllm.requests import sampling_params
 
         room = self.options.max_model_len - len(prompt)
         if room < 1:
@@ -92,8 +101,11 @@ class VllmEngine:
                 f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.options.max_model_len}; raise "
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
-        params = sampling_params(sampling, seed=seed, limit=room, stop_ids=self.stop_ids)
-        await self._open.wait()
+        return sampling_params(sampling, seed=seed, limit=room, stop_ids=self.stop_ids)
+
+    async def _answer(self, prompt: Sequence[int], sampling: Sampling, params: Any) -> tuple[Completion, int]:
+        from strop.generation.vllm.requests import completion
+
         output = await self._finished(list(prompt), params)
         return completion(output, sampling, self.tokenizer), output.num_cached_tokens or 0
 
@@ -104,22 +116,22 @@ class VllmEngine:
 
         engine = self._living()
         adapter = None if self._adapter is None else LoRARequest("policy", ADAPTER, str(self._adapter))
-        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=str(self.version))
+        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=str(self._loaded))
         output = None
         try:
-            async for output in engine.generate(request, params, f"{self.name}/{next(self._numbers)}", lora_request=adapter):
-                pass
+            async for answer in engine.generate(request, params, f"{self.name}/{next(self._numbers)}", lora_request=adapter):
+                output = answer
         except (EngineDeadError, EngineGenerateError) as error:
             if engine.errored:
-                raise GeneratorDied(f"{self.name}: its process died while it was generating") from error
+                raise EngineDied(f"{self.name}: its process died while it was generating") from error
             raise
         if output is None:
-            raise GeneratorDied(f"{self.name} ended a request without an answer")
+            raise EngineDied(f"{self.name} ended a request without an answer")
         return output
 
     def _living(self) -> Any:
         if self._engine is None or self._engine.errored:
-            raise GeneratorDied(f"{self.name}: its process is gone")
+            raise EngineDied(f"{self.name}: its process is gone")
         return self._engine
 
     @property
@@ -214,7 +226,7 @@ class VllmEngine:
         try:
             yield
         except EngineDeadError as error:
-            raise GeneratorDied(f"{self.name}: its process died {when}") from error
+            raise EngineDied(f"{self.name}: its process died {when}") from error
 
     def _forget_adapter(self) -> None:
         folder, self._adapter = self._adapter, None
@@ -237,3 +249,16 @@ def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
             for name in set(os.environ) - before.keys():
                 del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def unnamed_main() -> Iterator[None]:
+    """Processes that are started meanwhile do not import this program's script: it may lack the guard that keeps it from running again,
+    and they need nothing of it."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)

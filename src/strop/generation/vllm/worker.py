@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.generation.base import Held
 from strop.generation.vllm.layout import pieces, refresh_packed_copies
-from strop.weights.base import ChannelAddress, Manifest, Receiver
+from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
 from strop.weights.fingerprints import fingerprint
 
 

@@ -1,0 +1,275 @@
+"""Weights sent to engines that hold their own, and proven to have arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.metrics import Metrics
+from strop.weights.base import AdapterFiles, EngineDied, Receipt, Sender, TransportError, WeightHolder
+from strop.weights.manifest import manifest_of
+from strop.weights.proof import Canary, ProofSchedule, prove_arrival, prove_held, prove_version
+from strop.weights.source import Outgoing, Snapshot, distinct
+
+MakeSender = Callable[[int], Sender]
+"""For a number of receivers."""
+
+
+class AdapterSource(Protocol):
+    """A learner that trains adapters alone."""
+
+    def base(self) -> Iterable[tuple[str, Tensor]]:
+        """The weights that the adapters stand on, which do not change."""
+        ...
+
+    def files(self) -> AdapterFiles: ...
+
+    def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """The fingerprints of the adapters as an engine of this type holds them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    dtype: torch.dtype  # in which engines hold weights
+    apart: bool = False  # engines have devices of their own, and go on while the learner works
+    in_flight: bool = False  # requests that run are stopped where they are and go on with the new weights
+    recompute: bool = False  # ... and read what they have so far again
+    keep_copy: bool = False  # of what was published last: an engine may have to start anew while the learner has gone on
+    proof: ProofSchedule = field(default_factory=ProofSchedule)
+    attempts: int = 4  # at one publish, each after engines that died were started anew
+
+
+@dataclass
+class _Tally:
+    """What one publish cost, in seconds, and what it proved."""
+
+    sending: float = 0.0
+    proving: float = 0.0
+    size: int = 0
+    read_back: int = 0
+    unread: int = 0
+    canary: float | None = None
+
+    def metrics(self, total: float) -> dict[str, metrics.Metric]:
+        found = {
+            "weights/publish_seconds": total,
+            "weights/send_seconds": self.sending,
+            "weights/proof_seconds": self.proving,
+            "weights/bytes": float(self.size),
+            "weights/tensors_read_back": float(self.read_back),
+            "weights/tensors_not_read_back": float(self.unread),
+        }
+        if self.canary is not None:
+            found["weights/canary_error"] = self.canary
+        return {name: metrics.total(value) for name, value in found.items()}
+
+
+class PublishedWeights:
+    """``WeightSync`` for engines. A publish that fails in the middle leaves them paused, with weights of no version."""
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        engines: Sequence[WeightHolder],
+        make_sender: MakeSender,
+        options: PublishOptions,
+        *,
+        canary: Canary | None = None,
+        adapters: AdapterSource | None = None,
+        published: Callable[[int], None] = lambda version: None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``weights`` gives the learner's under canonical names; ``published`` is told each version that all engines hold."""
+        self.engines = engines
+        self.options = options
+        self.publishes = 0
+        self.version = -1
+        self._weights = weights
+        self._make_sender = make_sender
+        self._sender: Sender | None = None
+        self._connected: tuple[WeightHolder, ...] = ()
+        self._canary = canary
+        self._adapters = adapters
+        self._based: set[int] = set()  # identities of the engines that hold the base which adapters stand on
+        self._snapshot = Snapshot() if options.keep_copy and adapters is None else None
+        self._last: list[tuple[str, Tensor]] = []
+        self._aliases: dict[str, str] = {}
+        self._lock = asyncio.Lock()
+        self._published = published
+        self._note = note
+        self._said_unread = False
+        self._lent = False
+
+    async def lend_to_learner(self) -> None:
+        if self.options.apart:
+            return
+        self._lent = True
+        for engine in self.engines:
+            await engine.pause(keep_running=False)
+            await engine.sleep()
+
+    async def publish(self, version: int) -> Metrics:
+        started = time.perf_counter()
+        async with self._lock:
+            tally = await self._persist(version)
+        return tally.metrics(time.perf_counter() - started)
+
+    async def _persist(self, version: int) -> _Tally:
+        """Publish, again where an engine died meanwhile."""
+        for _ in range(self.options.attempts - 1):
+            try:
+                return await self._publish(version)
+            except EngineDied as error:
+                self._note(f"{error}; the publish of version {version} is tried again")
+        return await self._publish(version)
+
+    async def _publish(self, version: int) -> _Tally:
+        for engine in self.engines:
+            if not engine.alive:
+                await self._start(engine)
+        await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
+        if self._lent:
+            self._lent = False
+            for engine in self.engines:
+                await engine.wake()
+        tally = _Tally()
+        await self._deliver(self.engines, version, tally, prove=self.options.proof.due(self.publishes))
+        if self.options.in_flight:
+            for engine in self.engines:
+                await engine.forget_prefixes(running=self.options.recompute)
+        await asyncio.gather(*(engine.unpause(version) for engine in self.engines))
+        self.version = version
+        self.publishes += 1
+        self._published(version)
+        return tally
+
+    async def revive(self, engine: WeightHolder) -> None:
+        """Start an engine that died and give it the weights of the last publish, proven like the first ones."""
+        async with self._lock:
+            if engine.alive:
+                return
+            await self._start(engine)
+            if self.version < 0:
+                return  # the first publish will find it
+            await engine.pause(keep_running=False)
+            await self._deliver([engine], self.version, _Tally(), prove=True, again=True)
+            await engine.unpause(self.version)
+
+    async def _start(self, engine: WeightHolder) -> None:
+        self._disconnect()
+        self._based.discard(id(engine))
+        await engine.start()
+
+    async def _deliver(
+        self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, again: bool = False
+    ) -> None:
+        """Send what is to be sent to ``engines`` and prove it; ``again`` is the last publish once more."""
+        if self._adapters is None:
+            await self._send(engines, version, tally, prove=prove, tensors=self._current(again))
+        else:
+            await self._send_adapters(engines, version, tally, prove=prove, adapters=self._adapters)
+        if prove and self._canary is not None:
+            started = time.perf_counter()
+            reports = [await self._canary.ask(engine) for engine in engines]
+            tally.canary = max(report.mean for report in reports)
+            tally.proving += time.perf_counter() - started
+
+    def _current(self, again: bool) -> list[tuple[str, Tensor]]:
+        """The tensors to send: the learner's, or those of the last publish where it may have changed them since."""
+        if again and self._snapshot is not None:
+            return self._last
+        found = distinct(self._weights())
+        self._aliases = found.aliases
+        self._last = list(found.tensors)
+        if self._snapshot is not None:
+            self._last = self._snapshot.take(found.tensors, self.options.dtype)
+        return self._last
+
+    async def _send_adapters(
+        self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, adapters: AdapterSource
+    ) -> None:
+        bare = [engine for engine in engines if id(engine) not in self._based]
+        if bare:
+            found = distinct(adapters.base())
+            self._aliases = found.aliases
+            await self._send(bare, version, tally, prove=True, tensors=list(found.tensors))
+            self._based |= {id(engine) for engine in bare}
+        started = time.perf_counter()
+        files, marks = adapters.files(), adapters.marks(self.options.dtype)
+        for engine in engines:
+            receipt = await engine.load_adapter(files, version)
+            prove_version(engine.name, receipt, version)
+            prove_arrival(engine.name, marks, receipt)
+        tally.size += len(files.weights) * len(engines)
+        tally.sending += time.perf_counter() - started
+
+    async def _send(
+        self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, tensors: list[tuple[str, Tensor]]
+    ) -> None:
+        started = time.perf_counter()
+        outgoing = Outgoing(tensors, manifest_of(tensors, self.options.dtype), held=prove)
+        receipts = await self._transfer(engines, version, outgoing)
+        tally.sending += time.perf_counter() - started
+        tally.size += outgoing.manifest.size * len(engines)
+        for engine, receipt in zip(engines, receipts, strict=True):
+            prove_version(engine.name, receipt, version)
+            prove_arrival(engine.name, outgoing.sent_marks, receipt)
+        if prove:
+            started = time.perf_counter()
+            for engine in engines:
+                report = prove_held(engine.name, outgoing.held_marks, self._aliases, await engine.held())
+                tally.read_back, tally.unread = report.proven, len(report.unread)
+                self._say_unread(engine, report.unread, report.proven)
+            tally.proving += time.perf_counter() - started
+
+    def _say_unread(self, engine: WeightHolder, unread: Sequence[str], proven: int) -> None:
+        if unread and not self._said_unread:
+            self._said_unread = True
+            self._note(
+                f"weights: {proven} of {proven + len(unread)} tensors are proven by reading them back out of {engine.name}; the others, "
+                f"such as {unread[0]}, by their arrival and by the canary"
+            )
+
+    async def _transfer(self, engines: Sequence[WeightHolder], version: int, outgoing: Outgoing) -> list[Receipt]:
+        """All receive while one sends. Where one fails the others are told, and nobody waits for who will not come."""
+        sender = await self._connect(engines)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, outgoing.manifest, outgoing))
+        loading = [asyncio.create_task(engine.load(outgoing.manifest, version)) for engine in engines]
+        done, _ = await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.exception() is not None for task in done):
+            await asyncio.to_thread(self._disconnect)
+            rest = await asyncio.gather(sending, *loading, return_exceptions=True)
+            errors = [error for error in rest if isinstance(error, BaseException)]
+            raise next((error for error in errors if not isinstance(error, TransportError)), errors[0])
+        return [await task for task in loading]
+
+    async def _connect(self, engines: Sequence[WeightHolder]) -> Sender:
+        """The channel to exactly these engines."""
+        if self._sender is not None and self._connected == tuple(engines):
+            return self._sender
+        await asyncio.to_thread(self._disconnect)
+        self._sender = self._make_sender(sum(engine.receivers for engine in engines))
+        first = 0
+        connecting: list[Awaitable[None]] = []
+        for engine in engines:
+            connecting.append(engine.connect(self._sender.address, first))
+            first += engine.receivers
+        await asyncio.gather(*connecting)
+        self._connected = tuple(engines)
+        return self._sender
+
+    def _disconnect(self) -> None:
+        sender, self._sender, self._connected = self._sender, None, ()
+        if sender is not None:
+            sender.close()
+
+    def close(self) -> None:
+        self._disconnect()
