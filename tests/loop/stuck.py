@@ -1,0 +1,69 @@
+"""Where a run gets stuck: at the n-th call of something, which then waits for ever, or blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+POINTS = {
+    "environment": "strop.rollouts.episode:score",
+    "engine": "strop.generation.torch.engine:TorchEngine.generate",
+    "learner": "strop.training.torch.learner:TorchLearner.step",
+}
+
+
+@dataclass(frozen=True)
+class StuckAt:
+    """For ``before``."""
+
+    point: Literal["environment", "engine", "learner"]
+    nth: int
+    how: Literal["waits", "blocks"]
+
+    def __call__(self) -> None:
+        module, _, path = POINTS[self.point].partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, self._around(getattr(owner, name)))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        @functools.wraps(function)
+        async def wrapped(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.nth:
+                if self.how == "blocks":
+                    time.sleep(3600)
+                await asyncio.sleep(3600)
+            return await function(*arguments, **options)
+
+        return wrapped
+
+
+@dataclass(frozen=True)
+class SamplerOff:
+    """For ``before``: the engine reports log-probabilities that are lower by so many nats than those it drew with."""
+
+    nats: float
+
+    def __call__(self) -> None:
+        from dataclasses import replace
+
+        from strop.generation.torch.engine import TorchEngine
+
+        generate = TorchEngine.generate
+
+        async def shifted(*arguments: Any, **options: Any) -> Any:
+            completion = await generate(*arguments, **options)
+            return replace(completion, logprobs=completion.logprobs - self.nats)
+
+        TorchEngine.generate = shifted  # type: ignore[method-assign,assignment]
