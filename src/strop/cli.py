@@ -188,8 +188,12 @@ def _log_folder(run: Path) -> Path:
 
     for file in (run, run / "config.yaml"):
         if file.suffix in (".yaml", ".yml") and file.is_file() and not (run / "metrics.jsonl").exists():
-            values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
-            named = values.get("logger", {}).get("log_dir") if isinstance(values, dict) else None
+            try:
+                values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
+            except yaml_text.YamlError as error:
+                raise ValueError(f"{file} is no YAML: {error}") from error
+            logger = values.get("logger") if isinstance(values, dict) else None
+            named = logger.get("log_dir") if isinstance(logger, dict) else None
             if isinstance(named, str):
                 return Path(named)
     return run
