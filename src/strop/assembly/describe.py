@@ -8,6 +8,7 @@ from strop.assembly.roles import choose_device
 from strop.assembly.rollouts import algorithm_of
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.distillation import TeacherConfig
+from strop.config.generation import GenerationConfig
 from strop.config.policy import ModelConfig
 from strop.config.schema import DistillationRunConfig, PpoRunConfig
 
@@ -51,13 +52,23 @@ def _describe_rollouts(config: RolloutRunConfig) -> str:
         f"algorithm   {outline(config.algorithm.name, algorithm_of(config))}",
         f"policy      {_trained(policy)}",
         *_other_models(config),
-        f"generation  embedded torch engine in this process, {policy.generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache, {ahead}",
+        f"generation  {_engine(policy.generation)}, {ahead}",
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
         f"tasks       {', '.join(_entry(entry) for entry in config.data.train) or 'none'}",
         _folders(config),
     ]
     return "\n".join([*lines, *_unused_gpus(config)])
+
+
+def _engine(generation: GenerationConfig) -> str:
+    if generation.backend != "vllm":
+        return f"embedded torch engine in this process, {generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
+    options = generation.vllm_cfg
+    several = f"{options.num_engines} vLLM engines" if options.num_engines > 1 else "a vLLM engine"
+    ranks = f" of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
+    draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
+    return f"{several}{ranks} in processes of their own, {options.precision}{draft}"
 
 
 def _trained(model: ModelConfig) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
 from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
-from strop.assembly.roles import load_training_policy, make_engine, tokenizer_saver
+from strop.assembly.engines import make_generation
+from strop.assembly.roles import load_training_policy, tokenizer_saver
 from strop.assembly.scorers import make_learners, make_scorers
 from strop.assembly.settings import settings_of
 from strop.assembly.tasks import reward_names, training_tasks, validation_tasks
@@ -30,7 +31,6 @@ from strop.tracking.rollouts import RolloutStore
 from strop.training.base import ColumnSource, Learner
 from strop.training.threaded import LearnerThread, ThreadedColumns, in_thread
 from strop.types import Group
-from strop.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
     validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed)
     policy = load_training_policy(config.policy, training.seed)
     sampling = Sampling(**config.policy.generation.sampling_options())
-    engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
     options = loop_options(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
@@ -59,6 +58,19 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
     state = restore(config, checkpoints, learners, tracker, store)
     if options.max_staleness > 0 and not shares_module(config):
         learners, scorers = beside_the_loop(learners, scorers)
+    generation = make_generation(
+        policy,
+        config.policy,
+        sampling,
+        learners["policy"],
+        max_staleness=options.max_staleness,
+        in_flight=training.asynchronous.in_flight_weight_updates,
+        recompute=training.asynchronous.recompute_kv_cache_after_weight_updates,
+        share_prefixes=options.share_prefixes,
+        seed=training.seed,
+        note=tracker.note,
+    )
+    engine = generation.generator
     rules = episode_rules(config)
     stream_state = None
     if state is not None:
@@ -85,7 +97,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         ),
         learners=learners,
         scorers=scorers,
-        weights=SharedWeights([engine]),
+        weights=generation.weights,
         tracker=tracker,
         rollouts=store,
         decode=policy.tokenizer.decode,

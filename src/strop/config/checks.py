@@ -449,7 +449,7 @@ def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         yield Problem(
             changed[0],
             f"the torch engine does not read {', '.join(changed)}",
-            "They are for generation.backend vllm, which is not in this version.",
+            f"They are for {key}.backend=vllm.",
         )
 
 

@@ -46,20 +46,106 @@ class TorchGenerationConfig(Model):
     cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs, on a GPU.")
 
 
+class SpeculationConfig(Model):
+    """Speculative decoding: a cheap draft proposes tokens and the policy accepts or redraws them, so that what is sampled has the same
+    distribution (arXiv 2211.17192)."""
+
+    method: Literal["ngram", "draft_model"] | None = Field(
+        None,
+        description="ngram proposes what followed the same tokens earlier in the conversation; draft_model asks a small model; null is "
+        "off.",
+    )
+    num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
+    prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
+    prompt_lookup_max: int = Field(4, ge=1, description="Longest match of ngram (tokens).")
+    model_name: str | None = Field(
+        None, description="The draft model: a hub name or folder, of the policy's vocabulary. It is not trained."
+    )
+
+    @field_validator("model_name")
+    @classmethod
+    def _named(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("method") == "draft_model" and value is None:
+            raise ValueError("method draft_model needs a draft: set model_name to a small model with the policy's vocabulary")
+        return value
+
+
 class VllmConfig(Model):
     """Options of the vLLM backend."""
 
-    async_engine: bool = Field(False, description="Use vLLM's asynchronous engine.")
+    async_engine: bool = Field(True, description="Taken for recipes that have it: requests always reach the engine one by one.")
+    num_engines: int = Field(1, ge=1, description="Engines side by side, each with all of the weights (engines).")
     precision: Precision = follows("...precision", alone="bfloat16", description="Data type of the engine's weights.")
     kv_cache_dtype: str = Field("auto", description="Data type of the key-value cache.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs).")
+    logprobs_mode: Literal["processed_logprobs"] = Field(
+        "processed_logprobs",
+        description="Which log-probabilities are reported: those of the distribution that sampled, after temperature and filters; the "
+        "learner computes the same.",
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs; processes on a CPU).")
     pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline-parallel ranks of one engine (GPUs).")
     expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="Share of a GPU's memory the engine may use (fraction).")
+    kv_cache_memory_gb: float | None = Field(
+        None, gt=0, description="Memory of the key-value cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
+    )
     max_model_len: int = follows(
         "...max_total_sequence_length", alone=2048, ge=1, description="Longest prompt and completion together (tokens)."
     )
-    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs.")
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="Sequences that decode together; null is the engine's choice (sequences)."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Keep the keys and values of prompts: samples of a prompt and later turns do not read it again."
+    )
+    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs. A CPU never does.")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each engine process; null is as many as the learner has (threads).",
+    )
+    speculation: SpeculationConfig = subsection(SpeculationConfig)
+    sleep_level: Literal[0, 1, 2] = Field(
+        2,
+        description="What a colocated engine gives up on a GPU while the learner works: 0 nothing, 1 the key-value cache, with its weights "
+        "moved to host memory, 2 both, and weights are sent anew.",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="How often in a row an engine whose process died is started anew before the run stops (restarts)."
+    )
+    startup_seconds: float = Field(600.0, gt=0, description="An engine that is not ready after this has failed (seconds).")
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes alone.")
+
+
+class WeightSyncConfig(Model):
+    """How new weights reach engines that hold their own, and how that is proven."""
+
+    transport: Literal["auto", "memory", "cuda_ipc", "broadcast", "folder"] = Field(
+        "auto",
+        description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL between GPUs; "
+        "folder: files; auto chooses by where learner and engines are.",
+    )
+    folder: str | None = Field(
+        None, description="Where transport folder writes; every engine must see it. Null is a temporary folder."
+    )
+    bucket_mb: float = Field(64.0, gt=0, description="Weights travel in pieces of this size (MiB).")
+    timeout_seconds: float = Field(600.0, gt=0, description="A publish that takes longer has failed (seconds).")
+    adapters_alone: bool = Field(
+        True, description="With LoRA send the adapters beside base weights that the engine keeps; false sends merged weights."
+    )
+    proof: Literal["always", "first", "every_n"] = Field(
+        "every_n",
+        description="When weights are read back out of the engine and compared with the learner's by fingerprint, tensor by tensor, and "
+        "the canary is asked: after every publish, after the first one of a run, or also after each proof_every-th. Versions and "
+        "what arrived are compared every time.",
+    )
+    proof_every: int = Field(10, ge=1, description="Period of proof every_n (publishes).")
+    canary_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest mean difference between the engine's and the learner's log-probabilities of the canary's tokens; null is "
+        "0.002 in float32 and 0.1 in bfloat16 (nats).",
+    )
 
 
 class ColocatedResourcesConfig(Model):
@@ -97,7 +183,8 @@ class GenerationConfig(Model):
     """The inference engine and how it samples."""
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
-        "auto", description="The engine; auto is torch, the engine embedded in Strop, in this version."
+        "auto",
+        description="The engine: vllm, in processes of its own, or torch, embedded in Strop; auto is torch in this version.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", alone=512, ge=1, description="Longest completion of one turn (tokens)."
@@ -124,8 +211,10 @@ class GenerationConfig(Model):
     torch_cfg: TorchGenerationConfig = subsection(TorchGenerationConfig)
     vllm_cfg: VllmConfig = subsection(VllmConfig)
     vllm_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments of vLLM's engine, passed on as they are."
+        default_factory=dict,
+        description="Further arguments of vLLM's engine, by its own names, passed on as they are; an unknown one is refused.",
     )
+    weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
 
     @field_validator("keep_sampling_mask")

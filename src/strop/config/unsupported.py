@@ -87,22 +87,22 @@ def dynamic_batching(config: TrainingRunConfig) -> Problems:
 
 def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
-    names = {"vllm": "vLLM", "sglang": "SGLang", "megatron": "Megatron"}
+    names = {"sglang": "SGLang", "megatron": "Megatron"}
     if generation.backend in names:
         yield Problem(
             f"{key}.backend",
             f"found {generation.backend}, but the {names[generation.backend]} generation backend is not in this version",
-            f"Set {key}.backend to auto or torch, the engine embedded in Strop.",
+            f"Set {key}.backend to vllm, or to torch, the engine embedded in Strop.",
         )
 
 
 def generation_apart(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
-    if not generation.colocated.enabled:
+    if not generation.colocated.enabled and generation.backend in ("auto", "torch"):
         yield Problem(
             f"{key}.colocated.enabled",
-            "found false, but generation on devices of its own is not in this version",
-            f"Set {key}.colocated.enabled=true.",
+            f"found false, but {key}.backend {generation.backend} runs on the learner's own module",
+            f"Set {key}.colocated.enabled=true, or {key}.backend=vllm.",
         )
 
 

@@ -75,12 +75,21 @@ class StropWorker:
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is None or adapter not in manager.list_adapters():
             return pickle.dumps({})
+        packed = getattr(self.model_runner.get_model(), "packed_modules_mapping", {})
         found = {}
-        for name, layer in manager._adapter_manager.get_adapter(adapter).loras.items():
-            down, up = layer.lora_a, layer.lora_b
-            if isinstance(down, Tensor) and isinstance(up, Tensor):
+        for path, layer in manager._adapter_manager.get_adapter(adapter).loras.items():
+            for name, down, up in _low_rank_pairs(path, layer, packed):
                 found[name] = (fingerprint(positive_zeros(down)), fingerprint(positive_zeros(up)))
         return pickle.dumps(found)
+
+
+def _low_rank_pairs(path: str, layer: Any, packed: dict[str, list[str]]) -> list[tuple[str, Tensor, Tensor]]:
+    """(canonical name, A, B) of the adapters of one layer: vLLM keeps those of fused layers as lists, in the order of their parts."""
+    if isinstance(layer.lora_a, Tensor):
+        return [(path, layer.lora_a, layer.lora_b)]
+    parent, _, own = path.rpartition(".")
+    parts = zip(packed.get(own, ()), layer.lora_a, layer.lora_b, strict=True)
+    return [(f"{parent}.{name}", down, up) for name, down, up in parts if down is not None]
 
 
 def _kept(arriving: Any, marks: dict[str, int]) -> Any:

@@ -1,0 +1,290 @@
+"""The generator of a run and how it gets its weights: the embedded engine on the learner's module, or vLLM engines of their own."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.grpo import GRPO
+from strop.assembly.roles import PRECISIONS, Policy, make_engine
+from strop.config.generation import GenerationConfig, SpeculationConfig, VllmConfig, WeightSyncConfig
+from strop.config.policy import PolicyConfig
+from strop.data.packing import pack
+from strop.generation.base import Generator
+from strop.generation.replicas import Replicas
+from strop.metrics import Metric, Metrics
+from strop.models.adapters import low_rank_layers
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.training.base import Learner, token_outputs
+from strop.types import Group, Rollout, Task, Turn, user
+from strop.weights.adapters import LowRankSource
+from strop.weights.base import Answer, Sender, WeightSync
+from strop.weights.broadcast import BroadcastSender
+from strop.weights.cuda_ipc import CudaIpcSender
+from strop.weights.folder import FolderSender
+from strop.weights.memory import MemorySender
+from strop.weights.proof import Canary, ProofSchedule
+from strop.weights.publish import PublishedWeights, PublishOptions
+from strop.weights.shared import SharedWeights
+
+if TYPE_CHECKING:
+    from strop.generation.vllm.engine import VllmEngine
+
+log = logging.getLogger(__name__)
+
+CANARY_TOKENS = 16  # sampled for each prompt of the canary
+CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}  # nats in the mean; a tied head left as it was is off by 0.1 to 10
+CANARY_TEXTS = (
+    "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
+    "and one comes back on Wednesday with a kitten. How many animals are on the farm then? Explain every step, then answer.",
+    "Write a function in Python that takes a list of integers and returns the length of its longest strictly increasing run of neighbours. "
+    "Say what it returns for [], for [3] and for [1, 2, 2, 3, 4], and why it takes a time that is linear in the length of the list.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Who samples, and who gives it the learner's weights."""
+
+    generator: Generator
+    weights: WeightSync
+
+
+def make_generation(
+    policy: Policy,
+    config: PolicyConfig,
+    sampling: Sampling,
+    learner: Learner,
+    *,
+    max_staleness: int,
+    in_flight: bool,
+    recompute: bool,
+    share_prefixes: bool,
+    seed: int,
+    note: Callable[[str], None],
+) -> Generation:
+    """``learner`` is the one that trains: its weights are published. Raises ValueError for options that cannot be met."""
+    options = config.generation
+    if options.backend != "vllm":
+        engine = make_engine(policy, options, config.max_total_sequence_length)
+        return Generation(generator=engine, weights=SharedWeights([engine]))
+    if max_staleness > 0 and options.colocated.enabled and policy.network.device.type == "cuda":
+        raise ValueError(
+            "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU would have to sleep "
+            "while it trains. Set it to false, with a GPU for each engine, or train synchronously"
+        )
+    adapters = options.weight_sync.adapters_alone and bool(low_rank_layers(policy.network.model))
+    folder = describe_model(policy)
+    engines = make_vllm_engines(
+        str(folder),
+        policy,
+        options,
+        on_cpu=policy.network.device.type == "cpu",
+        threads=config.num_threads,
+        adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+    )
+    replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts)
+    weights = PublishedWeights(
+        learner.weights,
+        engines,
+        sender_maker(options, policy.network.device),
+        PublishOptions(
+            dtype=PRECISIONS[options.vllm_cfg.precision],
+            apart=not options.colocated.enabled or max_staleness > 0,
+            in_flight=in_flight,
+            recompute=recompute,
+            keep_copy=max_staleness > 0,
+            proof=ProofSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
+        ),
+        canary=make_canary(policy, sampling, learner, options, share_prefixes=share_prefixes, seed=seed),
+        adapters=LowRankSource(policy.network.model) if adapters else None,
+        published=replicas.published,
+        note=note,
+    )
+    replicas.revive = weights.revive
+    return Generation(generator=replicas, weights=CountingWeights(weights, replicas))
+
+
+class CountingWeights:
+    """``WeightSync`` that also says what the engines did since the last publish."""
+
+    def __init__(self, weights: PublishedWeights, replicas: Replicas) -> None:
+        self.weights, self.replicas = weights, replicas
+
+    async def lend_to_learner(self) -> None:
+        await self.weights.lend_to_learner()
+
+    async def publish(self, version: int) -> Metrics:
+        published = await self.weights.publish(version)
+        return {**published, **{name: Metric(value) for name, value in self.replicas.metrics().items()}}
+
+
+def describe_model(policy: Policy, *, weights: bool = False) -> Path:
+    """A folder that vLLM builds the model from: configuration and tokenizer, and the weights only where none will be sent."""
+    folder = Path(tempfile.mkdtemp(prefix="strop-model-"))
+    model = policy.network.model
+    if weights:
+        model.save_pretrained(folder)
+    else:
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_vllm_engines(
+    folder: str,
+    policy: Policy,
+    config: GenerationConfig,
+    *,
+    on_cpu: bool,
+    threads: int | None,
+    adapter_rank: int | None = None,
+    load_weights: bool = False,
+) -> list[VllmEngine]:
+    """As many as are configured, not yet started. Raises ValueError where vLLM is not installed."""
+    try:
+        from strop.generation.vllm.arguments import EngineOptions
+        from strop.generation.vllm.engine import VllmEngine
+    except ImportError as error:
+        raise ValueError(
+            f"policy.generation.backend is vllm, and vLLM cannot be imported here ({error}): `make setup-vllm` installs it on a machine "
+            "without a GPU, `pip install vllm` on one with; or set policy.generation.backend=torch"
+        ) from error
+    options = config.vllm_cfg
+    return [
+        VllmEngine(
+            f"engine {number}",
+            EngineOptions(
+                model=folder,
+                dtype=options.precision,
+                max_model_len=options.max_model_len,
+                on_cpu=on_cpu,
+                load_weights=load_weights,
+                tensor_parallel_size=options.tensor_parallel_size,
+                pipeline_parallel_size=options.pipeline_parallel_size,
+                expert_parallel=options.expert_parallel_size > 1,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                kv_cache_memory_gb=options.kv_cache_memory_gb,
+                kv_cache_dtype=options.kv_cache_dtype,
+                max_num_seqs=options.max_num_seqs,
+                prefix_caching=options.enable_prefix_caching,
+                enforce_eager=options.enforce_eager,
+                max_logprobs=max(20, config.top_k or 0) if config.keep_sampling_mask else 20,
+                adapter_rank=adapter_rank,
+                speculative=speculative(options.speculation),
+                sleep_level=min(options.sleep_level, 1) if adapter_rank is not None else options.sleep_level,
+                startup_seconds=options.startup_seconds,
+                further=config.vllm_kwargs,
+                environment=environment(options, number, on_cpu, threads, apart=not config.colocated.enabled),
+            ),
+            policy.tokenizer,
+            stop_ids=policy.stop_ids,
+        )
+        for number in range(options.num_engines)
+    ]
+
+
+def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
+    """vLLM's ``speculative_config``."""
+    if config.method is None:
+        return None
+    found: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
+    if config.method == "ngram":
+        return {**found, "prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
+    return {**found, "model": config.model_name}
+
+
+def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | None, *, apart: bool) -> dict[str, str]:
+    """Of the processes of engine ``number``: its CPU threads, and apart from the learner its own GPUs, after the learner's one."""
+    if on_cpu:
+        return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads()), **config.env_vars}
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    first = (1 if apart else 0) + number * size
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(size)), **config.env_vars}
+
+
+def sender_maker(config: GenerationConfig, device: torch.device) -> Callable[[int], Sender]:
+    """The transport for where learner and engines are."""
+    sync: WeightSyncConfig = config.weight_sync
+    bucket, limit = int(sync.bucket_mb * 2**20), sync.timeout_seconds
+    transport = sync.transport
+    if transport == "auto":
+        apart = not config.colocated.enabled
+        transport = "memory" if device.type == "cpu" else "broadcast" if apart else "cuda_ipc"
+    match transport:
+        case "memory":
+            return lambda receivers: MemorySender(receivers, bucket_size=bucket, timeout=limit)
+        case "cuda_ipc":
+            return lambda receivers: CudaIpcSender(receivers, device=device, bucket_size=bucket, timeout=limit)
+        case "broadcast":
+            backend: Any = "nccl" if device.type == "cuda" else "gloo"
+            return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, bucket_size=bucket, timeout=limit)
+        case _:
+            folder = Path(sync.folder) if sync.folder else Path(tempfile.mkdtemp(prefix="strop-weights-"))
+            return lambda receivers: FolderSender(folder, receivers, timeout=limit)
+
+
+def make_canary(
+    policy: Policy, sampling: Sampling, learner: Learner, config: GenerationConfig, *, share_prefixes: bool, seed: int
+) -> Canary:
+    precision = config.vllm_cfg.precision
+    room = max(1, config.vllm_cfg.max_model_len - CANARY_TOKENS)
+    asked = Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        record_kept=sampling.record_kept,
+        max_new_tokens=CANARY_TOKENS,
+    )
+    return Canary(
+        prompts=canary_prompts(policy.template, room),
+        sampling=asked,
+        score=canary_score(learner, share_prefixes=share_prefixes),
+        tolerance=config.weight_sync.canary_tolerance or CANARY_TOLERANCE[precision],
+        seed=seed,
+    )
+
+
+def canary_prompts(template: ChatTemplate, room: int) -> tuple[tuple[int, ...], ...]:
+    """Long enough to fill blocks of a prefix cache, where there is room for that."""
+    return tuple(tuple(template.prompt([user(text)])[-room:]) for text in CANARY_TEXTS)
+
+
+def canary_score(
+    learner: Learner, *, share_prefixes: bool
+) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
+    """The learner reads the canary as it reads every batch."""
+
+    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
+        groups = [_as_group(place, *pair) for place, pair in enumerate(zip(prompts, answers, strict=True))]
+        batch = pack(groups, GRPO(), share_prefixes=share_prefixes)
+        logprobs = token_outputs(await learner.score(batch)).logprobs.float().cpu()
+        return [logprobs[batch.sequence == place] for place in range(len(groups))]
+
+    return score
+
+
+def _as_group(place: int, prompt: Iterable[int], answer: Answer) -> Group:
+    turn = Turn(
+        author="policy",
+        tokens=answer.tokens,
+        text="",
+        logprobs=answer.logprobs,
+        versions=torch.zeros(len(answer.tokens), dtype=torch.int32),
+        kept=answer.kept,
+    )
+    rollout = Rollout(
+        task=Task(id=f"canary {place}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)
+    )
+    return Group(index=-1 - place, environment="canary", version=0, rollouts=(rollout,))

@@ -1,0 +1,42 @@
+"""Low-rank adapters as they are sent to an engine that keeps their base."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, low_rank_layers, save_adapters
+from strop.weights.base import AdapterFiles
+from strop.weights.fingerprints import fingerprint
+
+
+class LowRankSource:
+    """The adapters of a model in this process, and what they stand on."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def base(self) -> Iterable[tuple[str, Tensor]]:
+        return base_weights(self.model)
+
+    def files(self) -> AdapterFiles:
+        with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
+            folder = Path(name)
+            save_adapters(self.model, folder)
+            return AdapterFiles((folder / WEIGHTS_FILE).read_bytes(), (folder / CONFIG_FILE).read_text())
+
+    @torch.no_grad()
+    def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """By layer and side (A reads, B writes): an engine keeps B multiplied with the scale."""
+        found: dict[str, int] = {}
+        for layer in low_rank_layers(self.model):
+            up = layer.up.detach().to(dtype)
+            up = up if layer.scale == 1 else up * layer.scale
+            for side, matrix in (("A", layer.down.detach().to(dtype)), ("B", up)):
+                found[f"{layer.name}.{side}"] = fingerprint((matrix + 0.0).contiguous())
+        return found
