@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +56,8 @@ class Status:
 def write_status(folder: Path, status: Status) -> None:
     """Replaces the file in one move. It is not flushed to disk: after a power cut nobody asks who waited for whom."""
     draft = folder / f".{FILE_NAME}.tmp"
-    draft.write_text(json.dumps(asdict(status), ensure_ascii=False, indent=1), encoding="utf-8")
+    values = {**asdict(replace(status, waits=())), "waits": [wait._asdict() for wait in status.waits]}
+    draft.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
     os.replace(draft, folder / FILE_NAME)
 
 

@@ -13,9 +13,8 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # whose limit a wait has; "": none
 
@@ -57,9 +56,8 @@ def _current_task() -> asyncio.Task[object] | None:
     return None if loop is None else asyncio.current_task(loop)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wait:
-    """An open wait as it was at one moment."""
+class Wait(NamedTuple):
+    """An open wait as it was at one moment. (A tuple, for there may be thousands, every few seconds.)"""
 
     number: int  # identity; later ones are larger
     who: str

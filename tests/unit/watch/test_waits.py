@@ -135,11 +135,11 @@ def test_a_wait_costs_microseconds() -> None:
     async def best() -> float:
         fastest = 1e9
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             for _ in range(500):
                 with waiting("sample 3", on="engine, turn 1", kind="generation"):
                     pass
-            fastest = min(fastest, (time.perf_counter() - started) / 500)
+            fastest = min(fastest, (time.thread_time() - started) / 500)
         return fastest
 
     assert asyncio.run(best()) < 5e-6
