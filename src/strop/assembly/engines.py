@@ -70,8 +70,11 @@ def make_generation(
     share_prefixes: bool,
     seed: int,
     note: Callable[[str], None],
+    outputs: Path,
 ) -> Generation:
-    """``learner`` is the one that trains: its weights are published. Raises ValueError for options that cannot be met."""
+    """``learner`` is the one that trains: its weights are published. ``outputs`` is the folder for what engines write.
+
+    Raises ValueError for options that cannot be met."""
     options = config.generation
     if options.backend != "vllm":
         engine = make_engine(policy, options, config.max_total_sequence_length)
@@ -90,6 +93,7 @@ def make_generation(
         on_cpu=policy.network.device.type == "cpu",
         threads=config.num_threads,
         adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        outputs=outputs,
     )
     replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts)
     weights = PublishedWeights(
@@ -150,8 +154,11 @@ def make_vllm_engines(
     threads: int | None,
     adapter_rank: int | None = None,
     load_weights: bool = False,
+    outputs: Path | None = None,
 ) -> list[VllmEngine]:
-    """As many as are configured, not yet started. Raises ValueError where vLLM is not installed."""
+    """As many as are configured, not yet started; what each writes goes to a file of its own in ``outputs``.
+
+    Raises ValueError where vLLM is not installed."""
     try:
         from strop.generation.vllm.arguments import EngineOptions
         from strop.generation.vllm.engine import VllmEngine
@@ -185,6 +192,7 @@ def make_vllm_engines(
                 sleep_level=min(options.sleep_level, 1) if adapter_rank is not None else options.sleep_level,
                 startup_seconds=options.startup_seconds,
                 further=config.vllm_kwargs,
+                output=None if outputs is None else outputs / f"engine_{number}.log",
                 environment=environment(options, number, on_cpu, threads, apart=not config.colocated.enabled),
             ),
             policy.tokenizer,

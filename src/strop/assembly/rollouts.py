@@ -69,6 +69,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         share_prefixes=options.share_prefixes,
         seed=training.seed,
         note=tracker.note,
+        outputs=Path(config.logger.log_dir) / "engines",
     )
     engine = generation.generator
     rules = episode_rules(config)

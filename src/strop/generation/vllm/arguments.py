@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 OWN = {  # arguments that would break what Strop promises -> what to set instead
@@ -54,6 +55,7 @@ class EngineOptions:
     startup_seconds: float = 600.0
     further: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own names
     environment: Mapping[str, str] = field(default_factory=dict)  # of the engine's processes
+    output: Path | None = None  # what they write; None: where this process writes
 
 
 def engine_arguments(options: EngineOptions) -> Any:
@@ -85,8 +87,6 @@ def engine_arguments(options: EngineOptions) -> Any:
         given["max_num_seqs"] = options.max_num_seqs
     if options.on_cpu:
         given["block_size"] = CPU_BLOCK
-        if options.tensor_parallel_size * options.pipeline_parallel_size == 1:
-            given["distributed_executor_backend"] = "uni"  # one process fewer to start and to talk to
     memory = options.kv_cache_memory_gb or (CPU_CACHE_GB if options.on_cpu else None)
     if memory is not None:
         given["kv_cache_memory_bytes"] = int(memory * 2**30)

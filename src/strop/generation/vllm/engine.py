@@ -7,10 +7,13 @@ weights as their cache salt, so that keys and values of other weights can never 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
+import multiprocessing.spawn
 import os
 import pickle
+import shlex
 import shutil
 import sys
 import tempfile
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 
 NO_VERSION = -1
 ADAPTER = 1  # the number of the one adapter
+LAST_LINES = 12  # of an engine's output, in a message about its end
 
 
 class VllmEngine:
@@ -57,8 +61,17 @@ class VllmEngine:
         except TimeoutError:
             raise EngineDied(
                 f"{self.name} was not ready after {self.options.startup_seconds:g} s "
-                "(policy.generation.vllm_cfg.startup_seconds); what it did until then is in its output above"
+                f"(policy.generation.vllm_cfg.startup_seconds){self._last_words()}"
             ) from None
+        except RuntimeError as error:  # vLLM's word for a process that ended while it started
+            raise EngineDied(f"{self.name} did not start: {error}{self._last_words()}") from error
+
+    def _last_words(self) -> str:
+        """The end of what its processes wrote."""
+        if self.options.output is None or not self.options.output.exists():
+            return ""
+        lines = self.options.output.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return f"; the end of {self.options.output}:\n" + "\n".join(f"  {line}" for line in lines)
 
     def _start(self) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -66,7 +79,7 @@ class VllmEngine:
         from strop.generation.vllm.counters import EngineCounters
 
         self._counters = EngineCounters()
-        with own_environment(self.options.environment), unnamed_main():
+        with own_environment(self.options.environment), unnamed_main(), output_to(self.options.output):
             return AsyncLLM.from_engine_args(engine_arguments(self.options), stat_loggers=[self._counters.attach])
 
     async def close(self) -> None:
@@ -75,6 +88,8 @@ class VllmEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
+            del engine
+            gc.collect()  # it is full of cycles, and complains where it is first collected as the interpreter ends
         self._forget_adapter()
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -123,7 +138,7 @@ class VllmEngine:
                 output = answer
         except (EngineDeadError, EngineGenerateError) as error:
             if engine.errored:
-                raise EngineDied(f"{self.name}: its process died while it was generating") from error
+                raise EngineDied(f"{self.name}: its process died while it was generating{self._last_words()}") from error
             raise
         if output is None:
             raise EngineDied(f"{self.name} ended a request without an answer")
@@ -262,3 +277,22 @@ def unnamed_main() -> Iterator[None]:
         yield
     finally:
         main.__dict__.update(hidden)
+
+
+@contextmanager
+def output_to(file: Path | None) -> Iterator[None]:
+    """What processes that are started meanwhile write goes to ``file``: they are started by a small script that sees to it."""
+    if file is None:
+        yield
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    python = multiprocessing.spawn.get_executable()
+    with tempfile.TemporaryDirectory(prefix="strop-start-") as folder:
+        script = Path(folder) / "python"
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(os.fsdecode(python))} "$@" >>{shlex.quote(str(file))} 2>&1\n')
+        script.chmod(0o700)
+        multiprocessing.spawn.set_executable(str(script))
+        try:
+            yield
+        finally:
+            multiprocessing.spawn.set_executable(python)
