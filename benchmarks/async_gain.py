@@ -252,9 +252,9 @@ def report(found: Sequence[Measured]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="counted steps of each row")
+    parser.add_argument("--steps", type=int, default=15, help="counted steps of each row")
     parser.add_argument("--groups", type=int, default=8, help="groups per step")
-    parser.add_argument("--seconds", type=float, default=0.1, help="mean latency of a group, and about that of an optimizer step")
+    parser.add_argument("--seconds", type=float, default=0.2, help="mean latency of a group, and about that of an optimizer step")
     parser.add_argument("--json", type=Path, help="write every step's time there")
     parser.add_argument("--real", action="store_true", help="with a model and an engine of its own")
     options = parser.parse_args()

@@ -41,6 +41,7 @@ class SeparateGenerator:
 
     tokenizer: Any
     clock: random.Random
+    pace: float = 1.0  # seconds that a second takes
     version: int = -1
     shift: float = 0.0  # the weights
     running: int = 0
@@ -56,7 +57,7 @@ class SeparateGenerator:
         self.running += 1
         try:
             for position in range(length):
-                await asyncio.sleep(self.clock.expovariate(1.0) * (10 if self.clock.random() < 0.05 else 1))
+                await asyncio.sleep(self.pace * self.clock.expovariate(1.0) * (10 if self.clock.random() < 0.05 else 1))
                 drawn = mix_seed(seed, position, self.version)
                 tokens.append(self.tokenizer.eos_token_id if position == length - 1 else letters[drawn % len(letters)])
                 logprobs.append(-(1 + drawn % 7) / 8 - self.shift / 100)
@@ -90,7 +91,7 @@ class CopiedWeights:
 
     async def publish(self, version: int) -> Metrics:
         self.running_at_publish.append(self.generator.running)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.generator.pace)
         self.generator.shift, self.generator.version = self.learner.shift, version
         return {"weights/publish_seconds": metrics.total(1.0)}
 
@@ -115,9 +116,10 @@ class Dialogue(Letters):
     """A second turn after an answer that takes its time; some sums are broken, some rewards do not vary."""
 
     clock: random.Random = field(default_factory=lambda: random.Random(0))
+    pace: float = 1.0
 
     async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
-        await asyncio.sleep(self.clock.expovariate(1.0))
+        await asyncio.sleep(self.pace * self.clock.expovariate(1.0))
         return [user("again")] if len(rollout.policy_turns) < 2 else None
 
 
@@ -138,6 +140,8 @@ def separate_run(
     options: LoopOptions,
     *,
     clock: int,
+    pace: float = 1.0,
+    learner: SlowLearner | None = None,
     order: Order | None = None,
     algorithm: Algorithm | None = None,
     tasks: int | None = None,
@@ -147,12 +151,13 @@ def separate_run(
 ) -> tuple[Run, SeparateGenerator, Recorder]:
     """A run of the real loop, stream and episodes, from the newest of ``checkpoints``; ``clock`` decides how long everything takes."""
     times = random.Random(clock)
-    generator = SeparateGenerator(tokenizer, times)
-    learner = SlowLearner(clock=times, generator=generator)
+    generator = SeparateGenerator(tokenizer, times, pace)
+    learner = learner or SlowLearner(clock=times)
+    learner.generator = generator
     saved = checkpoints.saved[-1] if checkpoints and checkpoints.saved else None
     if saved is not None:
         learner.shift, learner.steps = saved[1], saved[2]
-    environment: Environment[Any] = Dialogue(broken=(2, 11, 23), constant=(4, 5, 9, 14, 30), clock=times)
+    environment: Environment[Any] = Dialogue(broken=(2, 11, 23), constant=(4, 5, 9, 14, 30), clock=times, pace=pace)
     template, sampling = ChatTemplate(tokenizer), Sampling(max_new_tokens=8)
     rules = EpisodeRules(max_length=200, max_turns=3, scaling=scaling)
     source = Tasks(environment, environment.tasks(DataSource(size=tasks)))

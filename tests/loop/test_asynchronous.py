@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 
 from loop.fakes import virtually
-from loop.side_by_side import Checkpoints, separate_run
+from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.loop import LoopOptions, train
 from strop.rollouts.episode import RewardScaling
 from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
 from strop.rollouts.stream import StreamState
 from strop.tracking.rollouts import RolloutRecord
+from strop.training.threaded import LearnerThread, in_thread
 from support.algorithms import grpo
 
 TOKENIZER = tiny_tokenizer()
@@ -113,6 +115,55 @@ def test_a_synchronous_run_has_nothing_to_drain_and_generates_nothing_meanwhile(
         assert run.weights.running_at_publish == [0] * 9 and run.learners["policy"].generating == 0
         results.append(without_clocks(tracker))
     assert results[0] == results[1]
+
+
+class Blocking(SlowLearner):
+    """Computes, as the event loop sees it."""
+
+    seconds = 0.15
+
+    async def forward_backward(self, batch: Any, loss: Any) -> Any:
+        before = self.generator.sampled if self.generator else 0
+        time.sleep(self.seconds)
+        self.generating += self.generator is not None and self.generator.sampled > before
+        return await super(SlowLearner, self).forward_backward(batch, loss)
+
+
+def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_go_on(tmp_path):
+    runs = {}
+    for name in ("blocking", "beside"):
+        learner = Blocking()
+        run, _, _ = separate_run(TOKENIZER, tmp_path / name, options(max_steps=5), clock=0, pace=0.01, learner=learner)
+        if name == "beside":
+            run.learners = {"policy": in_thread(learner, LearnerThread())}
+        asyncio.run(train(run))
+        runs[name] = run, learner
+    assert runs["blocking"][1].generating == 0 and runs["beside"][1].generating >= 3
+    assert records_of(runs["blocking"][0]) == records_of(runs["beside"][0])
+    assert runs["blocking"][1].shift == runs["beside"][1].shift
+
+
+def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
+    learner = Blocking()
+    run, _, _ = separate_run(TOKENIZER, tmp_path, options(), clock=0, pace=0.001, learner=learner)
+    run.learners = {"policy": in_thread(learner, LearnerThread())}
+    calls: list[str] = []
+
+    async def whole() -> None:
+        training = asyncio.create_task(train(run))
+        while not learner.batches:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # in the middle of a step
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        assert training.cancelled()
+        calls.append(f"{len(learner.batches)} {learner.steps}")
+        await run.stream.close()
+        await asyncio.sleep(0.3)
+        calls.append(f"{len(learner.batches)} {learner.steps}")
+
+    asyncio.run(whole())
+    assert calls[0] == calls[1], "nothing was computed after the run had ended"
 
 
 # --- what else a run does -------------------------------------------------------------------------------------------------
