@@ -129,8 +129,8 @@ class Watchdog:
         if blocked:
             self._trusted_from = now + 2 * self._interval
         found = [] if not blocked and now < self._trusted_from else self._troubles(waits, silent if blocked else None)
-        for kind in self._backoff.keys() - {trouble.kind for trouble in found}:
-            del self._backoff[kind]
+        if now >= self._trusted_from:
+            self._forget_what_is_over(found)
         for trouble in found:
             if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
                 self._report(trouble, waits, blocked=blocked)
@@ -140,6 +140,10 @@ class Watchdog:
 
     def _troubles(self, waits: Sequence[Wait], silent: float | None) -> list[Trouble]:
         return troubles(waits, self._limits, loop_thread=self._loop_thread, silent=silent)
+
+    def _forget_what_is_over(self, found: Sequence[Trouble]) -> None:
+        for kind in self._backoff.keys() - {trouble.kind for trouble in found}:
+            del self._backoff[kind]
 
     def _report(self, trouble: Trouble, waits: Sequence[Wait], *, blocked: bool) -> None:
         text = report_of(trouble, waits, self.diary.step + 1)

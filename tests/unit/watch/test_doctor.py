@@ -16,9 +16,11 @@ import pytest
 
 from strop import cli
 from strop.tracking.jsonl import JsonlTracker
+from strop.tracking.rollouts import RolloutStore, records_of
 from strop.watch.doctor import NoRun, diagnose, find_run, plain, show, tree
 from strop.watch.status import Said, Status, process_started, write_status
 from strop.watch.waits import Wait
+from support.rollouts import group_of, rollout_of, sampled
 
 ME = Status(
     state="running",
@@ -117,6 +119,13 @@ def test_groups_that_failed_and_warnings_of_mismatch_are_told(tmp_path: Path) ->
     found = diagnose(a_run(tmp_path, values={"train/groups_dropped_for_errors": 2.0}, notes=notes))
     assert found.dropped == ("6 groups failed in the last 3 steps; last in step 3:",)
     assert found.mismatch is not None and found.mismatch.endswith("step 2: sampler and learner differ")
+
+
+def test_the_errors_of_dropped_groups_are_read_from_the_stored_rollouts(tmp_path: Path) -> None:
+    group = group_of(*(replace(rollout_of([1], sampled([5])), error=f"RewardError: sandbox {place % 2}") for place in range(4)))
+    RolloutStore(tmp_path, "jsonl").write(3, records_of(3, [group], dropped={0: "error"}))
+    found = diagnose(a_run(tmp_path, values={"train/groups_dropped_for_errors": 1.0}))
+    assert found.dropped[1:] == ("  RewardError: sandbox 0", "  RewardError: sandbox 1")
 
 
 def test_without_a_status_the_metrics_are_all_there_is(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_stuck_wait_is_named_within_its_limit_with_the_stacks(tmp_path: Path, 
 
     notes = watched(tmp_path, work, limits=Limits(environment=0.1))
     assert "step 12 waits longer than the limit of 0.1 s (watchdog.environment_seconds)" in notes[0]
-    assert "training loop -> generation -> sample 3 -> environment Sandbox, turn 2 (task xyz), for 0.1" in notes[0]
+    assert "training loop -> generation -> sample 3 -> environment Sandbox, turn 2 (task xyz), for 0." in notes[0]
     assert 1 <= len(notes) <= 3, "at 0.1 and 0.2 s, and once more on a slow machine"
     (stacks,) = tmp_path.glob("stacks_*.txt")
     assert str(stacks) in notes[0] and "in sandbox" in stacks.read_text() and "strop-watchdog" not in notes[0]

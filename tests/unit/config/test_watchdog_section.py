@@ -1,0 +1,41 @@
+"""The sections about what may wait and how far sampler and learner may disagree."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.generation import MismatchConfig
+from strop.config.schema import TRAINING_RUNS
+from strop.config.watchdog import WatchdogConfig
+from strop.mismatch import MismatchLimits
+from strop.watch.trouble import Limits
+
+
+def test_every_kind_of_training_run_has_a_watchdog() -> None:
+    assert all("watchdog" in kind.model_fields for kind in TRAINING_RUNS.values())
+
+
+def test_the_defaults_are_those_of_the_classes_they_become() -> None:
+    assert Limits(**WatchdogConfig().limits()) == Limits()
+    assert MismatchLimits(**MismatchConfig().model_dump()) == MismatchLimits()
+
+
+def test_zero_turns_a_limit_off() -> None:
+    assert WatchdogConfig(environment_seconds=0.0).limits()["environment"] == 0
+    with pytest.raises(ValueError, match="environment_seconds"):
+        WatchdogConfig(environment_seconds=-1.0)
+
+
+def test_nobody_ends_a_run_that_nobody_watches() -> None:
+    WatchdogConfig(stop_after_seconds=60.0)
+    with pytest.raises(ValueError, match=r"stop_after_seconds[\s\S]*enabled is false[\s\S]*set watchdog\.enabled=true"):
+        WatchdogConfig(enabled=False, stop_after_seconds=60.0)
+
+
+def test_a_run_does_not_end_without_a_warning() -> None:
+    MismatchConfig(warn=1.5, stop=1.5)
+    MismatchConfig(warn=None, stop=1.01)
+    with pytest.raises(ValueError, match=r"below warn = 1\.2, so the run would end without a warning"):
+        MismatchConfig(stop=1.1)
+    with pytest.raises(ValueError, match="greater than 1"):
+        MismatchConfig(warn=1.0)
