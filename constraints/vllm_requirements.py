@@ -1,4 +1,4 @@
-"""Print what vLLM's CPU build needs beside torch, for pip: `python constraints/vllm_requirements.py`, after it was installed with --no-deps.
+"""Print what vLLM's CPU build needs beside torch, for pip, after it was installed with --no-deps.
 
 Its own requirements name torchvision, torchaudio and torchcodec without versions. What pip then finds is built for another torch, and
 `import transformers` fails. Text models need none of the three.

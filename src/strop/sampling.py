@@ -72,21 +72,21 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Which tokens survive top-k, then top-p, then min-p; logits [.., V] already divided by temperature -> bool [.., V].
+    """Which tokens survive top-k and min-p, then top-p; logits [.., V] already divided by temperature -> bool [.., V].
 
-    Each filter looks at the distribution renormalised over what the filter before it kept, as in the usual engines.
+    top_p is a share of the mass that the other two kept, as in vLLM.
     """
     keep = torch.ones_like(logits, dtype=torch.bool)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         threshold = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
         keep &= logits >= threshold
+    if sampling.min_p > 0:
+        likeliest = logits.max(-1, keepdim=True).values
+        keep &= logits >= likeliest + torch.log(torch.tensor(sampling.min_p, device=logits.device))
     if sampling.top_p < 1:
         probabilities, order = logits.masked_fill(~keep, float("-inf")).softmax(-1).sort(dim=-1, descending=True)
         mass_before = probabilities.cumsum(-1) - probabilities
         keep &= torch.zeros_like(keep).scatter(-1, order, mass_before < sampling.top_p)
-    if sampling.min_p > 0:
-        likeliest = logits.max(-1, keepdim=True).values
-        keep &= logits >= likeliest + torch.log(torch.tensor(sampling.min_p, device=logits.device))
     return keep
 
 

@@ -55,6 +55,7 @@ class EngineOptions:
     startup_seconds: float = 600.0
     further: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own names
     environment: Mapping[str, str] = field(default_factory=dict)  # of the engine's processes
+    worker: str = "strop.generation.vllm.worker.StropWorker"  # mixed into vLLM's own
     output: Path | None = None  # what they write; None: where this process writes
 
 
@@ -78,7 +79,7 @@ def engine_arguments(options: EngineOptions) -> Any:
         "enforce_eager": options.enforce_eager or options.on_cpu,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": options.max_logprobs,
-        "worker_extension_cls": "strop.generation.vllm.worker.StropWorker",
+        "worker_extension_cls": options.worker,
         "generation_config": "vllm",  # the model's own sampling defaults must not change what is asked for
         "disable_log_stats": False,
         "seed": 0,

@@ -7,7 +7,6 @@ weights as their cache salt, so that keys and values of other weights can never 
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import multiprocessing.spawn
@@ -88,8 +87,7 @@ class VllmEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
-            del engine
-            gc.collect()  # it is full of cycles, and complains where it is first collected as the interpreter ends
+            engine.shutdown = lambda timeout=None: None  # it would be called again as the interpreter ends, and complain
         self._forget_adapter()
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -131,7 +129,7 @@ class VllmEngine:
 
         engine = self._living()
         adapter = None if self._adapter is None else LoRARequest("policy", ADAPTER, str(self._adapter))
-        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=str(self._loaded))
+        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=self._salt())
         output = None
         try:
             async for answer in engine.generate(request, params, f"{self.name}/{next(self._numbers)}", lora_request=adapter):
@@ -143,6 +141,10 @@ class VllmEngine:
         if output is None:
             raise EngineDied(f"{self.name} ended a request without an answer")
         return output
+
+    def _salt(self) -> str:
+        """Prompts with different ones share no keys and values."""
+        return f"weights of version {self._loaded}"
 
     def _living(self) -> Any:
         if self._engine is None or self._engine.errored:

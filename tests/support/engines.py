@@ -1,0 +1,168 @@
+"""Real vLLM engines for tests: a tiny model, one event loop that outlives the tests, and publishes that are proven."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from strop.generation.replicas import Replicas
+from strop.generation.vllm.arguments import EngineOptions
+from strop.generation.vllm.engine import VllmEngine
+from strop.sampling import Sampling, filtered_logits
+from strop.weights.base import Answer, Sender
+from strop.weights.memory import MemorySender
+from strop.weights.proof import Canary, ProofSchedule
+from strop.weights.publish import AdapterSource, PublishedWeights, PublishOptions
+from support.models import VOCABULARY
+from support.tokenizer import END
+
+T = TypeVar("T")
+
+TESTS = Path(__file__).parents[1]  # engines import the faulty worker from there
+
+
+class EngineRoom:
+    """An event loop in a thread: engines belong to the loop they were started on, and a test's own ends with it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 240) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+def served_model(family: str = "llama", *, layers: int = 2, tied: bool = True, seed: int = 0, spread: float = 0.08) -> Any:
+    """A tiny model whose heads are as large as vLLM's CPU kernels want them, in float32, with logits that vary."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+        "tie_word_embeddings": tied,
+        "initializer_range": spread,
+    }
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+
+def perturb(model: Any, seed: int, size: float = 0.02) -> None:
+    """Another policy: every weight moved a little."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=noise))
+
+
+def describe(model: Any, tokenizer: Any, folder: Path, *, weights: bool = False) -> Path:
+    """A folder that vLLM builds the model from."""
+    model.config.architectures = [type(model).__name__]
+    if weights:
+        model.save_pretrained(folder)
+    else:
+        model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def options(folder: Path, **changes: Any) -> EngineOptions:
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "on_cpu": True,
+        "kv_cache_memory_gb": 0.125,
+        "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        "startup_seconds": 200,
+        "output": folder / "engine.log",
+    }
+    return EngineOptions(**{**settings, **changes})
+
+
+def logprobs_of(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sampling) -> Tensor:
+    """[L] what the model itself gives the tokens after the prompt."""
+    row = torch.cat([torch.tensor(list(prompt)), tokens])
+    with torch.no_grad():
+        logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
+    return filtered_logits(logits, sampling, tokens).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def score_by(model: Any, sampling: Sampling) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
+    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
+        return [logprobs_of(model, prompt, answer.tokens, sampling) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    return score
+
+
+ALWAYS = ProofSchedule("always")
+PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # two blocks of a prefix cache and more
+
+
+@dataclass
+class Served:
+    """A model, the engines that sample for it, and the publisher between them."""
+
+    model: Any
+    tokenizer: Any
+    engines: list[VllmEngine]
+    replicas: Replicas
+    weights: PublishedWeights
+
+    @property
+    def engine(self) -> VllmEngine:
+        return self.engines[0]
+
+    async def close(self) -> None:
+        await self.replicas.close()
+        self.weights.close()
+
+
+def serve(
+    model: Any,
+    tokenizer: Any,
+    engines: list[VllmEngine],
+    *,
+    sampling: Sampling | None = None,
+    proof: ProofSchedule = ALWAYS,
+    make_sender: Callable[[int], Sender] = MemorySender,
+    adapters: AdapterSource | None = None,
+    tolerance: float = 0.002,
+    **changes: Any,
+) -> Served:
+    """Engines with a publisher; nothing is started before the first publish."""
+    asked = sampling or Sampling(max_new_tokens=8)
+    replicas = Replicas(engines)
+    weights = PublishedWeights(
+        lambda: model.state_dict().items(),
+        engines,
+        make_sender,
+        PublishOptions(dtype=getattr(torch, engines[0].options.dtype), apart=True, proof=proof, **changes),
+        canary=Canary(prompts=PROMPTS, sampling=asked, score=score_by(model, asked), tolerance=tolerance),
+        adapters=adapters,
+        published=replicas.published,
+    )
+    replicas.revive = weights.revive
+    return Served(model, tokenizer, engines, replicas, weights)

@@ -1,0 +1,29 @@
+"""A worker of vLLM's that can be told to go wrong as engines have gone wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strop.generation.vllm.worker import StropWorker
+
+
+class FaultyWorker(StropWorker):
+    fault = ""
+
+    def plant(self, fault: str) -> None:
+        self.fault = fault
+
+    def _strop_use(self, tensors: Any) -> None:
+        kept = list(tensors)
+        if self.fault == "dropped tensor":
+            kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
+        if self.fault == "swapped pair":
+            names = {"model.layers.0.self_attn.o_proj.weight": "model.layers.1.self_attn.o_proj.weight"}
+            names |= {other: name for name, other in names.items()}
+            kept = [(names.get(name, name), tensor) for name, tensor in kept]
+        if self.fault == "stale tied head":
+            self.model_runner.reload_weights(weights_iterator=iter(kept))
+            return
+        if self.fault == "killed half way":
+            raise RuntimeError("this worker was told to fail in the middle of a publish")
+        super()._strop_use(kept)

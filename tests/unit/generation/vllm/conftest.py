@@ -1,0 +1,40 @@
+"""vLLM is installed by `make setup-vllm`, which `make setup-dev` does too; where it is not, these tests say so and are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from support.engines import EngineRoom, Served
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+
+
+@pytest.fixture(scope="session")
+def room() -> Iterator[EngineRoom]:
+    from support.engines import EngineRoom
+
+    room = EngineRoom()
+    yield room
+    room.close()
+
+
+@pytest.fixture(scope="session")
+def served(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+    """One engine in float32, whose worker can be told to go wrong, with weights published once. Tests leave it in order."""
+    from strop.generation.vllm.engine import VllmEngine
+    from support.engines import describe, options, serve, served_model
+
+    model = served_model()
+    folder: Path = describe(model, tokenizer, tmp_path_factory.mktemp("served"))
+    engine = VllmEngine(
+        "engine 0", options(folder, worker="support.faulty_worker.FaultyWorker"), tokenizer, stop_ids=(tokenizer.eos_token_id,)
+    )
+    served = serve(model, tokenizer, [engine])
+    room.run(served.weights.publish(0))
+    yield served
+    room.run(served.close())
