@@ -218,6 +218,9 @@ def reach(path: str, index: int, receivers: int, timeout: float) -> Link:
         raise TransportError(
             f"there is no sender at {path.lstrip(chr(0))!r} on this machine ({error}): it ended or closed"
         ) from None
+    if _peer(end)[1] not in (None, os.getuid()):  # the sender ended, and somebody else took its name
+        end.close()
+        raise TransportError(f"another user's process answers in the sender's place at {path.lstrip(chr(0))!r}")
     link = Link(end, "the sender", timeout)
     link.send(Hello(index))
     return link

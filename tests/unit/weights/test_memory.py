@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.weights.base import TransportError
+from strop.weights.base import Manifest, TransportError
 from strop.weights.fingerprints import fingerprint
 from strop.weights.manifest import manifest_of
 from strop.weights.memory import MemorySender
@@ -100,7 +102,7 @@ def test_a_model_smaller_than_the_ring_has_no_larger_segment(sender: MemorySende
         assert sender._memory.numel() == 256 * len(tensors) + (4 * SMALL - 256 if len(tensors) == 2 else 0)
 
 
-def test_a_receiver_needs_nothing_but_torch_and_this_package(sender: MemorySender) -> None:
+def test_a_receiver_needs_no_engine_and_no_models(sender: MemorySender) -> None:
     """And leaves no warning of a resource tracker behind."""
     manifest = manifests()
     code = (
@@ -109,8 +111,8 @@ def test_a_receiver_needs_nothing_but_torch_and_this_package(sender: MemorySende
         "receiver = address.connect(0, torch.device('cpu'))\n"
         "from strop.weights.fingerprints import fingerprint\n"
         "print(sum(fingerprint(t) for _, t in receiver.receive(manifest)))\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'vllm') or "
-        "m.startswith('strop.') and not m.startswith(('strop.weights', 'strop.metrics'))])\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('transformers', 'vllm', 'pydantic') or "
+        "m.startswith(('strop.models', 'strop.training', 'strop.generation', 'strop.assembly'))])\n"
     )
     argument = pickle.dumps((sender.address, manifest)).hex()
     process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -148,6 +150,36 @@ def test_nothing_is_left_of_a_sender_that_was_killed_and_a_new_one_works() -> No
         for thread, found in threads:
             thread.join(20)
             assert found == [sent(model(2), manifest)]
+
+
+def fork_and_hang(pipe: Connection, make: Callable[[], MemorySender], manifest: Manifest) -> None:
+    """A sender with a fork that holds all its connections open: a data loader's worker, say."""
+    sender = make()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        if (fork := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        pipe.send(fork)
+        time.sleep(1000)
+        yield from ()
+
+    pipe.send(sender.address)
+    sender.send(manifest, tensors())
+
+
+def test_a_sender_that_was_killed_is_noticed_though_a_fork_of_it_lives() -> None:
+    manifest = manifests()
+    with child(fork_and_hang, functools.partial(MemorySender, 1, timeout=60.0), manifest) as sender:
+        receiver = sender.answer().connect(0, CPU)
+        thread, found = in_thread(functools.partial(received, receiver, manifest))
+        fork = sender.answer()
+        sender.kill()
+        thread.join(15)
+        os.kill(fork, signal.SIGKILL)
+        (failure,) = found
+        assert isinstance(failure, Failure)
+        assert "went away" in failure.text
 
 
 def test_a_receiver_that_was_killed_is_named_and_its_successor_is_served() -> None:
