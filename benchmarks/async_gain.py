@@ -62,6 +62,7 @@ class Setting:
     max_staleness: int = 0
     order: str = "fifo"
     in_flight: bool = False
+    steps_in_slots: int | None = None  # how many steps' groups are in flight; None: k + 1
 
 
 SETTINGS = (
@@ -70,10 +71,14 @@ SETTINGS = (
     Setting(name="k=1 in flight", max_staleness=1, in_flight=True),
     Setting(name="k=2 drained", max_staleness=2),
     Setting(name="k=2 in flight", max_staleness=2, in_flight=True),
-    Setting(name="k=2 in flight, windowed", max_staleness=2, in_flight=True, order="windowed"),
     Setting(name="k=2 in flight, drop_too_old", max_staleness=2, in_flight=True, order="drop_too_old"),
     Setting(name="k=4 in flight", max_staleness=4, in_flight=True),
-    Setting(name="k=4 in flight, windowed", max_staleness=4, in_flight=True, order="windowed"),
+    Setting(
+        name="k=4 in flight, windowed, slots of 3 steps", max_staleness=4, in_flight=True, order="windowed", steps_in_slots=3
+    ),
+    Setting(
+        name="k=4 in flight, windowed, slots of 2 steps", max_staleness=4, in_flight=True, order="windowed", steps_in_slots=2
+    ),
     Setting(name="k=4 in flight, drop_too_old", max_staleness=4, in_flight=True, order="drop_too_old"),
 )
 
@@ -187,7 +192,7 @@ def measure(
             algorithm=GRPO(),
             stream=RolloutStream(
                 engine.group,
-                slots=(k + 1) * groups,
+                slots=(setting.steps_in_slots or k + 1) * groups,
                 ahead=k > 0,
                 order=order_of(setting, groups),
                 version=lambda: engine.version,
@@ -221,7 +226,7 @@ def measure(
 
 def order_of(setting: Setting, groups: int) -> Order:
     if setting.order == "windowed":
-        window = (setting.max_staleness + 1) * groups
+        window = (setting.max_staleness + 1) * groups  # all
         return Windowed(window=window, groups_per_step=groups, max_staleness=setting.max_staleness)
     return DropTooOld() if setting.order == "drop_too_old" else Fifo()
 

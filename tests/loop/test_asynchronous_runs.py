@@ -57,8 +57,8 @@ def test_a_drained_run_that_was_killed_samples_the_same_tokens_and_ends_with_the
     "changes",
     [
         {"in_flight_weight_updates": True},
-        {"in_flight_weight_updates": True, "order": "windowed", "window": 6},
-        {"in_flight_weight_updates": True, "order": "drop_too_old", "extra_slots": 3},
+        {"in_flight_weight_updates": True, "order": "windowed", "window": 6, "slots": 9},
+        {"in_flight_weight_updates": True, "order": "drop_too_old", "slots": 15},
     ],
     ids=["in flight", "windowed", "drop_too_old"],
 )

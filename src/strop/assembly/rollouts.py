@@ -158,8 +158,7 @@ def make_stream(
 
     return RolloutStream(
         run,
-        slots=(options.max_staleness + 1) * options.groups_per_step
-        + config.rollouts.asynchronous.extra_slots * options.drops_stale,
+        slots=slots_of(config, options),
         size=source.size,
         state=state,
         ahead=options.max_staleness > 0,
@@ -169,9 +168,10 @@ def make_stream(
 
 
 def slots_of(config: RolloutRunConfig, options: LoopOptions) -> int:
-    """How many groups may be begun and not yet trained on; an order that drops old ones may have more than its bound on age needs."""
-    extra = config.rollouts.asynchronous.extra_slots if options.drops_stale else 0
-    return (options.max_staleness + 1) * options.groups_per_step + extra
+    """How many groups may be begun and not yet trained on."""
+    full = (options.max_staleness + 1) * options.groups_per_step
+    asked = config.rollouts.asynchronous.slots if options.max_staleness else None
+    return full if asked is None else asked
 
 
 def order_of(config: RolloutRunConfig, options: LoopOptions) -> Order:

@@ -136,12 +136,25 @@ def asynchronous(config: RolloutRunConfig) -> Problems:
             f"found {section.window}, but {key}.order is {section.order}, which has no window",
             f"Set {key}.order=windowed, or {key}.window=null.",
         )
-    if section.extra_slots and section.order != "drop_too_old":
+    least, most = config.rollouts.num_prompts_per_step, full_slots(config)
+    if section.slots is not None and section.slots < least:
         yield Problem(
-            f"{key}.extra_slots",
-            f"found {section.extra_slots}, but with {key}.order={section.order} the number of slots is what bounds the age of rollouts",
-            f"Set {key}.order=drop_too_old, which drops what is too old, or {key}.extra_slots=0.",
+            f"{key}.slots",
+            f"found {section.slots}, but a step is made of {least} groups, which are all held until it is trained",
+            f"Set it to {least} or more, above {least} to sample while the learner trains, or to null.",
         )
+    if section.slots is not None and section.slots > most and section.order != "drop_too_old":
+        yield Problem(
+            f"{key}.slots",
+            f"found {section.slots}, but with {key}.order={section.order} rollouts would be trained on that are older than "
+            f"{key}.max_trajectory_age_steps={section.max_trajectory_age_steps}",
+            f"Set it to {most} or less, or to null; or {key}.order=drop_too_old, which drops what is too old.",
+        )
+
+
+def full_slots(config: RolloutRunConfig) -> int:
+    """The most groups that may be in flight so that all can be trained on in time."""
+    return (config.rollouts.asynchronous.max_trajectory_age_steps + 1) * config.rollouts.num_prompts_per_step
 
 
 def aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
@@ -443,7 +456,7 @@ def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         for name, field in VllmConfig.model_fields.items()
         if not targets_of(field)
         and name not in ("gpu_memory_utilization", "enforce_eager", "async_engine")
-        and getattr(generation.vllm_cfg, name) != field.default
+        and getattr(generation.vllm_cfg, name) != field.get_default(call_default_factory=True)
     ] + ([f"{key}.vllm_kwargs"] if generation.vllm_kwargs else [])
     if changed and generation.backend in ("auto", "torch"):
         yield Problem(
@@ -464,6 +477,19 @@ def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
         yield Problem(
             f"{key}.recompute_kv_cache_after_weight_updates",
             f"it changes nothing: with {key}.in_flight_weight_updates=false no rollout is running when weights are published",
+        )
+    if section.recompute_kv_cache_after_weight_updates and config.policy.generation.backend in ("auto", "torch"):
+        yield Problem(
+            f"{key}.recompute_kv_cache_after_weight_updates",
+            "it changes nothing: the torch engine finishes the requests that run before weights change",
+        )
+    full = section.slots is None or section.slots >= full_slots(config)
+    if section.order == "windowed" and full and not config.rollouts.use_dynamic_sampling:
+        yield Problem(
+            f"{key}.slots",
+            f"found {section.slots or 'null'}: with every slot taken each group has a place just before its deadline, and none can be "
+            "overtaken unless others were dropped: windowed is fifo",
+            f"Set it lower, for instance to {max(full_slots(config) - config.rollouts.num_prompts_per_step // 2, 1)}.",
         )
     if section.order != "fifo" and not section.in_flight_weight_updates:
         yield Problem(

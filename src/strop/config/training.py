@@ -95,8 +95,11 @@ class AsyncConfig(Model):
     window: int | None = Field(
         None, ge=1, description="For order=windowed: how many of the oldest groups; null is those of one step (groups)."
     )
-    extra_slots: int = Field(
-        0, ge=0, description="For order=drop_too_old: groups in flight beyond (age + 1) x num_prompts_per_step (groups)."
+    slots: int | None = Field(
+        None,
+        ge=1,
+        description="Groups begun and not yet trained on; null is (max_trajectory_age_steps + 1) x num_prompts_per_step, which is the most "
+        "where nothing may get too old (groups).",
     )
 
 

@@ -74,8 +74,9 @@ ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_
         ((), Fifo(), 12),
         (("order=windowed",), Windowed(window=4, groups_per_step=4, max_staleness=2), 12),
         (("order=windowed", "window=7"), Windowed(window=7, groups_per_step=4, max_staleness=2), 12),
-        (("order=drop_too_old", "extra_slots=5"), DropTooOld(), 17),
-        (("order=drop_too_old", "extra_slots=5", "enabled=false"), Fifo(), 4),
+        (("slots=9",), Fifo(), 9),
+        (("order=drop_too_old", "slots=17"), DropTooOld(), 17),
+        (("order=drop_too_old", "slots=17", "enabled=false"), Fifo(), 4),
         (("order=windowed", "max_trajectory_age_steps=0"), Fifo(), 4),
     ],
 )

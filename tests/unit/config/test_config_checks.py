@@ -206,11 +206,12 @@ def test_a_saved_configuration_can_be_read_without_the_checks() -> None:
     [
         (["window=8"], "grpo.async_grpo.window: found 8, but grpo.async_grpo.order is fifo"),
         (["window=8", "order=drop_too_old"], "Set grpo.async_grpo.order=windowed"),
-        (["extra_slots=8"], "the number of slots is what bounds the age"),
-        (["extra_slots=8", "order=windowed"], "Set grpo.async_grpo.order=drop_too_old"),
+        (["slots=65"], "rollouts would be trained on that are older than grpo.async_grpo.max_trajectory_age_steps=1"),
+        (["slots=65", "order=windowed"], "Set it to 64 or less, or to null; or grpo.async_grpo.order=drop_too_old"),
+        (["slots=31"], "a step is made of 32 groups"),
     ],
 )
-def test_keys_of_another_order_are_refused(overrides: list[str], reason: str) -> None:
+def test_an_order_has_the_window_and_the_slots_it_can_have(overrides: list[str], reason: str) -> None:
     assert reason in str(refusal(*(f"grpo.async_grpo.{override}" for override in overrides)))
 
 
@@ -218,17 +219,26 @@ def test_keys_of_another_order_are_refused(overrides: list[str], reason: str) ->
     ("overrides", "said"),
     [
         ([], []),
-        (["in_flight_weight_updates=true", "recompute_kv_cache_after_weight_updates=true"], []),
-        (["in_flight_weight_updates=true", "order=windowed", "window=3"], []),
-        (["in_flight_weight_updates=true", "order=drop_too_old", "extra_slots=3"], []),
+        (["in_flight_weight_updates=true", "recompute_kv_cache_after_weight_updates=true"], ["the torch engine finishes"]),
+        (["in_flight_weight_updates=true", "order=windowed", "window=3", "slots=48"], []),
+        (["in_flight_weight_updates=true", "order=windowed", "window=3"], ["windowed is fifo"]),
+        (["in_flight_weight_updates=true", "order=drop_too_old", "slots=99"], []),
         (["max_trajectory_age_steps=0"], ["max_trajectory_age_steps=0 is synchronous training"]),
-        (["recompute_kv_cache_after_weight_updates=true"], ["no rollout is running when weights are published"]),
-        (["order=windowed"], ["windowed, which saves little"]),
+        (
+            ["recompute_kv_cache_after_weight_updates=true"],
+            ["no rollout is running when weights are published", "the torch engine finishes"],
+        ),
+        (["order=windowed", "slots=48"], ["windowed, which saves little"]),
     ],
 )
 def test_asynchronous_keys_that_change_little_are_warned_about(overrides: list[str], said: list[str]) -> None:
     found = accepted("grpo.async_grpo.enabled=true", *(f"grpo.async_grpo.{override}" for override in overrides))
     assert len(found) == len(said) and all(part in warning for part, warning in zip(said, found, strict=True))
+
+
+def test_a_window_has_something_to_do_where_groups_are_dropped() -> None:
+    asked = ("enabled=true", "in_flight_weight_updates=true", "order=windowed")
+    assert accepted("grpo.use_dynamic_sampling=true", *(f"grpo.async_grpo.{override}" for override in asked)) == []
 
 
 def test_asynchronous_keys_of_a_synchronous_run_are_not_warned_about() -> None:
