@@ -83,7 +83,8 @@ def _by_definition(part: Tensor, start: int, coefficients: Tensor) -> int:
 def _by_product(part: Tensor, start: int, coefficients: Tensor) -> int:
     """The same from an int8 matrix product with the digits of b, which reads the bytes as they lie, at the speed of memory."""
     sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1]))  # [R, digits] int32, exact
-    return int((torch.mv(sums.long().t(), coefficients) << _shifts()).sum())
+    digits: list[int] = torch.mv(sums.long().t(), coefficients).tolist()
+    return sum(value << 8 * place for place, value in enumerate(digits))
 
 
 @lru_cache(maxsize=1)
