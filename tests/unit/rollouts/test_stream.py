@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from loop.fakes import virtually
+from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, renewed
 from strop.types import Group, Rollout, Task
 
@@ -268,3 +270,92 @@ def test_a_resume_with_less_staleness_begins_the_groups_again_that_would_be_too_
     assert fresh.next_index == 8
     stream = RolloutStream(World(slots=2, draw=random.Random(0)).run_group, slots=2, state=fresh)
     assert stream.state() == fresh
+
+
+def test_a_stream_is_drained_when_nothing_runs_and_keeps_what_finished_meanwhile():
+    world = World(slots=6, draw=random.Random(3))
+
+    async def play():
+        stream = RolloutStream(world.run_group, slots=6, ahead=True)
+        await stream.next()
+        assert len(world.finished) < 6
+        await stream.drained()
+        await stream.drained()
+        assert sorted(world.finished) == list(range(6)), "and nothing new was begun"
+        return [(await stream.next()).index for _ in range(5)], [group.index for group in stream.state().finished]
+
+    assert virtually(play()) == ([1, 2, 3, 4, 5], [])
+
+
+def test_draining_leaves_an_exception_to_the_turn_of_its_group():
+    async def fail(index: int) -> Group:
+        await asyncio.sleep(1)
+        if index == 1:
+            raise KeyError("a table")
+        return group_of(index, 0)
+
+    async def play():
+        stream = RolloutStream(fail, slots=3, ahead=True)
+        await stream.next()
+        await stream.drained()
+        with pytest.raises(KeyError, match="a table"):
+            await stream.next()
+        await stream.close()
+
+    virtually(play())
+
+
+def test_the_state_has_finished_groups_in_the_order_in_which_they_finished():
+    async def backwards(index: int) -> Group:
+        await asyncio.sleep(10 - index)
+        return group_of(index, 0)
+
+    async def play():
+        stream = RolloutStream(backwards, slots=4, ahead=True, order=DropTooOld())
+        first = await stream.next()
+        await asyncio.sleep(1.5)
+        state = stream.state()
+        await stream.close()
+        resumed = RolloutStream(backwards, slots=4, ahead=True, order=DropTooOld(), state=state)
+        again = [(await resumed.next()).index for _ in range(2)]
+        await resumed.close()
+        return first.index, [group.index for group in state.finished], state.unfinished, again
+
+    first, finished, unfinished, again = virtually(play())
+    assert (first, finished, unfinished) == (3, [2], (0, 1))
+    assert again[0] == 2
+
+
+def test_an_order_that_never_chooses_is_an_error_and_not_a_hang():
+    class Undecided(Fifo):
+        def choose(self, held, *, now, taken):
+            return None
+
+    async def play():
+        stream = RolloutStream(World(slots=2, draw=random.Random(0)).run_group, slots=2, order=Undecided())
+        with pytest.raises(RuntimeError, match="Undecided hands out none of 2 groups, though all are finished"):
+            await stream.next()
+
+    virtually(play())
+
+
+def test_many_slots_cost_little():
+    async def at_once(index: int) -> Group:
+        return group_of(index, version)
+
+    version, per_step = 0, 512
+
+    async def play():
+        nonlocal version
+        order = Windowed(window=per_step, groups_per_step=per_step, max_staleness=3)
+        stream = RolloutStream(at_once, slots=3 * per_step, ahead=True, order=order, version=lambda: version)
+        for _ in range(2):
+            for _ in range(per_step):
+                await stream.next()
+            version += 1
+            stream.release(per_step)
+        await stream.close()
+
+    started = time.perf_counter()
+    virtually(play())
+    assert time.perf_counter() - started < 8, "some milliseconds a group, on a busy machine"
