@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loop.fakes import virtually
+from loop.fakes import FakeLearner, Recorder, make_run, virtually
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.loop import LoopOptions, train
@@ -115,6 +116,49 @@ def test_a_synchronous_run_has_nothing_to_drain_and_generates_nothing_meanwhile(
         assert run.weights.running_at_publish == [0] * 9 and run.learners["policy"].generating == 0
         results.append(without_clocks(tracker))
     assert results[0] == results[1]
+
+
+class Sleepy(FakeLearner):
+    async def forward_backward(self, batch: Any, loss: Any) -> Any:
+        await asyncio.sleep(TRAINING)
+        return await super().forward_backward(batch, loss)
+
+
+class Clocked(Recorder):
+    """When each step was over, on the virtual clock."""
+
+    def log(self, step: int, metrics: Any) -> None:
+        super().log(step, {**metrics, "seconds": asyncio.get_running_loop().time()})
+
+    @property
+    def seconds(self) -> list[float]:
+        ends = [self.steps[step]["seconds"] for step in sorted(self.steps)]
+        return [after - before for before, after in pairwise(ends)]
+
+
+TRAINING = 10.0
+
+
+@pytest.mark.parametrize("generating", [2.0, 10.0, 14.0])
+@pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
+def test_one_step_ahead_a_step_takes_as_long_as_the_longer_of_its_halves(tmp_path, changes, generating):
+    found = {}
+    for k in (0, 1):
+        run, *_ = make_run(
+            TOKENIZER,
+            tmp_path,
+            options(max_staleness=k, **changes),
+            latency=lambda seed: generating,
+            learners={"policy": Sleepy()},
+        )
+        run.tracker = tracker = Clocked()
+        virtually(train(run))
+        found[k] = tracker.seconds[2:]
+    assert found[0] == pytest.approx([generating + TRAINING] * 5)
+    if changes is DRAINING or generating <= TRAINING:
+        assert found[1] == pytest.approx([max(generating, TRAINING)] * 5)
+    else:  # two steps' groups are in flight at once, and this engine serves all of them as fast
+        assert sum(found[1]) / 5 <= generating
 
 
 class Blocking(SlowLearner):

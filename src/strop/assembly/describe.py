@@ -11,6 +11,7 @@ from strop.config.distillation import TeacherConfig
 from strop.config.generation import GenerationConfig
 from strop.config.policy import ModelConfig
 from strop.config.schema import DistillationRunConfig, PpoRunConfig
+from strop.config.training import AsyncConfig
 
 
 def describe(config: TrainingRunConfig | EvalRunConfig) -> str:
@@ -47,7 +48,7 @@ def _describe_rollouts(config: RolloutRunConfig) -> str:
     training, policy = config.rollouts, config.policy
     global_batch = policy.train_global_batch_size or training.rollouts_per_step
     steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
-    ahead = f"asynchronous, at most {training.max_staleness} steps old" if training.max_staleness else "synchronous"
+    ahead = _ahead(training.asynchronous) if training.max_staleness else "synchronous"
     lines = [
         f"algorithm   {outline(config.algorithm.name, algorithm_of(config))}",
         f"policy      {_trained(policy)}",
@@ -59,6 +60,12 @@ def _describe_rollouts(config: RolloutRunConfig) -> str:
         _folders(config),
     ]
     return "\n".join([*lines, *_unused_gpus(config)])
+
+
+def _ahead(section: AsyncConfig) -> str:
+    updates = "weights change in flight" if section.in_flight_weight_updates else "drained before weights change"
+    order = "" if section.order == "fifo" else f", {section.order}"
+    return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}"
 
 
 def _engine(generation: GenerationConfig) -> str:
