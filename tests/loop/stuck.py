@@ -23,9 +23,12 @@ class StuckAt:
 
     point: Literal["environment", "engine", "learner"]
     nth: int
-    how: Literal["waits", "blocks"]
+    how: Literal["waits", "blocks", "in a thread"]
 
     def __call__(self) -> None:
+        from strop.watch import watchdog
+
+        watchdog.ENDING = 1.0
         module, _, path = POINTS[self.point].partition(":")
         *owners, name = path.split(".")
         owner: Any = importlib.import_module(module)
@@ -43,6 +46,8 @@ class StuckAt:
             if calls == self.nth:
                 if self.how == "blocks":
                     time.sleep(3600)
+                if self.how == "in a thread":
+                    await asyncio.to_thread(time.sleep, 3600)
                 await asyncio.sleep(3600)
             return await function(*arguments, **options)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from strop.config import TrainingRunConfig
 from strop.tracking.base import Tracker, Trackers
 from strop.watch.trouble import Limits
-from strop.watch.watchdog import Watchdog
+from strop.watch.watchdog import Stuck, Watchdog, leave_in_time
 
 
 @contextmanager
@@ -27,5 +27,9 @@ def watched(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
         stop_after=section.stop_after_seconds,
         checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
     )
-    with watchdog:
-        yield Trackers([tracker, watchdog.diary])
+    try:
+        with watchdog:
+            yield Trackers([tracker, watchdog.diary])
+    except Stuck as stuck:
+        leave_in_time(stuck)
+        raise

@@ -230,6 +230,18 @@ class Watchdog:
         )
 
 
+def leave_in_time(stuck: Stuck) -> None:
+    """For a process that has nothing else to do: it ends within ENDING seconds also where a thread that is stuck would keep it alive."""
+
+    def leave() -> None:
+        log.critical("%s", stuck)
+        os._exit(1)
+
+    timer = threading.Timer(ENDING, leave)
+    timer.daemon = True
+    timer.start()
+
+
 def _versions() -> dict[str, str]:
     """Of the software, as far as it is installed."""
     if not _VERSIONS:
