@@ -47,7 +47,7 @@ class TorchGenerationConfig(Model):
 
 
 class SpeculationConfig(Model):
-    """Speculative decoding: a cheap draft proposes, the policy accepts or redraws; what is sampled has the same distribution (2211.17192)."""
+    """Speculative decoding: a cheap draft proposes, the policy accepts or redraws; the distribution stays (arXiv 2211.17192)."""
 
     method: Literal["ngram", "draft_model"] | None = Field(
         None,
