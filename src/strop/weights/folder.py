@@ -5,6 +5,7 @@
     FOLDER/CHANNEL/3/manifest.json       its tensors, and in which file each is
     FOLDER/CHANNEL/3/00000.safetensors
     FOLDER/CHANNEL/3/taken_0             receiver 0 has read everything
+    FOLDER/CHANNEL/3/refused_1           receiver 1 has not, and why
     FOLDER/CHANNEL/failed_4              publish 4 was given up, and why
 
 A publish is there whole or not at all, because a folder is renamed in one go. It is deleted when all have taken it; what a killed sender
@@ -102,6 +103,9 @@ class FolderSender:
 
     def _wait(self, folder: Path) -> None:
         def missing() -> list[int]:
+            for index in range(self.receivers):
+                if (refusal := folder / f"refused_{index}").exists():
+                    raise TransportError(f"publish {self.number} ended early: receiver {index}: {refusal.read_text()}")
             return [index for index in range(self.receivers) if not (folder / f"taken_{index}").exists()]
 
         if not _until(lambda: not missing(), self.timeout):
@@ -125,8 +129,14 @@ class FolderReceiver:
         try:
             yield from self._read(folder, manifest)
             (folder / f"taken_{self.index}").touch()
-        except (OSError, KeyError) as error:
+        except OSError as error:
             raise TransportError(f"{folder} went away while it was read ({error}): the sender gave it up or closed") from error
+        except BaseException as error:  # also where the reader reads no further
+            with suppress(OSError):
+                reason = "its reader stopped" if isinstance(error, GeneratorExit) else str(error)
+                _write_whole(folder / f"refused_{self.index}", reason)
+            self._taken = number
+            raise
         self._taken = number
 
     def _await(self) -> int:
@@ -148,18 +158,19 @@ class FolderReceiver:
         return max(found)
 
     def _read(self, folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        from safetensors import safe_open  # its errors are no OSErrors
+        from safetensors import SafetensorError, safe_open
 
         written = json.loads((folder / "manifest.json").read_text())
         if written["digest"] != digest(manifest):
-            raise TransportError(
-                f"receiver {self.index}: its manifest is not that of {folder}: both sides have to be given the same one"
-            )
+            raise TransportError(f"its manifest is not that of {folder}: both sides have to be given the same one")
         for name in dict.fromkeys(written["files"].values()):
-            with safe_open(folder / name, framework="pt", device=str(self.device)) as file:
-                for entry in manifest.entries:
-                    if written["files"][entry.name] == name:
-                        yield entry.name, file.get_tensor(entry.name)
+            try:
+                with safe_open(folder / name, framework="pt", device=str(self.device)) as file:
+                    for entry in manifest.entries:
+                        if written["files"][entry.name] == name:
+                            yield entry.name, file.get_tensor(entry.name)
+            except SafetensorError as error:
+                raise TransportError(f"{folder / name} cannot be read ({error}): has the folder room for the weights?") from error
 
     def _published(self) -> set[int]:
         return {int(path.name) for path in _listed(self.channel) if path.name.isdecimal()}

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from strop.weights import folder
 from strop.weights.base import TransportError
 from strop.weights.folder import FolderSender
 from support.transports import CPU, Failure, child, manifests, model, receive_on_demand, received, send_once, sent
@@ -108,15 +110,39 @@ def test_who_does_not_come_in_time_is_named(tmp_path: Path) -> None:
 
 
 def test_other_manifests_and_indexes_are_refused(tmp_path: Path) -> None:
-    sender = FolderSender(tmp_path, 1, timeout=0.5)
+    sender = FolderSender(tmp_path, 1, timeout=20)
     receiver = sender.address.connect(0, CPU)
     thread, found = in_thread(functools.partial(received, receiver, manifests(None)))
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError, match="receiver 0: its manifest is not that of"):
         sender.send(manifests(), model(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "its manifest is not that of" in found[0].text
+    thread, found = in_thread(functools.partial(next, receiver.receive(manifests())))
+    with pytest.raises(TransportError, match="receiver 0: its reader stopped"):
+        sender.send(manifests(), model(1))
+    thread.join(20)
+    thread, found = in_thread(functools.partial(received, receiver, manifests()))
+    sender.send(manifests(), model(2))
+    thread.join(20)
+    assert found == [sent(model(2), manifests())]
     with pytest.raises(ValueError, match="receiver 1 of 1"):
         sender.address.connect(1, CPU)
     with pytest.raises(ValueError, match="sends to nobody"):
         FolderSender(tmp_path, 0)
+
+
+def test_a_file_that_is_not_whole_is_no_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = FolderSender(tmp_path, 1, timeout=20)
+    written = folder._write_file
+
+    def cut_short(path: Path, *arguments: Any) -> None:
+        written(path, *arguments)
+        path.write_bytes(path.read_bytes()[:-100])
+
+    monkeypatch.setattr(folder, "_write_file", cut_short)
+    thread, found = in_thread(functools.partial(received, sender.address.connect(0, CPU), manifests()))
+    with pytest.raises(TransportError, match="receiver 0: .* cannot be read"):
+        sender.send(manifests(), model(1))
+    thread.join(20)
+    assert isinstance(found[0], Failure)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.weights.base import Manifest, TransportError
@@ -45,6 +45,7 @@ def in_thread(function: functools.partial[object]) -> tuple[threading.Thread, li
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.data())
+@settings(deadline=None)
 def test_places_in_the_ring_never_overlap(sizes: list[int], data: st.DataObject) -> None:
     ring = Ring(100)
     for size in sizes:
