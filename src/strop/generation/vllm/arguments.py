@@ -94,10 +94,18 @@ def engine_arguments(options: EngineOptions) -> Any:
     if options.adapter_rank is not None:
         given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(options.adapter_rank)}
     if options.speculative is not None:
-        given["speculative_config"] = dict(options.speculative)
+        given["speculative_config"] = _speculative(options)
     if options.sleep_level and not options.on_cpu:
         given["enable_sleep_mode"] = True
     return AsyncEngineArgs(**{**given, **options.further})
+
+
+def _speculative(options: EngineOptions) -> dict[str, Any]:
+    """A draft model's weights come from its own folder or hub name: nobody sends it any."""
+    given = dict(options.speculative or {})
+    if "model" not in given:
+        return given
+    return {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": options.tensor_parallel_size, **given}
 
 
 def refuse_unknown(further: Mapping[str, Any], known: list[str]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.arguments import EngineOptions, engine_arguments
+from strop.generation.vllm.guardian import DRIVER
 from strop.sampling import Sampling
 from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt
 
@@ -258,7 +259,7 @@ class VllmEngine:
 def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """What vLLM starts inherits ``changes``; what it does to this process's environment (preloaded libraries, thread counts) is undone."""
     before = dict(os.environ)
-    os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **changes})
+    os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", DRIVER: str(os.getpid()), **changes})
     try:
         yield
     finally:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.generation.vllm.guardian import end_with_driver
 from strop.generation.vllm.layout import pieces, refresh_packed_copies
 from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
 from strop.weights.fingerprints import fingerprint
+
+end_with_driver()
 
 
 class StropWorker:

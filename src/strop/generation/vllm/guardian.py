@@ -1,0 +1,29 @@
+"""An engine must not outlive its run: vLLM's processes go on for ever, with their memory, when the process that started them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+
+from strop.weights.control import alive
+
+DRIVER = "STROP_DRIVER"  # environment variable: the process that started the engine
+PERIOD = 1.0  # seconds between looks
+
+
+def end_with_driver() -> None:
+    """Watch the driver from a thread of a worker process; with it end this process, and the engine's core if that is another one."""
+    if driver := os.environ.get(DRIVER):
+        threading.Thread(target=_watch, args=(int(driver), os.getppid()), name="strop-guardian", daemon=True).start()
+
+
+def _watch(driver: int, parent: int) -> None:
+    while alive(driver):
+        time.sleep(PERIOD)
+    if parent not in (driver, 1):
+        with suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)
+    os._exit(1)
