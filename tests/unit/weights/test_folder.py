@@ -142,7 +142,7 @@ def test_a_file_that_is_not_whole_is_no_publish(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(folder, "_write_file", cut_short)
     thread, found = in_thread(functools.partial(received, sender.address.connect(0, CPU), manifests()))
-    with pytest.raises(TransportError, match="receiver 0: .* cannot be read"):
+    with pytest.raises(TransportError, match=r"receiver 0: .* cannot be read"):
         sender.send(manifests(), model(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
