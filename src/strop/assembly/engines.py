@@ -26,7 +26,7 @@ from strop.sampling import Sampling
 from strop.training.base import Learner, token_outputs
 from strop.types import Group, Rollout, Task, Turn, user
 from strop.weights.adapters import LowRankSource
-from strop.weights.base import Answer, Sender, WeightSync
+from strop.weights.base import Answer, Sender, WeightHolder, WeightSync
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
 from strop.weights.folder import FolderSender
@@ -115,6 +115,31 @@ def make_generation(
     )
     replicas.revive = weights.revive
     return Generation(generator=replicas, weights=CountingWeights(weights, replicas))
+
+
+async def make_serving_engine(policy: Policy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
+    """A generator that samples from ``policy`` as it is. Raises ValueError for options that cannot be met."""
+    if config.backend != "vllm":
+        embedded = make_engine(policy, config, length)
+        embedded.resume(0)
+        return embedded
+    folder = describe_model(policy, weights=True)
+    on_cpu = policy.network.device.type == "cpu"
+    engines = make_vllm_engines(str(folder), policy, config, on_cpu=on_cpu, threads=threads, load_weights=True)
+    replicas = Replicas(engines, max_restarts=config.vllm_cfg.max_restarts)
+
+    from strop.generation.vllm.engine import VllmEngine
+
+    async def revive(engine: WeightHolder) -> None:
+        assert isinstance(engine, VllmEngine)
+        await engine.start()
+        await engine.use_own_weights(0)
+
+    replicas.revive = revive
+    for engine in engines:
+        await revive(engine)
+    replicas.published(0)
+    return replicas
 
 
 class CountingWeights:

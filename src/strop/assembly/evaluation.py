@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from strop.assembly.describe import describe
+from strop.assembly.engines import make_serving_engine
 from strop.assembly.mistakes import run_to_end
-from strop.assembly.roles import load_policy, make_engine
+from strop.assembly.roles import load_policy
 from strop.assembly.tasks import validation_tasks
 from strop.config import EvalRunConfig
 from strop.evaluation import Evaluator
@@ -35,8 +36,7 @@ async def _run(config: EvalRunConfig) -> None:
         precision=generation.precision,
         threads=generation.num_threads,
     )
-    engine = make_engine(policy, generation, generation.max_total_sequence_length)
-    engine.resume(0)
+    engine = await make_serving_engine(policy, generation, generation.max_total_sequence_length, threads=generation.num_threads)
     evaluator = Evaluator(
         source=source,
         size=len(source),

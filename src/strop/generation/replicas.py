@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from strop.generation.base import Completion, Engine
 from strop.sampling import Sampling
+from strop.watch.waits import waiting
 from strop.weights.base import EngineDied, WeightHolder
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class Replicas:
             self._reviving[place] = asyncio.create_task(self._restart(place, error))
             self._reviving[place].add_done_callback(lambda task: self._reviving.pop(place, None))
         if (task := self._reviving.get(place)) is not None:
-            await asyncio.shield(task)
+            with waiting("request", on=f"{self.engines[place].name}, which died, to be started anew"):
+                await asyncio.shield(task)
 
     async def _restart(self, place: int, error: EngineDied) -> None:
         if self.revive is None or self._failures[place] >= self.max_restarts:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from strop import metrics
 from strop.metrics import Metrics
+from strop.watch.waits import waiting
 from strop.weights.base import AdapterFiles, EngineDied, Receipt, Sender, TransportError, WeightHolder
 from strop.weights.manifest import manifest_of
 from strop.weights.proof import Canary, ProofSchedule, prove_arrival, prove_held, prove_version
@@ -135,7 +136,8 @@ class PublishedWeights:
         for engine in self.engines:
             if not engine.alive:
                 await self._start(engine)
-        await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
+        with waiting("weight sync", on="engines that finish what they run", kind="weight_sync"):
+            await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
         if self._lent:
             self._lent = False
             for engine in self.engines:
@@ -166,7 +168,8 @@ class PublishedWeights:
     async def _start(self, engine: WeightHolder) -> None:
         self._disconnect()
         self._based.discard(id(engine))
-        await engine.start()
+        with waiting("weight sync", on=f"start of {engine.name}"):
+            await engine.start()
 
     async def _deliver(
         self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, again: bool = False
@@ -178,7 +181,8 @@ class PublishedWeights:
             await self._send_adapters(engines, version, tally, prove=prove, adapters=self._adapters)
         if prove and self._canary is not None:
             started = time.perf_counter()
-            reports = [await self._canary.ask(engine) for engine in engines]
+            with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
+                reports = [await self._canary.ask(engine) for engine in engines]
             tally.canary = max(report.mean for report in reports)
             tally.proving += time.perf_counter() - started
 
@@ -216,7 +220,9 @@ class PublishedWeights:
     ) -> None:
         started = time.perf_counter()
         outgoing = Outgoing(tensors, manifest_of(tensors, self.options.dtype), held=prove)
-        receipts = await self._transfer(engines, version, outgoing)
+        names = ", ".join(engine.name for engine in engines)
+        with waiting("weight sync", on=f"{names} to take version {version}", kind="weight_sync"):
+            receipts = await self._transfer(engines, version, outgoing)
         tally.sending += time.perf_counter() - started
         tally.size += outgoing.manifest.size * len(engines)
         for engine, receipt in zip(engines, receipts, strict=True):

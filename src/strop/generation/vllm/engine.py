@@ -26,12 +26,19 @@ from strop.generation.vllm.arguments import EngineOptions, engine_arguments
 from strop.generation.vllm.guardian import DRIVER
 from strop.sampling import Sampling
 from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt
+from strop.weights.fingerprints import combine
 
 log = logging.getLogger(__name__)
 
 NO_VERSION = -1
 ADAPTER = 1  # the number of the one adapter
 LAST_LINES = 12  # of an engine's output, in a message about its end
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU vLLM would bind every engine's threads to the same cores, overrule OMP_NUM_THREADS, and want a NUMA node for each rank.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 class VllmEngine:
@@ -185,11 +192,7 @@ class VllmEngine:
                 raise RuntimeError(f"{self.name}: vLLM did not take the adapter")
         self._forget_adapter()
         self._adapter = folder
-        marks = [pickle.loads(answer) for answer in await self._call("strop_held_adapter", ADAPTER)]
-        names = sorted({name for mark in marks for name in mark})
-        received = {
-            f"{name}.{side}": tuple(mark[name][place] for mark in marks) for name in names for place, side in enumerate("AB")
-        }
+        received = {name: _whole(parts) for name, parts in (await self._read_back("strop_held_adapter", ADAPTER)).items()}
         seconds = asyncio.get_running_loop().time() - started
         return Receipt(version=await self._label(version), received=received, seconds=seconds)
 
@@ -200,9 +203,19 @@ class VllmEngine:
             self._loaded = int(await self._living().get_weight_version())
         return self._loaded
 
+    async def use_own_weights(self, version: int) -> None:
+        """Go on with the weights that were read from ``options.model``, as ``version``: nobody publishes others."""
+        if not self.options.load_weights:
+            raise RuntimeError(f"{self.name} was started without reading weights, and was to use them")
+        await self._label(version)
+        await self.unpause(version)
+
     async def held(self) -> Mapping[str, tuple[Held, ...]]:
+        return await self._read_back("strop_held")
+
+    async def _read_back(self, method: str, *arguments: Any) -> dict[str, tuple[Held, ...]]:
         found: dict[str, list[Held]] = {}
-        for answer in await self._call("strop_held"):
+        for answer in await self._call(method, *arguments):
             for name, piece in pickle.loads(answer).items():
                 found.setdefault(name, []).append(piece)
         return {name: tuple(parts) for name, parts in found.items()}
@@ -253,6 +266,13 @@ class VllmEngine:
 
     def counters(self) -> Mapping[str, float]:
         return {} if self._counters is None else self._counters.read()
+
+
+def _whole(parts: Sequence[Held]) -> tuple[int, ...]:
+    """The fingerprint of a tensor from those of its regions; one for each process where those that hold the same region differ."""
+    if len({part.region for part in parts}) < len(set(parts)):
+        return tuple(part.fingerprint for part in parts)
+    return (combine(part.fingerprint for part in set(parts)),)
 
 
 @contextmanager

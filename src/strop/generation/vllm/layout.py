@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 _ROWS_AT_ONCE = 1024  # of the identity: bounds the memory of a product
+_WRAPPED = ".base_layer"  # what a layer is called inside the one that adds adapters to it
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ def pieces(model: Any, rank: int) -> Iterator[Piece]:
     """Every tensor that can be read back, one at a time. What is quantised, or held by layers of another kind, is left out."""
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
-    for path, module in model.named_modules():
+    for found, module in model.named_modules():
+        path = found.removesuffix(_WRAPPED)
         if isinstance(module, LinearBase):
             yield from _linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
@@ -109,6 +111,35 @@ def _embedding(path: str, module: Any, done: set[int]) -> Iterator[Piece]:
     matrix = _matrix(module) if is_head else module.weight.detach()
     yield Piece(f"{path}.weight", matrix[:rows], shard.org_vocab_start_index)
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def low_rank_pieces(model: Any, manager: Any, adapter: int) -> Iterator[Piece]:
+    """A and B (multiplied with the scale) of every layer that ``adapter`` changes, out of the buffers that its kernels read: this process's
+    share, under the layer's canonical name and ``.A`` or ``.B``. None where it is not loaded."""
+    if adapter not in manager.list_adapters():
+        return
+    packed = getattr(model, "packed_modules_mapping", {})
+    slot = manager.lora_index_to_id.index(adapter)
+    for path, registered in manager.get_adapter(adapter).loras.items():
+        layer = manager.modules[path]
+        parent, _, own = path.rpartition(".")
+        parts = registered.lora_a if isinstance(registered.lora_a, list) else [registered.lora_a]
+        names = packed.get(own, [own]) if len(parts) > 1 else [own]
+        column = layer.tp_rank * layer.input_size if isinstance(layer.base_layer, RowParallelLinear) else 0
+        for place, (name, part, row) in enumerate(zip(names, parts, _rows_of(layer), strict=True)):
+            if part is None:
+                continue
+            full, rank = f"{parent}.{name}", len(part)
+            yield Piece(f"{full}.A", layer.lora_a_stacked[place][slot, 0, :rank], column=column)
+            yield Piece(f"{full}.B", layer.lora_b_stacked[place][slot, 0, :, :rank], row=row)
+
+
+def _rows_of(layer: Any) -> list[int]:
+    """Where this process's share of each B of a layer with adapters begins."""
+    if not isinstance(layer.base_layer, ColumnParallelLinear):
+        return [0]
+    owners = getattr(layer, "output_ids", (layer.tp_rank,))
+    return [owner * size for owner, size in zip(owners, layer.output_slices, strict=True)]
 
 
 def _matrix(module: Any) -> Tensor:

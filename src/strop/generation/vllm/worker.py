@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.generation.vllm.guardian import end_with_driver
-from strop.generation.vllm.layout import pieces, refresh_packed_copies
+from strop.generation.vllm.layout import Piece, low_rank_pieces, pieces, refresh_packed_copies
 from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
 from strop.weights.fingerprints import fingerprint
 
@@ -65,34 +66,24 @@ class StropWorker:
     @torch.no_grad()
     def strop_held(self) -> bytes:
         """By name, the fingerprint of what this rank computes with, and where it lies in the whole tensor."""
-        found: dict[str, Held] = {}
-        for piece in pieces(self.model_runner.get_model(), self.rank):
-            region = piece.region
-            mark = fingerprint(positive_zeros(piece.tensor), rows=region[0], columns=region[2])
-            found[piece.name] = Held(mark, region)
-        return pickle.dumps(found)
+        return pickle.dumps(_held(pieces(self.model_runner.get_model(), self.rank)))
 
     @torch.no_grad()
     def strop_held_adapter(self, adapter: int) -> bytes:
-        """By module, the fingerprints of the low-rank matrices of ``adapter`` that this rank keeps; empty where it does not have it."""
-        manager = getattr(self.model_runner, "lora_manager", None)
-        if manager is None or adapter not in manager.list_adapters():
+        """The same of the low-rank matrices of ``adapter``; empty where it is not loaded."""
+        runner = self.model_runner
+        manager = getattr(runner, "lora_manager", None)
+        if manager is None:
             return pickle.dumps({})
-        packed = getattr(self.model_runner.get_model(), "packed_modules_mapping", {})
-        found = {}
-        for path, layer in manager._adapter_manager.get_adapter(adapter).loras.items():
-            for name, down, up in _low_rank_pairs(path, layer, packed):
-                found[name] = (fingerprint(positive_zeros(down)), fingerprint(positive_zeros(up)))
-        return pickle.dumps(found)
+        return pickle.dumps(_held(low_rank_pieces(runner.get_model(), manager._adapter_manager, adapter)))
 
 
-def _low_rank_pairs(path: str, layer: Any, packed: dict[str, list[str]]) -> list[tuple[str, Tensor, Tensor]]:
-    """(canonical name, A, B) of the adapters of one layer: vLLM keeps those of fused layers as lists, in the order of their parts."""
-    if isinstance(layer.lora_a, Tensor):
-        return [(path, layer.lora_a, layer.lora_b)]
-    parent, _, own = path.rpartition(".")
-    parts = zip(packed.get(own, ()), layer.lora_a, layer.lora_b, strict=True)
-    return [(f"{parent}.{name}", down, up) for name, down, up in parts if down is not None]
+def _held(found: Iterable[Piece]) -> dict[str, Held]:
+    held: dict[str, Held] = {}
+    for piece in found:
+        row, _, column, _ = piece.region
+        held[piece.name] = Held(fingerprint(positive_zeros(piece.tensor), rows=row, columns=column), piece.region)
+    return held
 
 
 def _kept(arriving: Any, marks: dict[str, int]) -> Any:
