@@ -31,6 +31,7 @@ Backend = Literal["gloo", "nccl"]
 BUCKET_SIZE = 64 << 20
 TIMEOUT = 120.0
 _PERIOD = 0.005  # seconds between looks into the store
+_LOOK = 0.5  # seconds between looks at whether silent processes of this machine still live
 _WORD = timedelta(seconds=10)  # for one answer of the store itself
 
 
@@ -87,13 +88,31 @@ class _Channel:
     def await_keys(self, keys: list[str], failure: str) -> list[str]:
         """The keys that are still missing at the end of the time limit, or none. Raises TransportError where ``failure`` is there."""
         until = time.monotonic() + self.address.timeout
+        look = time.monotonic() + _LOOK
         while missing := [key for key in keys if not self.store.check([key])]:
             if self.store.check([failure]):
-                raise TransportError(self.store.get(failure).decode())
+                raise TransportError(self._gone(_LOOK) or self.store.get(failure).decode())
+            if time.monotonic() >= look:
+                look = time.monotonic() + _LOOK
+                if gone := self._gone():
+                    raise TransportError(gone)
             if time.monotonic() >= until:
                 break
             time.sleep(_PERIOD)
         return missing
+
+    def _gone(self, patience: float = 0.0) -> str:
+        """Which receiver of this machine has ended; "" where none has, ``patience`` seconds long: a process ends after its connections."""
+        until = time.monotonic() + patience
+        while True:
+            for index in range(self.address.receivers):
+                if self.store.check([f"joined/{index}"]):
+                    host, pid = self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
+                    if host == socket.gethostname() and not alive(int(pid)):
+                        return f"receiver {index} (process {pid}) went away"
+            if time.monotonic() >= until:
+                return ""
+            time.sleep(_PERIOD)
 
     @contextmanager
     def publish(self, number: int) -> Iterator[None]:
@@ -123,14 +142,8 @@ class _Channel:
         """Who is to blame, as far as the store and the processes of this machine say."""
         cause = str(error).splitlines()[0]
         try:
-            for index in range(self.address.receivers):
-                host, pid = (
-                    self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
-                    if self.store.check([f"joined/{index}"])
-                    else ("", 0)
-                )
-                if host == socket.gethostname() and not alive(int(pid)):
-                    return f"receiver {index} (process {pid}) went away: {cause}"
+            if gone := self._gone(_LOOK):
+                return f"{gone}: {cause}"
             told = self.store.get(_failure(number)).decode() if self.store.check([_failure(number)]) else ""
         except RuntimeError:
             return f"the sender went away: it closed the channel, ended or was killed ({cause})"
