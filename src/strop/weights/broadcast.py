@@ -23,7 +23,7 @@ import torch.distributed
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors, TransportError
-from strop.weights.control import alive
+from strop.weights.control import alive, machine
 from strop.weights.manifest import Bucket, aligned, buckets, digest, matched, view
 
 dist: Any = torch.distributed  # what is used of it has no types
@@ -108,7 +108,7 @@ class _Channel:
             for index in range(self.address.receivers):
                 if self.store.check([f"joined/{index}"]):
                     host, pid = self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
-                    if host == socket.gethostname() and not alive(int(pid)):
+                    if host == machine() and not alive(int(pid)):
                         return f"receiver {index} (process {pid}) went away"
             if time.monotonic() >= until:
                 return ""
@@ -238,7 +238,7 @@ class BroadcastReceiver:
         limit = timedelta(seconds=max(1.0, min(address.timeout, 30.0)))
         try:
             store = dist.TCPStore(address.host, address.port, None, False, timeout=limit, wait_for_workers=False)
-            store.set(f"joined/{index}", f"{socket.gethostname()} {os.getpid()}")
+            store.set(f"joined/{index}", f"{machine()} {os.getpid()}")
         except RuntimeError as error:
             raise TransportError(f"there is no sender at {address.host}:{address.port}: {str(error).splitlines()[0]}") from None
         at = device if address.backend == "nccl" else torch.device("cpu")

@@ -242,6 +242,14 @@ def alive(pid: int | None) -> bool:
         return True
 
 
+def machine() -> str:
+    """Where a process's number means the same process: host name, and on Linux this start of the system and the container."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
 def _peer(end: socket.socket) -> tuple[int | None, int | None]:
     """Process and user at the other end, where the system says."""
     if not hasattr(socket, "SO_PEERCRED"):

@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors, TransportError
-from strop.weights.control import alive
+from strop.weights.control import alive, machine
 from strop.weights.manifest import Bucket, buckets, digest, matched
 
 FILE_SIZE = 1 << 30
@@ -68,7 +67,7 @@ class FolderSender:
         _remove_orphans(folder)
         self.channel = folder.absolute() / f"channel_{secrets.token_hex(8)}"
         self.channel.mkdir(parents=True)
-        _write_whole(self.channel / "owner.json", json.dumps({"machine": _machine(), "process": os.getpid()}))
+        _write_whole(self.channel / "owner.json", json.dumps({"machine": machine(), "process": os.getpid()}))
         self.number = 0
 
     @property
@@ -228,15 +227,7 @@ def _owner_lives(channel: Path) -> bool:
         owner = json.loads((channel / "owner.json").read_text())
     except FileNotFoundError:
         return False
-    return owner["machine"] != _machine() or alive(owner["process"])
-
-
-def _machine() -> str:
-    """Where a process's number means the same process: host name, and on Linux this start of the system and the container."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return " ".join(parts)
+    return owner["machine"] != machine() or alive(owner["process"])
 
 
 def _remove_orphans(folder: Path) -> None:
