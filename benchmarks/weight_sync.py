@@ -36,7 +36,7 @@ from strop.weights.base import ChannelAddress, Manifest, Sender
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.memory import MemorySender
 
 TRANSPORTS = ("memory", "gloo", "folder")
@@ -210,7 +210,7 @@ def make(transport: str, options: argparse.Namespace, folder: str) -> Sender:
 def measure(transport: str, source: str, dtype: str, options: argparse.Namespace) -> Iterator[Measured]:
     kind = getattr(torch, source)
     shapes = even_shapes(int(options.gigabytes * 1e9), kind.itemsize) if options.gigabytes else smol_shapes()
-    tensors = filled(shapes, kind)
+    tensors = large_in_the_middle(filled(shapes, kind))
     manifest = manifest_of(tensors, getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder:
         sender = make(transport, options, folder)

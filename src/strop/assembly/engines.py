@@ -249,19 +249,20 @@ def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | No
 def sender_maker(config: GenerationConfig, device: torch.device) -> Callable[[int], Sender]:
     """The transport for where learner and engines are."""
     sync: WeightSyncConfig = config.weight_sync
-    bucket, limit = int(sync.bucket_mb * 2**20), sync.timeout_seconds
+    size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
+    limit = sync.timeout_seconds
     transport = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
         transport = "memory" if device.type == "cpu" else "broadcast" if apart else "cuda_ipc"
     match transport:
         case "memory":
-            return lambda receivers: MemorySender(receivers, bucket_size=bucket, timeout=limit)
+            return lambda receivers: MemorySender(receivers, timeout=limit, **size)
         case "cuda_ipc":
-            return lambda receivers: CudaIpcSender(receivers, device=device, bucket_size=bucket, timeout=limit)
+            return lambda receivers: CudaIpcSender(receivers, device=device, timeout=limit, **size)
         case "broadcast":
             backend: Any = "nccl" if device.type == "cuda" else "gloo"
-            return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, bucket_size=bucket, timeout=limit)
+            return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, timeout=limit, **size)
         case _:
             folder = Path(sync.folder) if sync.folder else Path(tempfile.mkdtemp(prefix="strop-weights-"))
             return lambda receivers: FolderSender(folder, receivers, timeout=limit)

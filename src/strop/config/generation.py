@@ -127,7 +127,9 @@ class WeightSyncConfig(Model):
     folder: str | None = Field(
         None, description="Where transport folder writes; every engine must see it. Null is a temporary folder."
     )
-    bucket_mb: float = Field(64.0, gt=0, description="Weights travel in pieces of this size (MiB).")
+    bucket_mb: float | None = Field(
+        None, gt=0, description="Weights travel in pieces of this size; null is the transport's own choice (MiB)."
+    )
     timeout_seconds: float = Field(600.0, gt=0, description="A publish that takes longer has failed (seconds).")
     adapters_alone: bool = Field(
         True, description="With LoRA send the adapters beside base weights that the engine keeps; false sends merged weights."

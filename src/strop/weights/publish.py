@@ -15,7 +15,7 @@ from strop import metrics
 from strop.metrics import Metrics
 from strop.watch.waits import waiting
 from strop.weights.base import AdapterFiles, EngineDied, Receipt, Sender, TransportError, WeightHolder
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.proof import Canary, ProofSchedule, prove_arrival, prove_held, prove_version
 from strop.weights.source import Outgoing, Snapshot, distinct
 
@@ -73,6 +73,11 @@ class _Tally:
         return {name: metrics.total(value) for name, value in found.items()}
 
 
+def _rank(error: BaseException) -> int:
+    """A process that died is the cause of what the others say, and a broken channel the consequence of anything else."""
+    return 0 if isinstance(error, EngineDied) else 2 if isinstance(error, TransportError) else 1
+
+
 class PublishedWeights:
     """``WeightSync`` for engines. A publish that fails in the middle leaves them paused, with weights of no version."""
 
@@ -102,6 +107,7 @@ class PublishedWeights:
         self._based: set[int] = set()  # identities of the engines that hold the base which adapters stand on
         self._snapshot = Snapshot() if options.keep_copy and adapters is None else None
         self._last: list[tuple[str, Tensor]] = []
+        self._last_adapters: tuple[AdapterFiles, Mapping[str, int]] | None = None
         self._aliases: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._published = published
@@ -144,9 +150,6 @@ class PublishedWeights:
                 await engine.wake()
         tally = _Tally()
         await self._deliver(self.engines, version, tally, prove=self.options.proof.due(self.publishes))
-        if self.options.in_flight:
-            for engine in self.engines:
-                await engine.forget_prefixes(running=self.options.recompute)
         await asyncio.gather(*(engine.unpause(version) for engine in self.engines))
         self.version = version
         self.publishes += 1
@@ -178,7 +181,10 @@ class PublishedWeights:
         if self._adapters is None:
             await self._send(engines, version, tally, prove=prove, tensors=self._current(again))
         else:
-            await self._send_adapters(engines, version, tally, prove=prove, adapters=self._adapters)
+            await self._send_adapters(engines, version, tally, adapters=self._adapters, again=again)
+        if self.options.in_flight:  # before the canary, for whose sake the engine goes on, with the requests that were stopped
+            for engine in engines:
+                await engine.forget_prefixes(running=self.options.recompute)
         if prove and self._canary is not None:
             started = time.perf_counter()
             with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
@@ -192,9 +198,9 @@ class PublishedWeights:
             return self._last
         found = distinct(self._weights())
         self._aliases = found.aliases
-        self._last = list(found.tensors)
+        self._last = large_in_the_middle(found.tensors)
         if self._snapshot is not None:
-            self._last = self._snapshot.take(found.tensors, self.options.dtype)
+            self._last = self._snapshot.take(self._last, self.options.dtype)
         return self._last
 
     async def _send_adapters(
@@ -207,7 +213,9 @@ class PublishedWeights:
             await self._send(bare, version, tally, prove=True, tensors=list(found.tensors))
             self._based |= {id(engine) for engine in bare}
         started = time.perf_counter()
-        files, marks = adapters.files(), adapters.marks(self.options.dtype)
+        if self._last_adapters is None or not (again and self.options.keep_copy):
+            self._last_adapters = adapters.files(), adapters.marks(self.options.dtype)
+        files, marks = self._last_adapters
         for engine in engines:
             receipt = await engine.load_adapter(files, version)
             prove_version(engine.name, receipt, version)
@@ -254,7 +262,7 @@ class PublishedWeights:
             await asyncio.to_thread(self._disconnect)
             rest = await asyncio.gather(sending, *loading, return_exceptions=True)
             errors = [error for error in rest if isinstance(error, BaseException)]
-            raise next((error for error in errors if not isinstance(error, TransportError)), errors[0])
+            raise min(errors, key=_rank)
         return [await task for task in loading]
 
     async def _connect(self, engines: Sequence[WeightHolder]) -> Sender:
