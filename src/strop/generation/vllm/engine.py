@@ -279,7 +279,7 @@ def _whole(parts: Sequence[Held]) -> tuple[int, ...]:
 def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """What vLLM starts inherits ``changes``; what it does to this process's environment (preloaded libraries, thread counts) is undone."""
     before = dict(os.environ)
-    os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", DRIVER: str(os.getpid()), **changes})
+    os.environ.update({**ENVIRONMENT, DRIVER: str(os.getpid()), **changes})
     try:
         yield
     finally:
