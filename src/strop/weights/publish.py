@@ -15,7 +15,7 @@ from strop import metrics
 from strop.metrics import Metrics
 from strop.watch.waits import waiting
 from strop.weights.base import AdapterFiles, EngineDied, Receipt, Sender, TransportError, WeightHolder
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.proof import Canary, ProofSchedule, prove_arrival, prove_held, prove_version
 from strop.weights.source import Outgoing, Snapshot, distinct
 
@@ -198,9 +198,9 @@ class PublishedWeights:
             return self._last
         found = distinct(self._weights())
         self._aliases = found.aliases
-        self._last = list(found.tensors)
+        self._last = large_in_the_middle(found.tensors)
         if self._snapshot is not None:
-            self._last = self._snapshot.take(found.tensors, self.options.dtype)
+            self._last = self._snapshot.take(self._last, self.options.dtype)
         return self._last
 
     async def _send_adapters(
