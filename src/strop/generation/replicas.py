@@ -64,6 +64,7 @@ class Replicas:
         self.restarts = 0  # of all engines, in all
         self._failures = [0] * len(self.engines)  # in a row
         self._reviving: dict[int, asyncio.Task[None]] = {}
+        self._unfit: dict[int, Exception] = {}  # why an engine that lives could not be given weights, until the next publish
         self._router = Router(len(self.engines))
         self._before: dict[str, float] = {}
 
@@ -71,6 +72,7 @@ class Replicas:
         key = tuple(prompt)
         while True:
             place = self._router.route(key, session)
+            await self._usable(place)
             self._router.running[place] += 1
             try:
                 completion = await self.engines[place].generate(prompt, sampling=sampling, seed=seed, session=session)
@@ -86,27 +88,40 @@ class Replicas:
         if place not in self._reviving and not self.engines[place].alive:
             self._reviving[place] = asyncio.create_task(self._restart(place, error))
             self._reviving[place].add_done_callback(lambda task: self._reviving.pop(place, None))
+        await self._usable(place)
+
+    async def _usable(self, place: int) -> None:
+        """Whoever asked an engine that is being started would wait for weights that it may never get."""
         if (task := self._reviving.get(place)) is not None:
             with waiting("request", on=f"{self.engines[place].name}, which died, to be started anew"):
                 await asyncio.shield(task)
+        if (unfit := self._unfit.get(place)) is not None:
+            raise unfit
 
     async def _restart(self, place: int, error: EngineDied) -> None:
-        if self.revive is None or self._failures[place] >= self.max_restarts:
-            raise EngineDied(
-                f"{error}; it was started anew {self._failures[place]} times without one answer "
-                "(policy.generation.vllm_cfg.max_restarts), so the cause will not go away by itself: its own output says what it is"
-            ) from error
-        self._failures[place] += 1
-        self.restarts += 1
-        log.warning("%s; it is started anew, and its requests are issued again", error)
-        try:
-            await self.revive(self.engines[place])
-        except EngineDied as again:
-            log.warning("%s", again)
+        """Until it lives and has weights: an engine that has none keeps its requests waiting."""
+        engine = self.engines[place]
+        while not engine.alive:
+            if self.revive is None or self._failures[place] >= self.max_restarts:
+                raise EngineDied(
+                    f"{error}; it was started anew {self._failures[place]} times without one answer "
+                    "(policy.generation.vllm_cfg.max_restarts), so the cause will not go away by itself: its own output says what it is"
+                ) from error
+            self._failures[place] += 1
+            self.restarts += 1
+            log.warning("%s; it is started anew, and its requests are issued again", error)
+            try:
+                await self.revive(engine)
+            except EngineDied as again:
+                error = again
+            except Exception as unfit:
+                self._unfit[place] = unfit
+                raise
 
     def published(self, version: int) -> None:
         """All engines hold the weights of ``version``."""
         self.version = version
+        self._unfit.clear()
 
     def metrics(self) -> Mapping[str, float]:
         """What the engines did since this was last asked, and how they are now."""
