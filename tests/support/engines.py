@@ -106,7 +106,7 @@ def logprobs_of(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sam
     """[L] what the model itself gives the tokens after the prompt."""
     row = torch.cat([torch.tensor(list(prompt)), tokens])
     with torch.no_grad():
-        logits = model(row[None]).logits[0, len(prompt) - 1 : -1]
+        logits = model(row[None].to(model.device)).logits[0, len(prompt) - 1 : -1].cpu()
     return filtered_logits(logits, sampling, tokens).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
@@ -159,7 +159,7 @@ def serve(
         lambda: model.state_dict().items(),
         engines,
         make_sender,
-        PublishOptions(dtype=getattr(torch, engines[0].options.dtype), apart=True, proof=proof, **changes),
+        PublishOptions(**{"dtype": getattr(torch, engines[0].options.dtype), "apart": True, "proof": proof, **changes}),
         canary=Canary(prompts=PROMPTS, sampling=asked, score=score_by(model, asked), tolerance=tolerance),
         adapters=adapters,
         published=replicas.published,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def make_generation(
             "while it trains. Set it to false, with a GPU for each engine, or train synchronously"
         )
     adapters = options.weight_sync.adapters_alone and bool(low_rank_layers(policy.network.model))
-    folder = describe_model(policy)
+    folder = describe_model(policy, outputs / "model")
     engines = make_vllm_engines(
         str(folder),
         policy,
@@ -99,7 +100,7 @@ def make_generation(
     weights = PublishedWeights(
         learner.weights,
         engines,
-        sender_maker(options, policy.network.device),
+        sender_maker(options, policy.network.device, outputs / "weights"),
         PublishOptions(
             dtype=PRECISIONS[options.vllm_cfg.precision],
             apart=not options.colocated.enabled or max_staleness > 0,
@@ -114,6 +115,7 @@ def make_generation(
         note=note,
     )
     replicas.revive = weights.revive
+    replicas.on_close.append(weights.close)
     return Generation(generator=replicas, weights=CountingWeights(weights, replicas))
 
 
@@ -123,10 +125,14 @@ async def make_serving_engine(policy: Policy, config: GenerationConfig, length: 
         embedded = make_engine(policy, config, length)
         embedded.resume(0)
         return embedded
-    folder = describe_model(policy, weights=True)
+    folder = describe_model(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
     engines = make_vllm_engines(str(folder), policy, config, on_cpu=on_cpu, threads=threads, load_weights=True)
-    replicas = Replicas(engines, max_restarts=config.vllm_cfg.max_restarts)
+    replicas = Replicas(
+        engines,
+        max_restarts=config.vllm_cfg.max_restarts,
+        on_close=[lambda: shutil.rmtree(folder, ignore_errors=True)],
+    )
 
     from strop.generation.vllm.engine import VllmEngine
 
@@ -156,9 +162,9 @@ class CountingWeights:
         return {**published, **{name: Metric(value) for name, value in self.replicas.metrics().items()}}
 
 
-def describe_model(policy: Policy, *, weights: bool = False) -> Path:
+def describe_model(policy: Policy, folder: Path, *, weights: bool = False) -> Path:
     """A folder that vLLM builds the model from: configuration and tokenizer, and the weights only where none will be sent."""
-    folder = Path(tempfile.mkdtemp(prefix="strop-model-"))
+    folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
     if weights:
         model.save_pretrained(folder)
@@ -246,7 +252,7 @@ def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | No
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(size)), **config.env_vars}
 
 
-def sender_maker(config: GenerationConfig, device: torch.device) -> Callable[[int], Sender]:
+def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Path) -> Callable[[int], Sender]:
     """The transport for where learner and engines are."""
     sync: WeightSyncConfig = config.weight_sync
     size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
@@ -264,7 +270,7 @@ def sender_maker(config: GenerationConfig, device: torch.device) -> Callable[[in
             backend: Any = "nccl" if device.type == "cuda" else "gloo"
             return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, timeout=limit, **size)
         case _:
-            folder = Path(sync.folder) if sync.folder else Path(tempfile.mkdtemp(prefix="strop-weights-"))
+            folder = Path(sync.folder) if sync.folder else own_folder
             return lambda receivers: FolderSender(folder, receivers, timeout=limit)
 
 

@@ -55,13 +55,14 @@ class Router:
 class Replicas:
     """A ``Generator`` over engines. A request whose engine dies is issued again, with the same seed, once that engine lives again."""
 
-    def __init__(self, engines: Sequence[Engine], *, max_restarts: int = 3) -> None:
-        """``max_restarts`` of one engine without an answer between them end the run."""
+    def __init__(self, engines: Sequence[Engine], *, max_restarts: int = 3, on_close: Sequence[Callable[[], None]] = ()) -> None:
+        """``max_restarts`` of one engine without an answer between them end the run. ``on_close`` is called when all engines are gone."""
         self.engines = tuple(engines)
         self.version = -1  # of the last publish that all of them have
         self.revive: Revive | None = None  # set by who publishes weights
         self.max_restarts = max_restarts
         self.restarts = 0  # of all engines, in all
+        self.on_close = list(on_close)
         self._failures = [0] * len(self.engines)  # in a row
         self._reviving: dict[int, asyncio.Task[None]] = {}
         self._unfit: dict[int, Exception] = {}  # why an engine that lives could not be given weights, until the next publish
@@ -141,3 +142,5 @@ class Replicas:
         for task in list(self._reviving.values()):
             task.cancel()
         await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for close in self.on_close:
+            close()

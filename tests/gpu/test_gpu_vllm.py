@@ -1,0 +1,80 @@
+"""vLLM on a GPU: publishes by every transport, captured graphs, sleeping beside a learner on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from strop.sampling import Sampling
+from strop.weights.base import Sender
+from strop.weights.broadcast import BroadcastSender
+from strop.weights.cuda_ipc import CudaIpcSender
+from strop.weights.memory import MemorySender
+
+if TYPE_CHECKING:
+    from support.engines import EngineRoom, Served
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+DEVICE = torch.device("cuda", 0)
+PROMPT = tuple(range(40, 60))
+SENDERS = {
+    "memory": MemorySender,
+    "cuda_ipc": lambda receivers: CudaIpcSender(receivers, device=DEVICE),
+    "broadcast": lambda receivers: BroadcastSender(receivers, backend="gloo", device=torch.device("cpu")),
+}
+
+
+@pytest.fixture(scope="module")
+def room() -> Iterator[EngineRoom]:
+    from support.engines import EngineRoom
+
+    room = EngineRoom()
+    yield room
+    room.close()
+
+
+@pytest.fixture(scope="module")
+def served(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+    from strop.generation.vllm.engine import VllmEngine
+    from support.engines import describe, options, serve, served_model
+
+    model = served_model().to(DEVICE)
+    folder: Path = describe(model, tokenizer, tmp_path_factory.mktemp("served"))
+    settings = options(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
+    engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))
+    served = serve(model, tokenizer, [engine], apart=False, tolerance=0.02)
+    room.run(served.weights.publish(0), 600)
+    yield served
+    room.run(served.close())
+
+
+@pytest.mark.parametrize("transport", list(SENDERS))
+def test_weights_of_a_gpu_arrive_and_are_proven(room: EngineRoom, served: Served, transport: str) -> None:
+    from support.engines import perturb
+
+    def make(receivers: int) -> Sender:
+        return SENDERS[transport](receivers)
+
+    served.weights._disconnect()
+    served.weights._make_sender = make
+    perturb(served.model, 3)
+    said = room.run(served.weights.publish(served.weights.version + 1))
+    assert said["weights/tensors_not_read_back"].value == 0
+
+
+def test_an_engine_sleeps_while_the_learner_works_and_wakes_with_new_weights(room: EngineRoom, served: Served) -> None:
+    from support.engines import perturb
+
+    free = torch.cuda.mem_get_info(DEVICE)[0]
+    room.run(served.weights.lend_to_learner())
+    assert torch.cuda.mem_get_info(DEVICE)[0] > free, "a sleeping engine gives memory back"
+    perturb(served.model, 4)
+    room.run(served.weights.publish(served.weights.version + 1))
+    completion = room.run(served.replicas.generate(PROMPT, sampling=Sampling(max_new_tokens=8), seed=1))
+    assert completion.versions.unique().item() == served.weights.version
