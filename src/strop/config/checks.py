@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.config import engine_checks
 from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
-from strop.config.generation import VllmConfig
-from strop.config.model import Model, targets_of
+from strop.config.model import Model
 from strop.config.schema import (
     EvalRunConfig,
     GrpoRunConfig,
@@ -400,6 +400,16 @@ def trackers(config: TrainingRunConfig) -> Problems:
             )
 
 
+def inference_engine(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    if engine_checks.samples_by_vllm(config) and not installed("vllm"):
+        key, _ = generation_of(config)
+        yield Problem(
+            f"{key}.backend",
+            "found vllm, but vLLM is not installed",
+            f"`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {key}.backend=torch.",
+        )
+
+
 def installed(package: str) -> bool:
     """Whether a package can be imported; a mere folder of that name, such as wandb's own run folder, is none."""
     spec = importlib.util.find_spec(package)
@@ -449,23 +459,6 @@ def unread_batch_size(config: TrainingRunConfig) -> Problems:
         )
 
 
-def unread_vllm_options(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
-    changed = [
-        f"{key}.vllm_cfg.{name}"
-        for name, field in VllmConfig.model_fields.items()
-        if not targets_of(field)
-        and name not in ("gpu_memory_utilization", "enforce_eager", "async_engine")
-        and getattr(generation.vllm_cfg, name) != field.get_default(call_default_factory=True)
-    ] + ([f"{key}.vllm_kwargs"] if generation.vllm_kwargs else [])
-    if changed and generation.backend in ("auto", "torch"):
-        yield Problem(
-            changed[0],
-            f"the torch engine does not read {', '.join(changed)}",
-            f"They are for {key}.backend=vllm.",
-        )
-
-
 def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
     section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
     if not section.enabled:
@@ -509,12 +502,11 @@ def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problem
         yield Problem("loss_fn.use_kl_in_reward", "it changes nothing: loss_fn.reference_policy_kl_penalty is 0")
 
 
-def one_device(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    if config.cluster.gpus_per_node > 1:
-        yield Problem(
-            "cluster.gpus_per_node",
-            f"found {config.cluster.gpus_per_node}, but this version uses one device: the others stay idle",
-        )
+def idle_devices(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+    found, used = config.cluster.gpus_per_node, engine_checks.devices_used(generation_of(config)[1])
+    if found > max(1, used):
+        devices = "one device" if used <= 1 else f"{used} devices with these engines"
+        yield Problem("cluster.gpus_per_node", f"found {found}, but this version uses {devices}: the others stay idle")
 
 
 Check = Callable[[Any], Problems]
@@ -527,17 +519,20 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (RolloutRunConfig, (ranges,)),
     (TrainingRunConfig, (early_stop, learning_rate, adapters)),
     (PpoRunConfig, (critic,)),
-    (RolloutRunConfig, (rollout_lengths, adapter_dropout)),
+    (RolloutRunConfig, (rollout_lengths, adapter_dropout, *engine_checks.REFUSED_IN_ROLLOUTS)),
     (TrainingRunConfig, (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED)),
     (EvalRunConfig, (eval_lengths, sampling)),
-    ((RolloutRunConfig, EvalRunConfig), (environments,)),
+    ((RolloutRunConfig, EvalRunConfig), (environments, inference_engine, *engine_checks.REFUSED_WHERE_SAMPLED)),
     (Model, (files, system_prompts, *BOTH_UNSUPPORTED)),
 )
 WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (TrainingRunConfig, (no_validation_data, checkpoints_without_metric, unread_batch_size)),
-    (RolloutRunConfig, (idle_asynchronous_keys,)),
+    (RolloutRunConfig, (idle_asynchronous_keys, *engine_checks.WARNED_IN_ROLLOUTS)),
+    (RecordedRunConfig, (engine_checks.unread_generation,)),
+    (EvalRunConfig, (engine_checks.unread_in_evaluation,)),
+    ((RolloutRunConfig, EvalRunConfig), engine_checks.WARNED_WHERE_SAMPLED),
     ((GrpoRunConfig, PpoRunConfig), (kl_in_reward_of_weight_zero,)),
-    (Model, (unread_vllm_options, one_device)),
+    (Model, (idle_devices,)),
 )
 
 

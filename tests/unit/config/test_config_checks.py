@@ -82,10 +82,9 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("policy.dtensor_cfg.sequence_parallel=True", "sequence parallelism is not in this version"),
         ("policy.dtensor_cfg.cpu_offload=true", "offloading"),
         ("policy.dynamic_batching.enabled=true", "sequence_packing.enabled=true"),
-        ("policy.generation.backend=vllm", "vLLM generation backend is not in this version"),
         ("policy.generation.backend=sglang", "SGLang generation backend is not in this version"),
         ("policy.generation.backend=megatron", "Megatron generation backend is not in this version"),
-        ("policy.generation.colocated.enabled=false", "not in this version"),
+        ("policy.generation.colocated.enabled=false", "runs on the learner's own module"),
         ("cluster.num_nodes=2", "one machine"),
         ("cluster.backend=ray", "Ray actors are not in this version"),
     ],
@@ -104,7 +103,7 @@ def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None
 
 def test_all_refusals_are_reported_together() -> None:
     assert (
-        len(refusal("cluster.num_nodes=2", "policy.generation.backend=vllm", "grpo.num_generations_per_prompt=1").problems) == 3
+        len(refusal("cluster.num_nodes=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems) == 3
     )
 
 
@@ -189,7 +188,7 @@ def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: 
         ("eval.k_value=2", "samples of a task"),
         ("generation.max_new_tokens=4096", "generation.vllm_cfg.max_model_len = 2048"),
         ("cluster.num_nodes=2", "one machine"),
-        ("generation.backend=vllm", "not in this version"),
+        ("generation.backend=sglang", "not in this version"),
     ],
 )
 def test_an_evaluation_that_cannot_work_is_refused(override: str, reason: str) -> None:

@@ -41,6 +41,18 @@ policy.generation.port_range_high=4999
 policy.generation.mcore_generation_config={buffer_size_gb: 10, num_cuda_graphs: 4, max_tokens: 16384}
 policy.generation.vllm_cfg.logprobs_mode=processed_logprobs
 policy.generation.vllm_cfg.use_deep_gemm=false
+policy.generation.vllm_cfg.use_tqdm=true
+policy.generation.vllm_cfg.num_last_layers_in_bf16=0
+policy.generation.vllm_cfg.num_first_layers_in_bf16=0
+policy.generation.vllm_cfg.enable_vllm_metrics_logger=true
+policy.generation.vllm_cfg.vllm_metrics_logger_interval=0.5
+policy.generation.vllm_cfg.http_refit_api_key_env_var=null
+policy.generation.vllm_cfg.zmq_refit_server_port=null
+policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update=false
+policy.generation.vllm_cfg.distributed_executor_backend=null
+policy.generation.refit_transport=null
+policy.generation.refit_cfg={nixl: {device: cuda, backend_name: UCX}}
+policy.generation.real_quant_export_cpu_offload=true
 policy.generation.colocated.resources={gpus_per_node: null, num_nodes: null}
 cluster.master_port_range_low=1400
 cluster.master_port_range_high=1999
@@ -186,7 +198,11 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp
         ("ppo", "value.megatron_cfg.enabled=true", "Set value.megatron_cfg.enabled=false"),
         ("ppo", "value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=true"),
         ("ppo", "value.train_global_batch_size=8", "the critic steps when the policy does"),
-        ("ppo", "policy.generation.backend=vllm", "Set policy.generation.backend to auto or torch"),
+        ("ppo", "policy.generation.backend=megatron", "Set policy.generation.backend to vllm, or to torch"),
+        ("ppo", "policy.generation.refit_transport=nixl", "Use policy.generation.weight_sync.transport"),
+        ("ppo", "policy.generation.vllm_cfg.use_deep_gemm=true", "not FP8"),
+        ("ppo", "policy.generation.vllm_cfg.num_last_layers_in_bf16=2", "not FP8"),
+        ("ppo", "policy.generation.vllm_cfg.distributed_executor_backend=ray", "Use policy.generation.vllm_kwargs"),
         ("distillation", "policy.dynamic_batching.enabled=true", "without padding"),
         ("distillation", "on_policy_distillation.enabled=true", "is strop distillation"),
         ("dpo", "sft.max_num_steps=3", "A run with this section is strop sft"),
@@ -219,6 +235,7 @@ def test_a_key_that_asks_for_something_else_says_what_to_do(section: str, key: s
         ("distillation", "distillation.topk=3", "distillation.topk_logits_k"),
         ("distillation", "loss_fn.kl_tpe=jsd", "loss_fn.kl_type"),
         ("dpo", "policy.dtensor_cfg.lora_cfg.rank=4", None),
+        ("grpo", "policy.generation.vllm_cfg.tensor_paralel_size=4", "policy.generation.vllm_cfg.tensor_parallel_size"),
     ],
 )
 def test_an_unknown_key_of_any_kind_of_run_is_refused_with_the_nearest(section: str, key: str, meant: str | None) -> None:

@@ -1,0 +1,297 @@
+"""Combinations that an inference engine cannot do, or that do something else than they seem to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from strop.config.errors import Problem
+from strop.config.generation import GenerationConfig
+from strop.config.model import Model, targets_of
+from strop.config.schema import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_of
+
+Problems = Iterator[Problem]
+ConfigT = TypeVar("ConfigT", bound="RolloutRunConfig | EvalRunConfig")
+
+COLDEST = 0.01  # strop.generation.vllm.requests.COLDEST, which imports vLLM
+
+
+def samples_by_vllm(config: RolloutRunConfig | EvalRunConfig) -> bool:
+    return generation_of(config)[1].backend == "vllm"
+
+
+def _with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT], Problems]:
+    """A check of runs whose engine is vLLM."""
+
+    def checked(config: ConfigT) -> Problems:
+        if samples_by_vllm(config):
+            yield from check(config)
+
+    return checked
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------------
+
+
+@_with_vllm
+def coldest(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    for name in ("temperature", "val_temperature"):
+        value, own = getattr(generation, name), name == "temperature"
+        if 0 < value < COLDEST and (own or value != generation.temperature):
+            yield Problem(
+                f"{key}.{name}",
+                f"found {value}, but vLLM samples at {COLDEST} instead of anything between 0 and that, and reports other "
+                "log-probabilities",
+                f"Set it to 0 (greedy), or to {COLDEST} or more.",
+            )
+
+
+@_with_vllm
+def experts(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    options = generation.vllm_cfg
+    if options.expert_parallel_size not in (1, options.tensor_parallel_size):
+        yield Problem(
+            f"{key}.vllm_cfg.expert_parallel_size",
+            f"found {options.expert_parallel_size}, but an engine spreads its experts over its tensor-parallel ranks, and "
+            f"{key}.vllm_cfg.tensor_parallel_size is {options.tensor_parallel_size}",
+            f"Set it to 1, or both to {options.expert_parallel_size}.",
+        )
+
+
+@_with_vllm
+def engine_length(config: RolloutRunConfig) -> Problems:
+    length, total = config.policy.generation.vllm_cfg.max_model_len, config.policy.max_total_sequence_length
+    if length < total:
+        yield Problem(
+            "policy.generation.vllm_cfg.max_model_len",
+            f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would cut it "
+            "before",
+            f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
+        )
+
+
+@_with_vllm
+def transports(config: RolloutRunConfig) -> Problems:
+    """A transport needs learner and engine to be where it reaches."""
+    generation, device = config.policy.generation, config.policy.device
+    transport, key = generation.weight_sync.transport, "policy.generation.weight_sync.transport"
+    if transport == "cuda_ipc" and device == "cpu":
+        yield Problem(
+            key, "found cuda_ipc, but policy.device is cpu, which has no GPU memory to share", "Set it to auto or memory."
+        )
+    elif transport == "cuda_ipc" and not generation.colocated.enabled:
+        yield Problem(
+            key,
+            "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine with GPUs of its own does not see the learner's",
+            "Set it to auto, broadcast, memory or folder.",
+        )
+    elif transport == "cuda_ipc" and generation.vllm_cfg.num_engines > 1:
+        yield Problem(
+            key,
+            f"found cuda_ipc, but of {generation.vllm_cfg.num_engines} engines only the first one is on the learner's GPU; the others do "
+            "not see it",
+            "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.",
+        )
+    elif transport == "broadcast" and generation.colocated.enabled and device.startswith("cuda"):
+        yield Problem(
+            key,
+            "found broadcast, but policy.generation.colocated.enabled is true: NCCL does not connect two processes on one GPU",
+            "Set it to auto or cuda_ipc, or policy.generation.colocated.enabled=false.",
+        )
+
+
+@_with_vllm
+def ahead_on_one_gpu(config: RolloutRunConfig) -> Problems:
+    if (
+        config.rollouts.max_staleness > 0
+        and config.policy.generation.colocated.enabled
+        and config.policy.device.startswith("cuda")
+    ):
+        yield Problem(
+            "policy.generation.colocated.enabled",
+            f"found true, but {config.section}.async_{config.section} samples while the learner trains, and an engine on the learner's GPU "
+            "has to sleep then",
+            "Set it to false, with a GPU for each engine, or train synchronously.",
+        )
+
+
+@_with_vllm
+def speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    drafts = generation.vllm_cfg.speculation
+    if drafts.method is None:
+        return
+    if generation.min_p > 0:
+        yield Problem(
+            f"{key}.min_p",
+            f"found {generation.min_p}, but vLLM does not filter by min_p where it speculates",
+            f"Set it to 0, or {key}.vllm_cfg.speculation.method=null.",
+        )
+    if drafts.method == "ngram" and drafts.prompt_lookup_min > drafts.prompt_lookup_max:
+        yield Problem(
+            f"{key}.vllm_cfg.speculation.prompt_lookup_min",
+            f"found {drafts.prompt_lookup_min}, above prompt_lookup_max = {drafts.prompt_lookup_max}: no match has such a length",
+            f"Set it to {drafts.prompt_lookup_max} or less.",
+        )
+
+
+def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    """How many GPUs generate follows from the number of engines and their size."""
+    key, generation = generation_of(config)
+    given, options = generation.colocated.resources, generation.vllm_cfg
+    if generation.colocated.enabled or generation.backend != "vllm":
+        return
+    size = options.tensor_parallel_size
+    needed = options.num_engines * size
+    if given.gpus_per_node not in (None, needed):
+        fitting = [f"{key}.vllm_cfg.num_engines={given.gpus_per_node // size}"] if given.gpus_per_node % size == 0 else []
+        yield Problem(
+            f"{key}.colocated.resources.gpus_per_node",
+            f"found {given.gpus_per_node}, but {options.num_engines} engines of {size} ranks use {needed} GPUs",
+            f"Set {' or '.join([*fitting, f'it to {needed} or null'])}.",
+        )
+    if (given.num_nodes or 1) > 1:
+        yield Problem(
+            f"{key}.colocated.resources.num_nodes",
+            f"found {given.num_nodes}, but this version runs on one machine",
+            "Set it to 1.",
+        )
+
+
+# --- odd, but it runs -------------------------------------------------------------------------------------------------------
+
+
+def unread_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    """Options of the engine that is not used."""
+    key, generation = generation_of(config)
+    if generation.backend == "vllm":
+        unread, engine, other = changed(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
+    else:
+        unread = changed(f"{key}.vllm_cfg", generation.vllm_cfg, but=("gpu_memory_utilization", "enforce_eager", "async_engine"))
+        unread += [f"{key}.vllm_kwargs"] if generation.vllm_kwargs else []
+        unread += changed(f"{key}.weight_sync", generation.weight_sync)
+        engine, other = "the torch engine", "vllm"
+    if unread:
+        yield Problem(
+            unread[0],
+            f"{engine} does not read {', '.join(unread)}",
+            f"{'They are' if len(unread) > 1 else 'It is'} for {key}.backend={other}.",
+        )
+
+
+def unread_generation(config: RecordedRunConfig) -> Problems:
+    unread = changed("policy.generation", config.policy.generation)
+    if unread:
+        yield Problem(unread[0], f"a run on recorded data samples nothing, and does not read {', '.join(unread)}")
+
+
+@_with_vllm
+def unread_in_evaluation(config: EvalRunConfig) -> Problems:
+    unread = changed("generation.weight_sync", config.generation.weight_sync)
+    if unread:
+        yield Problem(
+            unread[0],
+            f"it changes nothing: an evaluation reads its weights from {config.generation.model_name}, nobody sends any",
+        )
+
+
+@_with_vllm
+def narrow_cache(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    dtype = generation.vllm_cfg.kv_cache_dtype
+    if dtype not in ("auto", generation.vllm_cfg.precision):
+        yield Problem(
+            f"{key}.vllm_cfg.kv_cache_dtype",
+            f"found {dtype}: rounded keys and values change the distribution that is sampled from, and the learner computes another",
+            "Watch train/token_mult_prob_error and choose a correction (docs/algorithms/corrections.md), or set auto.",
+        )
+
+
+@_with_vllm
+def unread_experts(config: RolloutRunConfig) -> Problems:
+    if config.policy.generation.vllm_cfg.expert_parallel_size > 1:
+        yield Problem(
+            "policy.generation.vllm_cfg.expert_parallel_size",
+            "the weights of experts are not read back out of the engine: their proof is their arrival, and the canary",
+            "policy.generation.weight_sync.proof=always asks the canary after every publish.",
+        )
+
+
+@_with_vllm
+def unread_proof_options(config: RolloutRunConfig) -> Problems:
+    sync, key = config.policy.generation.weight_sync, "policy.generation.weight_sync"
+    if sync.proof != "every_n" and sync.proof_every != _default(sync, "proof_every"):
+        yield Problem(f"{key}.proof_every", f"it changes nothing: {key}.proof is {sync.proof}, and it is the period of every_n")
+    if sync.folder is not None and sync.transport != "folder":
+        yield Problem(
+            f"{key}.folder",
+            f"it changes nothing: {key}.transport is {sync.transport}, which writes no files",
+            f"Set {key}.transport=folder to use it.",
+        )
+    if sync.transport == "folder" and sync.bucket_mb != _default(sync, "bucket_mb"):
+        yield Problem(f"{key}.bucket_mb", f"it changes nothing: {key}.transport=folder has files of its own size")
+
+
+@_with_vllm
+def idle_sleep(config: RolloutRunConfig) -> Problems:
+    generation, key = config.policy.generation, "policy.generation.vllm_cfg.sleep_level"
+    if generation.vllm_cfg.sleep_level == 1 and not generation.colocated.enabled:
+        yield Problem(key, "it changes nothing: an engine with a device of its own never sleeps")
+    elif generation.vllm_cfg.sleep_level == 1 and config.policy.device == "cpu":
+        yield Problem(key, "it changes nothing: an engine on a CPU gives nothing up")
+
+
+@_with_vllm
+def idle_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    drafts = generation.vllm_cfg.speculation
+    unread: Mapping[str | None, Sequence[str]] = {
+        None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
+        "ngram": ("model_name",),
+        "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
+    }
+    for name in unread[drafts.method]:
+        if getattr(drafts, name) != _default(drafts, name):
+            yield Problem(
+                f"{key}.vllm_cfg.speculation.{name}",
+                f"it changes nothing: {key}.vllm_cfg.speculation.method is {drafts.method or 'null'}",
+            )
+
+
+def unread_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_of(config)
+    given = changed(f"{key}.colocated.resources", generation.colocated.resources)
+    if given and generation.colocated.enabled:
+        yield Problem(given[0], f"it changes nothing: {key}.colocated.enabled is true, so generation has no devices of its own")
+
+
+def devices_used(generation: GenerationConfig) -> int:
+    """GPUs of a run with one learner."""
+    if generation.backend != "vllm":
+        return 1
+    engines = generation.vllm_cfg.num_engines * generation.vllm_cfg.tensor_parallel_size
+    return engines if generation.colocated.enabled else engines + 1
+
+
+def changed(key: str, section: Model, *, but: Sequence[str] = ()) -> list[str]:
+    """Keys under ``section`` with another value than their default, ``but`` for some; those that follow another key are passed over."""
+    found: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Model):
+            found += changed(f"{key}.{name}", value)
+        elif name not in but and not targets_of(field) and value != _default(section, name):
+            found.append(f"{key}.{name}")
+    return found
+
+
+def _default(section: Model, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
+REFUSED_IN_ROLLOUTS = (engine_length, transports, ahead_on_one_gpu)
+REFUSED_WHERE_SAMPLED = (coldest, experts, speculation, resources)
+WARNED_IN_ROLLOUTS = (unread_experts, unread_proof_options, idle_sleep)
+WARNED_WHERE_SAMPLED = (unread_engine_options, narrow_cache, idle_speculation, unread_resources)

@@ -1,0 +1,150 @@
+"""What an inference engine cannot do is refused when the run starts, and what it does not read is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, engine_checks, load_config
+from strop.config.schema import SftRunConfig
+
+RUN = [
+    "policy.model_name=m",
+    "env.arithmetic={}",
+    "data.train.env_name=arithmetic",
+    "grpo.val_period=0",
+    "checkpointing.metric_name=null",
+]
+VLLM = "policy.generation.backend=vllm"
+APART = "policy.generation.colocated.enabled=false"
+AHEAD = "grpo.async_grpo.enabled=true"
+G, C, W = "policy.generation.", "policy.generation.vllm_cfg.", "policy.generation.weight_sync."
+
+
+@pytest.fixture(autouse=True)
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda package: True)
+
+
+def warnings(*overrides: str, root: Any = GrpoRunConfig, base: list[str] = RUN) -> list[str]:
+    return [str(problem) for problem in load_config(None, [*base, *overrides], root=root).warnings]
+
+
+def refusal(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*RUN, *overrides], root=GrpoRunConfig)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [APART],
+        [AHEAD, APART],
+        [AHEAD, "policy.device=cpu"],
+        [f"{G}temperature=0", f"{G}val_temperature=0.01"],
+        [f"{C}max_model_len=1024"],
+        [f"{C}tensor_parallel_size=2", f"{C}num_engines=2"],
+        [f"{W}transport=memory"],
+        [f"{W}transport=broadcast", "policy.device=cpu"],
+        [f"{W}transport=broadcast", "policy.device=cuda", APART],
+        [f"{W}transport=cuda_ipc", "policy.device=cuda:0"],
+        [f"{W}transport=folder", f"{W}folder=weights"],
+        [f"{W}proof=every_n", f"{W}proof_every=3"],
+        [f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_max=8"],
+        [f"{C}speculation.method=draft_model", f"{C}speculation.model_name=draft"],
+        [APART, f"{C}num_engines=3", f"{G}colocated.resources.gpus_per_node=3", "cluster.gpus_per_node=4"],
+        [APART, f"{G}colocated.resources.num_nodes=1"],
+    ],
+)
+def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> None:
+    assert warnings(VLLM, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([f"{G}temperature=0.001"], "vLLM samples at 0.01 instead"),
+        ([f"{G}val_temperature=0.009"], "policy.generation.val_temperature: found 0.009"),
+        ([f"{C}max_model_len=511"], "the engine would cut it before"),
+        ([f"{C}expert_parallel_size=2"], "Set it to 1, or both to 2"),
+        ([f"{C}pipeline_parallel_size=2"], "whose weights cannot be proven yet"),
+        ([f"{W}transport=cuda_ipc", "policy.device=cpu"], "no GPU memory to share"),
+        ([f"{W}transport=cuda_ipc", APART], "does not see the learner's"),
+        ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first one is on the learner's GPU"),
+        ([f"{W}transport=broadcast", "policy.device=cuda"], "NCCL does not connect two processes on one GPU"),
+        ([AHEAD, "policy.device=cuda"], "has to sleep then"),
+        ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "does not filter by min_p where it speculates"),
+        ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
+        ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
+        (
+            [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],
+            "Set it to 2 or null",
+        ),
+        ([APART, f"{G}colocated.resources.num_nodes=2"], "this version runs on one machine"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], reason: str) -> None:
+    error = refusal(VLLM, *overrides)
+    assert reason in str(error) and len(error.problems) == 1 and error.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{G}torch_cfg.max_num_seqs=8", f"{G}torch_cfg.cuda_graphs=false"], ["vLLM does not read policy.generation.torch_cfg"]),
+        ([f"{C}kv_cache_dtype=fp8"], ["rounded keys and values change the distribution"]),
+        ([f"{C}tensor_parallel_size=2", f"{C}expert_parallel_size=2"], ["the weights of experts are not read back"]),
+        ([f"{W}proof=first", f"{W}proof_every=5"], ["proof is first, and it is the period of every_n"]),
+        ([f"{W}folder=weights"], ["transport is auto, which writes no files"]),
+        ([f"{W}transport=folder", f"{W}bucket_mb=8"], ["has files of its own size"]),
+        ([f"{C}sleep_level=1", APART], ["never sleeps"]),
+        ([f"{C}sleep_level=1", "policy.device=cpu"], ["gives nothing up"]),
+        ([f"{C}speculation.num_speculative_tokens=2"], ["speculation.method is null"]),
+        ([f"{C}speculation.method=ngram", f"{C}speculation.model_name=draft"], ["speculation.method is ngram"]),
+        ([f"{G}colocated.resources.gpus_per_node=1"], ["generation has no devices of its own"]),
+        ([APART, f"{C}num_engines=3", "cluster.gpus_per_node=8"], ["uses 4 devices with these engines: the others stay idle"]),
+    ],
+)
+def test_what_changes_nothing_with_vllm_or_not_what_it_seems_to_is_said(overrides: list[str], said: list[str]) -> None:
+    found = warnings(VLLM, *overrides)
+    assert len(found) == len(said) and all(part in warning for part, warning in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [f"{C}num_engines=2", f"{C}speculation.method=ngram", f"{G}vllm_kwargs.seed=1", f"{W}proof=always"],
+)
+def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None:
+    (warning,) = warnings(override)
+    assert f"the torch engine does not read {override.partition('=')[0].removesuffix('.seed')}" in warning
+
+
+def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda package: package != "vllm")
+    error = refusal(VLLM)
+    assert "vLLM is not installed" in str(error) and "make setup-vllm" in str(error)
+    with pytest.raises(ConfigError, match=r"generation\.backend: found vllm, but vLLM is not installed"):
+        load_config(None, ["generation.model_name=m", "env.math={}", "generation.backend=vllm"], root=EvalRunConfig)
+
+
+def test_a_run_on_recorded_data_needs_no_engine_and_says_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "installed", lambda package: package != "vllm")
+    base = ["policy.model_name=m", "data.train.dataset_name=squad", "data.validation.dataset_name=squad"]
+    assert warnings(root=SftRunConfig, base=base) == []
+    (warning,) = warnings(VLLM, f"{C}speculation.method=ngram", root=SftRunConfig, base=base)
+    assert "does not read policy.generation.backend, policy.generation.vllm_cfg.speculation.method" in warning
+
+
+def test_an_evaluation_is_sent_no_weights() -> None:
+    base = ["generation.model_name=m", "env.math={}", "generation.backend=vllm"]
+    assert warnings(root=EvalRunConfig, base=base) == []
+    (warning,) = warnings("generation.weight_sync.proof=always", root=EvalRunConfig, base=base)
+    assert "an evaluation reads its weights from m" in warning
+
+
+def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() -> None:
+    requests = pytest.importorskip("strop.generation.vllm.requests", reason="vLLM is not installed")
+    assert requests.COLDEST == engine_checks.COLDEST
