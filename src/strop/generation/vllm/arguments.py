@@ -28,6 +28,7 @@ OWN = {  # arguments that would break what Strop promises -> what to set instead
 }
 CPU_BLOCK = 32  # tokens: vLLM's choice of 128 on a CPU leaves prompts shorter than that out of the prefix cache
 CPU_CACHE_GB = 2.0
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,12 @@ def refuse_unknown(further: Mapping[str, Any], known: list[str]) -> None:
 
 def _rank(rank: int) -> int:
     """The next rank that vLLM has kernels for."""
-    return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+    if rank > RANKS[-1]:
+        raise ValueError(
+            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, and vLLM runs adapters up to rank {RANKS[-1]}: lower it, or set "
+            "policy.generation.weight_sync.adapters_alone=false, which sends merged weights"
+        )
+    return next(size for size in RANKS if size >= rank)
 
 
 def _version() -> str:

@@ -147,7 +147,8 @@ def _matrix(module: Any) -> Tensor:
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
         return module.weight.detach()  # type: ignore[no-any-return]
-    width = module.input_size_per_partition if isinstance(module, LinearBase) else module.embedding_dim
+    embeds = isinstance(module, VocabParallelEmbedding)
+    width = module.embedding_dim if embeds else getattr(module, "input_size_per_partition", module.input_size)
     dtype = module.weight.dtype
     parts = []
     for first in range(0, width, _ROWS_AT_ONCE):

@@ -1,8 +1,13 @@
-"""Mistakes of the supported vLLM versions that would change what is sampled, put right in its worker processes.
+"""Mistakes of the supported vLLM versions that change what is sampled or end an engine, put right in its worker processes.
 
-Its CPU build expands the temperature and top_k of a request to the places of its drafts in a copy that it throws away, and goes on with
-memory nobody has written: sampled tokens then have another temperature, and log-probabilities of it. It also stops at a batch of
-filtered requests without a single draft.
+A draft model is loaded as the policy is, whatever ``draft_load_config`` says: a policy that is sent its weights begins with made up ones,
+and so would the draft, which nobody sends any. The others are of the CPU build:
+
+- It expands the temperature and top_k of a request to the places of its drafts in a copy that it throws away, and goes on with memory
+  nobody has written: sampled tokens then have another temperature, and log-probabilities of it.
+- It stops at a batch of filtered requests without a single draft.
+- A prompt that is read in several pieces takes a random number back after each but the last, in a way that only CUDA's generators know:
+  the first such request with a seed ends the engine.
 """
 
 from __future__ import annotations
@@ -12,12 +17,31 @@ from typing import Any
 from torch import Tensor
 
 
-def repair_speculation_on_cpus() -> None:
+def repair() -> None:
     from vllm.platforms import current_platform
+
+    _repair_draft_weights()
+    if current_platform.is_cpu():
+        _repair_drafts()
+        _repair_pieces_of_prompts()
+
+
+def _repair_draft_weights() -> None:
+    from vllm.config.utils import replace
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    create = DraftModelProposer._create_draft_vllm_config
+
+    def create_with_its_own_loading(self: Any) -> Any:
+        created, loading = create(self), self.speculative_config.draft_load_config
+        return created if loading is None else replace(created, load_config=loading)
+
+    DraftModelProposer._create_draft_vllm_config = create_with_its_own_loading
+
+
+def _repair_drafts() -> None:
     from vllm.v1.sample import rejection_sampler
 
-    if not current_platform.is_cpu():
-        return
     constrain = rejection_sampler.apply_sampling_constraints
 
     def constrain_drafts(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
@@ -31,3 +55,29 @@ def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int 
     """[B] values of requests -> [num_tokens], where request i ends before ``cu_num_tokens[i]``; one value is replaced by another."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
+def _repair_pieces_of_prompts() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample, keep_books = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+
+    def sample_and_take_back(self: Any, *arguments: Any, **named: Any) -> Any:
+        batch = self.input_batch
+        unread = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()  # requests whose token is thrown away
+        generators = [batch.generators[place] for place in unread if place in batch.generators]
+        states = [generator.get_state() for generator in generators]
+        output = sample(self, *arguments, **named)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return output
+
+    def keep_books_without_generators(self: Any, *arguments: Any, **named: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return keep_books(self, *arguments, **named)
+        finally:
+            self.input_batch.generators = generators
+
+    GPUModelRunner._sample = sample_and_take_back
+    GPUModelRunner._bookkeeping_sync = keep_books_without_generators

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from strop.generation.vllm.guardian import end_with_driver
 from strop.generation.vllm.layout import Piece, low_rank_pieces, pieces, refresh_packed_copies
-from strop.generation.vllm.repairs import repair_speculation_on_cpus
+from strop.generation.vllm.repairs import repair
 from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
 from strop.weights.fingerprints import fingerprint
 
 end_with_driver()
 
-repair_speculation_on_cpus()  # vLLM imports this module in its workers, and calls nothing of a mixed-in class before it samples
+repair()  # vLLM imports this module in its workers, and calls nothing of a mixed-in class before it samples
 
 
 class StropWorker:
