@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,13 +14,11 @@ from torch import Tensor
 from strop import metrics
 from strop.metrics import Metrics
 from strop.watch.waits import waiting
-from strop.weights.base import AdapterFiles, EngineDied, Receipt, Sender, TransportError, WeightHolder
+from strop.weights.base import AdapterFiles, EngineDied, WeightHolder
+from strop.weights.channel import Channel, MakeSender
 from strop.weights.manifest import large_in_the_middle, manifest_of
-from strop.weights.proof import Canary, ProofSchedule, prove_arrival, prove_held, prove_version
+from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_arrival, prove_held, prove_version
 from strop.weights.source import Outgoing, Snapshot, distinct
-
-MakeSender = Callable[[int], Sender]
-"""For a number of receivers."""
 
 
 class AdapterSource(Protocol):
@@ -73,11 +71,6 @@ class _Tally:
         return {name: metrics.total(value) for name, value in found.items()}
 
 
-def _rank(error: BaseException) -> int:
-    """A process that died is the cause of what the others say, and a broken channel the consequence of anything else."""
-    return 0 if isinstance(error, EngineDied) else 2 if isinstance(error, TransportError) else 1
-
-
 class PublishedWeights:
     """``WeightSync`` for engines. A publish that fails in the middle leaves them paused, with weights of no version."""
 
@@ -99,9 +92,7 @@ class PublishedWeights:
         self.publishes = 0
         self.version = -1
         self._weights = weights
-        self._make_sender = make_sender
-        self._sender: Sender | None = None
-        self._connected: tuple[WeightHolder, ...] = ()
+        self.channel = Channel(make_sender)
         self._canary = canary
         self._adapters = adapters
         self._based: set[int] = set()  # identities of the engines that hold the base which adapters stand on
@@ -113,6 +104,7 @@ class PublishedWeights:
         self._published = published
         self._note = note
         self._said_unread = False
+        self._failed: ProofFailed | None = None
         self._lent = False
 
     async def lend_to_learner(self) -> None:
@@ -126,6 +118,8 @@ class PublishedWeights:
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
         async with self._lock:
+            if self._failed is not None:  # for an engine that was started anew, whose requests were told so
+                raise self._failed
             tally = await self._persist(version)
         return tally.metrics(time.perf_counter() - started)
 
@@ -164,12 +158,17 @@ class PublishedWeights:
             await self._start(engine)
             if self.version < 0:
                 return  # the first publish will find it
-            await engine.pause(keep_running=False)
-            await self._deliver([engine], self.version, _Tally(), prove=True, again=True)
-            await engine.unpause(self.version)
+            try:
+                await engine.pause(keep_running=False)
+                await self._deliver([engine], self.version, _Tally(), prove=True, again=True)
+                await engine.unpause(self.version)
+            except BaseException as error:
+                self._failed = error if isinstance(error, ProofFailed) else None
+                await engine.close()  # nobody may wait for an engine that holds nobody knows what
+                raise
 
     async def _start(self, engine: WeightHolder) -> None:
-        self._disconnect()
+        self.channel.close()
         self._based.discard(id(engine))
         with waiting("weight sync", on=f"start of {engine.name}"):
             await engine.start()
@@ -185,7 +184,10 @@ class PublishedWeights:
         if self.options.in_flight:  # before the canary, for whose sake the engine goes on, with the requests that were stopped
             for engine in engines:
                 await engine.forget_prefixes(running=self.options.recompute)
-        if prove and self._canary is not None:
+        gone_on = (
+            again and self.options.keep_copy
+        )  # the learner: it has nothing to say about the weights of the last publish any more
+        if prove and self._canary is not None and not gone_on:
             started = time.perf_counter()
             with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
                 reports = [await self._canary.ask(engine) for engine in engines]
@@ -230,7 +232,7 @@ class PublishedWeights:
         outgoing = Outgoing(tensors, manifest_of(tensors, self.options.dtype), held=prove)
         names = ", ".join(engine.name for engine in engines)
         with waiting("weight sync", on=f"{names} to take version {version}", kind="weight_sync"):
-            receipts = await self._transfer(engines, version, outgoing)
+            receipts = await self.channel.transfer(engines, version, outgoing)
         tally.sending += time.perf_counter() - started
         tally.size += outgoing.manifest.size * len(engines)
         for engine, receipt in zip(engines, receipts, strict=True):
@@ -252,38 +254,5 @@ class PublishedWeights:
                 f"such as {unread[0]}, by their arrival and by the canary"
             )
 
-    async def _transfer(self, engines: Sequence[WeightHolder], version: int, outgoing: Outgoing) -> list[Receipt]:
-        """All receive while one sends. Where one fails the others are told, and nobody waits for who will not come."""
-        sender = await self._connect(engines)
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, outgoing.manifest, outgoing))
-        loading = [asyncio.create_task(engine.load(outgoing.manifest, version)) for engine in engines]
-        done, _ = await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
-        if any(task.exception() is not None for task in done):
-            await asyncio.to_thread(self._disconnect)
-            rest = await asyncio.gather(sending, *loading, return_exceptions=True)
-            errors = [error for error in rest if isinstance(error, BaseException)]
-            raise min(errors, key=_rank)
-        return [await task for task in loading]
-
-    async def _connect(self, engines: Sequence[WeightHolder]) -> Sender:
-        """The channel to exactly these engines."""
-        if self._sender is not None and self._connected == tuple(engines):
-            return self._sender
-        await asyncio.to_thread(self._disconnect)
-        self._sender = self._make_sender(sum(engine.receivers for engine in engines))
-        first = 0
-        connecting: list[Awaitable[None]] = []
-        for engine in engines:
-            connecting.append(engine.connect(self._sender.address, first))
-            first += engine.receivers
-        await asyncio.gather(*connecting)
-        self._connected = tuple(engines)
-        return self._sender
-
-    def _disconnect(self) -> None:
-        sender, self._sender, self._connected = self._sender, None, ()
-        if sender is not None:
-            sender.close()
-
     def close(self) -> None:
-        self._disconnect()
+        self.channel.close()

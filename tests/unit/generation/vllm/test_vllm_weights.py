@@ -89,16 +89,16 @@ def test_weights_arrive_by_every_transport(room: EngineRoom, served: Served, tra
         "broadcast": lambda receivers: BroadcastSender(receivers, backend="gloo"),
         "folder": lambda receivers: FolderSender(tmp_path / "weights", receivers),
     }
-    memory = served.weights._make_sender
+    memory = served.weights.channel.make_sender
     try:
-        served.weights._disconnect()
-        served.weights._make_sender = senders[transport]
+        served.weights.channel.close()
+        served.weights.channel.make_sender = senders[transport]
         perturb(served.model, 21)
         publish(room, served)
         assert disagreement(room, served) < 2e-4
     finally:
-        served.weights._disconnect()
-        served.weights._make_sender = memory
+        served.weights.channel.close()
+        served.weights.channel.make_sender = memory
     publish(room, served)
 
 
