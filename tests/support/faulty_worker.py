@@ -17,6 +17,8 @@ class FaultyWorker(StropWorker):
         kept = list(tensors)
         if self.fault == "dropped tensor":
             kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
+        if self.fault.startswith("second rank drops ") and self.rank == 1:
+            kept = [pair for pair in kept if pair[0] != self.fault.removeprefix("second rank drops ")]
         if self.fault == "swapped pair":
             names = {"model.layers.0.self_attn.o_proj.weight": "model.layers.1.self_attn.o_proj.weight"}
             names |= {other: name for name, other in names.items()}
@@ -27,3 +29,12 @@ class FaultyWorker(StropWorker):
         if self.fault == "killed half way":
             raise RuntimeError("this worker was told to fail in the middle of a publish")
         super()._strop_use(kept)
+
+    def strop_held_adapter(self, adapter: int) -> bytes:
+        """Adapters go wrong before they are read back, as they would have when they were loaded."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        if self.fault == "adapter forgotten":
+            manager.remove_all_adapters()
+        if self.fault == "stale adapter in one layer":
+            manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0].add_(0.01)
+        return super().strop_held_adapter(adapter)

@@ -16,10 +16,10 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.arguments import EngineOptions, engine_arguments
@@ -30,8 +30,11 @@ from strop.weights.fingerprints import combine
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NO_VERSION = -1
 ADAPTER = 1  # the number of the one adapter
+LOOK_EVERY = 0.5  # seconds, whether it still lives while it is waited for
 LAST_LINES = 12  # of an engine's output, in a message about its end
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -94,6 +97,8 @@ class VllmEngine:
         self.version = self._loaded = NO_VERSION
         engine, self._engine = self._engine, None
         if engine is not None:
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()  # or it reports as an error that the processes it listens to have ended
             await asyncio.to_thread(engine.shutdown)
             engine.shutdown = lambda timeout=None: None  # it would be called again as the interpreter ends, and complain
         self._forget_adapter()
@@ -108,8 +113,7 @@ class VllmEngine:
 
     async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
         params = self._params(prompt, sampling, seed)
-        with self._dying("while it was to answer the canary"):
-            await self._living().resume_generation()
+        await self._asked(self._living().resume_generation(), "while it was to answer the canary")
         completed, cached = await self._answer(prompt, sampling, params)
         return Answer(tokens=completed.tokens, logprobs=completed.logprobs, cached=cached, kept=completed.kept)
 
@@ -170,8 +174,8 @@ class VllmEngine:
 
     async def pause(self, *, keep_running: bool) -> None:
         self._open.clear()
-        with self._dying("while it was to pause"):
-            await self._living().pause_generation(mode="keep" if keep_running else "wait", clear_cache=not keep_running)
+        mode = "keep" if keep_running else "wait"
+        await self._asked(self._living().pause_generation(mode=mode, clear_cache=not keep_running), "while it was to pause")
 
     async def load(self, manifest: Manifest, version: int) -> Receipt:
         self.version = self._loaded = NO_VERSION
@@ -187,9 +191,9 @@ class VllmEngine:
         folder = Path(tempfile.mkdtemp(prefix="strop-adapter-"))
         (folder / "adapter_model.safetensors").write_bytes(adapter.weights)
         (folder / "adapter_config.json").write_text(adapter.config)
-        with self._dying("while it took an adapter"):
-            if not await self._living().add_lora(LoRARequest("policy", ADAPTER, str(folder), load_inplace=True)):
-                raise RuntimeError(f"{self.name}: vLLM did not take the adapter")
+        request = LoRARequest("policy", ADAPTER, str(folder), load_inplace=True)
+        if not await self._asked(self._living().add_lora(request), "while it took an adapter"):
+            raise RuntimeError(f"{self.name}: vLLM did not take the adapter")
         self._forget_adapter()
         self._adapter = folder
         received = {name: _whole(parts) for name, parts in (await self._read_back("strop_held_adapter", ADAPTER)).items()}
@@ -198,9 +202,8 @@ class VllmEngine:
 
     async def _label(self, version: int) -> int:
         """Tell the scheduler the version that it writes on every token from now on; returns what it says it is."""
-        with self._dying("while it was told the version"):
-            await self._living().update_weight_version(str(version))
-            self._loaded = int(await self._living().get_weight_version())
+        await self._asked(self._living().update_weight_version(str(version)), "while it was told the version")
+        self._loaded = int(await self._asked(self._living().get_weight_version(), "while it was asked for its version"))
         return self._loaded
 
     async def use_own_weights(self, version: int) -> None:
@@ -225,39 +228,40 @@ class VllmEngine:
             raise RuntimeError(
                 f"{self.name} was to go on with weights of version {version}, and holds those of version {self._loaded}"
             )
-        with self._dying("while it was to go on"):
-            await self._living().resume_generation()
+        await self._asked(self._living().resume_generation(), "while it was to go on")
         self.version = version
         self._open.set()
 
     async def forget_prefixes(self, *, running: bool) -> None:
         """Drop cached keys and values; with ``running`` also those of requests that were stopped half way, which read all again."""
-        with self._dying("while it dropped its prefix cache"):
-            await self._living().reset_prefix_cache(reset_running_requests=running)
+        await self._asked(self._living().reset_prefix_cache(reset_running_requests=running), "while it dropped its prefix cache")
 
     async def sleep(self) -> None:
         if self.options.sleep_level and not self.options.on_cpu:
-            with self._dying("while it was to sleep"):
-                await self._living().sleep(self.options.sleep_level, mode="wait")
+            await self._asked(self._living().sleep(self.options.sleep_level, mode="wait"), "while it was to sleep")
 
     async def wake(self) -> None:
         if self.options.sleep_level and not self.options.on_cpu:
-            with self._dying("while it was to wake"):
-                await self._living().wake_up()
+            await self._asked(self._living().wake_up(), "while it was to wake")
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of ``StropWorker`` on every rank."""
-        with self._dying(f"in {method}"):
-            return list(await self._living().collective_rpc(method, args=arguments))
+        return list(await self._asked(self._living().collective_rpc(method, args=arguments), f"in {method}"))
 
-    @contextmanager
-    def _dying(self, when: str) -> Iterator[None]:
+    async def _asked(self, call: Coroutine[Any, Any, T], when: str) -> T:
+        """The answer of its processes. vLLM itself waits for ever for one that dies before it answers."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        engine, answer = self._engine, asyncio.ensure_future(call)
         try:
-            yield
+            while not (await asyncio.wait([answer], timeout=LOOK_EVERY))[0]:
+                if engine.errored:
+                    raise EngineDied(f"{self.name}: its process died {when}{self._last_words()}")
+            return answer.result()
         except EngineDeadError as error:
-            raise EngineDied(f"{self.name}: its process died {when}") from error
+            raise EngineDied(f"{self.name}: its process died {when}{self._last_words()}") from error
+        finally:
+            answer.cancel()
 
     def _forget_adapter(self) -> None:
         folder, self._adapter = self._adapter, None

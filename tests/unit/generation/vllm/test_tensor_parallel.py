@@ -1,0 +1,133 @@
+"""Real vLLM engines that cut the model over two processes: what each holds is read back, and adds up to what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from strop.sampling import Sampling
+from strop.weights.proof import ProofFailed
+from support.engines import logprobs_of, perturb
+from support.models import VOCABULARY
+from support.tokenizer import END
+
+if TYPE_CHECKING:
+    from support.engines import EngineRoom, Served
+
+pytestmark = pytest.mark.slow
+
+PROMPT = tuple(range(40, 60))
+SAMPLING = Sampling(temperature=0.8, max_new_tokens=8)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,  # odd: the second of two ranks has fewer rows, and padding
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,  # fewer than ranks: both hold it
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.08,
+}
+
+
+def family(name: str) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    if name == "qwen2":  # biases of q, k and v
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
+    elif name == "qwen3":  # norms of q and k
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=32))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts, head_dim=32))
+    model = model.eval()
+    perturb(model, 1)
+    return model
+
+
+def serve_family(room: EngineRoom, name: str, folder: Path, tokenizer: Any, **changes: Any) -> Served:
+    from strop.generation.vllm.engine import VllmEngine
+    from support.engines import describe, options, serve
+
+    model = family(name)
+    settings = options(describe(model, tokenizer, folder), worker="support.faulty_worker.FaultyWorker", **changes)
+    served = serve(model, tokenizer, [VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))])
+    return served
+
+
+@pytest.fixture(scope="module")
+def cut(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+    served = serve_family(room, "qwen2", tmp_path_factory.mktemp("cut"), tokenizer, tensor_parallel_size=2)
+    yield served
+    room.run(served.close())
+
+
+def publish(room: EngineRoom, served: Served) -> dict[str, float]:
+    published = room.run(served.weights.publish(served.weights.version + 1))
+    return {name: metric.value for name, metric in published.items()}
+
+
+def disagreement(room: EngineRoom, served: Served) -> float:
+    completion = room.run(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1))
+    expected = logprobs_of(served.model, PROMPT, completion.tokens, SAMPLING)
+    return float((completion.logprobs - expected).abs().max())
+
+
+def test_two_ranks_take_every_publish_and_all_of_it_is_read_back(room: EngineRoom, cut: Served) -> None:
+    assert cut.engine.receivers == 2
+    for seed in range(2):
+        perturb(cut.model, seed)
+        said = publish(room, cut)
+        assert said["weights/tensors_read_back"] == len(cut.model.state_dict())
+        assert said["weights/tensors_not_read_back"] == 0
+        assert disagreement(room, cut) < 2e-4
+
+
+def test_ranks_hold_regions_of_the_whole(room: EngineRoom, cut: Served) -> None:
+    if cut.weights.version < 0:
+        publish(room, cut)
+    held = room.run(cut.engine.held())
+    layer = "model.layers.0"
+    assert {part.region for part in held[f"{layer}.self_attn.q_proj.weight"]} == {(0, 64, 0, 128), (64, 64, 0, 128)}
+    assert {part.region for part in held[f"{layer}.self_attn.k_proj.weight"]} == {(0, 32, 0, 128)}, "one head on both ranks"
+    assert {part.region for part in held[f"{layer}.self_attn.o_proj.weight"]} == {(0, 128, 0, 64), (0, 128, 64, 64)}
+    assert {part.region for part in held[f"{layer}.mlp.up_proj.weight"]} == {(0, 96, 0, 128), (96, 96, 0, 128)}
+    assert {part.region for part in held["lm_head.weight"]} == {(0, 160, 0, 128), (160, 147, 0, 128)}
+    assert {part.region for part in held[f"{layer}.self_attn.q_proj.bias"]} == {(0, 64, 0, 1), (64, 64, 0, 1)}
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: EngineRoom, cut: Served, name: str) -> None:
+    perturb(cut.model, 31)
+    room.run(cut.engine._call("plant", f"second rank drops {name}"))
+    try:
+        with pytest.raises(ProofFailed, match=name.replace(".", r"\.")):
+            publish(room, cut)
+    finally:
+        room.run(cut.engine._call("plant", ""))
+    publish(room, cut)
+    assert disagreement(room, cut) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_other_families_are_read_back_too(room: EngineRoom, name: str, tmp_path: Path, tokenizer: Any) -> None:
+    served = serve_family(room, name, tmp_path, tokenizer)
+    try:
+        said = publish(room, served)
+        perturb(served.model, 3)
+        said = publish(room, served)
+        assert disagreement(room, served) < 2e-4
+        packed = [key for key in served.model.state_dict() if ".experts." in key]  # in a layout of the kernel's own
+        assert said["weights/tensors_not_read_back"] == len(packed)
+        assert said["weights/tensors_read_back"] == len(served.model.state_dict()) - len(packed)
+    finally:
+        room.run(served.close())
