@@ -102,6 +102,8 @@ class FolderSender:
 
     def _wait(self, folder: Path) -> None:
         def missing() -> list[int]:
+            if not folder.exists():
+                raise TransportError(f"publish {self.number} ended early: the channel was closed")
             for index in range(self.receivers):
                 if (refusal := folder / f"refused_{index}").exists():
                     raise TransportError(f"publish {self.number} ended early: receiver {index}: {refusal.read_text()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from strop.sampling import Sampling
-from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt, Receiver
+from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt, Receiver, Sender
+from strop.weights.broadcast import BroadcastSender
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
+from strop.weights.memory import MemorySender
 from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_held
 from strop.weights.publish import PublishedWeights, PublishOptions
 
@@ -113,12 +116,17 @@ class Learner:
         return [torch.tensor([float(self.a.sum())]) for _ in answers]
 
 
-def publisher(learner: Learner, engines: Sequence[PlainEngine], folder: Path, **options: object) -> PublishedWeights:
+def publisher(
+    learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
+) -> PublishedWeights:
+    senders: dict[str, Callable[[int], Sender]] = {
+        "folder": lambda count: FolderSender(folder, count),
+        "memory": MemorySender,
+        "broadcast": BroadcastSender,
+    }
     canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
     settings = PublishOptions(**{"dtype": torch.float32, "apart": True, "proof": ProofSchedule("always"), **options})  # type: ignore[arg-type]
-    return PublishedWeights(
-        learner.weights, engines, lambda count: FolderSender(folder, count, timeout=20), settings, canary=canary
-    )
+    return PublishedWeights(learner.weights, engines, senders[transport], settings, canary=canary)
 
 
 def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
@@ -193,6 +201,18 @@ def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publi
     learner.train()
     engines[1].dies_in = [call] if call != "connect" else ["pause", "connect"]
     asyncio.run(asyncio.wait_for(weights.publish(1), 60))
+    assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
+    weights.close()
+
+
+@pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
+def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: Path, transport: str) -> None:
+    learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(learner, engines, tmp_path, transport=transport)
+    engines[1].dies_in = ["load"]
+    started = time.monotonic()
+    asyncio.run(asyncio.wait_for(weights.publish(0), 60))
+    assert time.monotonic() - started < 15, "time limits of the transport are minutes"
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
     weights.close()
 
