@@ -8,6 +8,7 @@ and so would the draft, which nobody sends any. The others are of the CPU build:
 - It stops at a batch of filtered requests without a single draft.
 - A prompt that is read in several pieces takes a random number back after each but the last, in a way that only CUDA's generators know:
   the first such request with a seed ends the engine.
+- Experts that are loaded again are not packed again, and their kernel reads the plain weights as packed ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def repair() -> None:
     if current_platform.is_cpu():
         _repair_drafts()
         _repair_pieces_of_prompts()
+        _repair_experts()
 
 
 def _repair_draft_weights() -> None:
@@ -81,3 +83,17 @@ def _repair_pieces_of_prompts() -> None:
 
     GPUModelRunner._sample = sample_and_take_back
     GPUModelRunner._bookkeeping_sync = keep_books_without_generators
+
+
+def _repair_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up_and_pack(self: Any, *arguments: Any, **named: Any) -> None:
+        before = self.moe_kernel
+        set_up(self, *arguments, **named)
+        if before is not None:
+            before.fused_experts.process_weights_after_loading(named.get("layer") or arguments[0])
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
