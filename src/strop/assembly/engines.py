@@ -260,7 +260,10 @@ def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Pat
     transport = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
-        transport = "memory" if device.type == "cpu" else "broadcast" if apart else "cuda_ipc"
+        through_host = device.type == "cpu" or (
+            not apart and config.vllm_cfg.num_engines > 1
+        )  # whose second one sees another GPU
+        transport = "memory" if through_host else "broadcast" if apart else "cuda_ipc"
     match transport:
         case "memory":
             return lambda receivers: MemorySender(receivers, timeout=limit, **size)
