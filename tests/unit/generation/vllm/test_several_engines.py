@@ -51,7 +51,7 @@ def publish(room: EngineRoom, served: Served) -> None:
 
 
 def kill(engine: VllmEngine) -> None:
-    """All of its processes at once, as a machine that runs out of memory does."""
+    """The process with its scheduler, as a machine that runs out of memory does; its workers end with it."""
     processes = engine._engine.engine_core.resources.engine_manager.processes
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
