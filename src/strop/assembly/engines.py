@@ -260,10 +260,8 @@ def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Pat
     transport = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
-        through_host = device.type == "cpu" or (
-            not apart and config.vllm_cfg.num_engines > 1
-        )  # whose second one sees another GPU
-        transport = "memory" if through_host else "broadcast" if apart else "cuda_ipc"
+        several = not apart and config.vllm_cfg.num_engines > 1  # the second engine does not see the learner's GPU
+        transport = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
     match transport:
         case "memory":
             return lambda receivers: MemorySender(receivers, timeout=limit, **size)
