@@ -178,9 +178,7 @@ def test_a_stuck_engine_is_named_in_the_log_and_ctrl_c_ends_it(served: Path, tmp
     engines = engines_of(running)
     for process in engines:
         process.suspend()
-    wait_for(
-        running, lambda: "generation" in (tmp_path / ".out").read_text() and "waits for" in (tmp_path / ".out").read_text(), 30
-    )
+    wait_for(running, lambda: "-> engine, turn 1, for" in (tmp_path / ".out").read_text(), 30)
     diagnosis = diagnose(tmp_path / "logs")
     assert diagnosis.verdict == "hung"
     for process in engines:

@@ -268,6 +268,11 @@ def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Pat
         case "cuda_ipc":
             return lambda receivers: CudaIpcSender(receivers, device=device, timeout=limit, **size)
         case "broadcast":
+            if device.type == "cuda" and config.colocated.enabled:
+                raise ValueError(
+                    "policy.generation.weight_sync.transport is broadcast, and NCCL does not connect two processes on one GPU: set it to "
+                    "auto, or policy.generation.colocated.enabled=false"
+                )
             backend: Any = "nccl" if device.type == "cuda" else "gloo"
             return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, timeout=limit, **size)
         case _:

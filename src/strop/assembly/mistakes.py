@@ -16,13 +16,15 @@ from strop.environments.base import EnvironmentConfigError
 from strop.loop import OutOfTasks, TooManyDropped
 from strop.mismatch import MismatchTooLarge
 from strop.models.loading import ModelNotFound
+from strop.weights.base import EngineDied, TransportError
+from strop.weights.proof import ProofFailed
 
 log = logging.getLogger(__name__)
 
 # What a run may end with that is the user's to mend: the message is enough.
 MISTAKES = (
     *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
-    *(TooManyDropped, OutOfTasks, MismatchTooLarge, ValueError, OSError),
+    *(TooManyDropped, OutOfTasks, MismatchTooLarge, ProofFailed, EngineDied, TransportError, ValueError, OSError),
 )
 
 

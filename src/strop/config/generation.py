@@ -125,7 +125,7 @@ class WeightSyncConfig(Model):
         "folder: files; auto chooses by where learner and engines are.",
     )
     folder: str | None = Field(
-        None, description="Where transport folder writes; every engine must see it. Null is a temporary folder."
+        None, description="Where transport folder writes; every engine must see it. Null is engines/weights in logger.log_dir."
     )
     bucket_mb: float | None = Field(
         None, gt=0, description="Weights travel in pieces of this size; null is the transport's own choice (MiB)."

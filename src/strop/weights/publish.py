@@ -57,6 +57,10 @@ class _Tally:
     unread: int = 0
     canary: float | None = None
 
+    def __str__(self) -> str:
+        canary = "" if self.canary is None else f", and the canary differs by {self.canary:.2g} nats"
+        return f"{self.size / 1e6:.0f} MB, {self.read_back} of {self.read_back + self.unread} tensors were read back{canary}"
+
     def metrics(self, total: float) -> dict[str, metrics.Metric]:
         found = {
             "weights/publish_seconds": total,
@@ -146,6 +150,8 @@ class PublishedWeights:
         await self._deliver(self.engines, version, tally, prove=self.options.proof.due(self.publishes))
         await asyncio.gather(*(engine.unpause(version) for engine in self.engines))
         self.version = version
+        if self.publishes == 0:
+            self._note(f"weights: version {version} is in {', '.join(engine.name for engine in self.engines)}: {tally}")
         self.publishes += 1
         self._published(version)
         return tally
