@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.arguments import EngineOptions, engine_arguments
 from strop.generation.vllm.guardian import DRIVER
+from strop.generation.vllm.launch import forked_processes, start_server
 from strop.sampling import Sampling
 from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt
 from strop.weights.fingerprints import combine
@@ -84,13 +85,20 @@ class VllmEngine:
         return f"; the end of {self.options.output}:\n" + "\n".join(f"  {line}" for line in lines)
 
     def _start(self) -> Any:
+        with own_environment(self.options.environment), unnamed_main(), output_to(self.options.output):
+            if not self.options.on_cpu:
+                return self._started()
+            start_server()
+            with forked_processes(self.options.output):
+                return self._started()
+
+    def _started(self) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from strop.generation.vllm.counters import EngineCounters
 
         self._counters = EngineCounters()
-        with own_environment(self.options.environment), unnamed_main(), output_to(self.options.output):
-            return AsyncLLM.from_engine_args(engine_arguments(self.options), stat_loggers=[self._counters.attach])
+        return AsyncLLM.from_engine_args(engine_arguments(self.options), stat_loggers=[self._counters.attach])
 
     async def close(self) -> None:
         self._open.clear()
