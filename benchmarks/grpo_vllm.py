@@ -56,9 +56,13 @@ class Baton:
         async with self.changed:
             await self.changed.wait_for(lambda: self.at < len(self.turns) and self.turns[self.at] == side)
 
-    async def pass_on(self) -> None:
+    def pass_on(self) -> asyncio.Task[None]:
+        """At once, so that whoever had it does not take it again; those who wait are told in a task."""
+        self.at += 1
+        return asyncio.ensure_future(self._tell())
+
+    async def _tell(self) -> None:
         async with self.changed:
-            self.at += 1
             self.changed.notify_all()
 
 
@@ -128,7 +132,7 @@ class Recorder:
         )
         self.last, self.begun = now, None
         if self.baton is not None:
-            self.passing.append(asyncio.ensure_future(self.baton.pass_on()))
+            self.passing.append(self.baton.pass_on())
 
     def note(self, text: str) -> None:
         pass
