@@ -25,6 +25,8 @@ from typing import Any
 
 from common import DISTURBED, MODEL, foreign_seconds, machine_line, number, spread, table, use_threads, versions, wait_for_quiet
 
+from strop.tracking.base import Silent
+
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 SIDES = ("torch", "vllm")
 
@@ -83,7 +85,7 @@ class Stream:
         return getattr(self.inner, name)
 
 
-class Recorder:
+class Recorder(Silent):
     """A tracker that keeps steps, and hands the baton on when one is over."""
 
     def __init__(self, side: str, baton: Baton | None) -> None:
@@ -133,18 +135,6 @@ class Recorder:
         self.last, self.begun = now, None
         if self.baton is not None:
             self.passing.append(self.baton.pass_on())
-
-    def note(self, text: str) -> None:
-        pass
-
-    def progress(self, text: str) -> None:
-        pass
-
-    def resume(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def recipe(options: argparse.Namespace, folder: Path, steps: int, **changes: Any) -> Any:
