@@ -62,12 +62,14 @@ class Core:
         return {"output": self.output, "environment": dict(os.environ)}
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
+        import setproctitle
         import torch
         from vllm.v1.engine.core import EngineCoreProc
         from vllm.v1.executor import multiproc_executor
 
         if self.output is not None:
             _write_to(self.output)
+        setproctitle.getproctitle()  # it finds the memory of the title by the environment as the process began with it
         os.environ.clear()
         os.environ.update(self.environment)
         if threads := self.environment.get(THREADS):
