@@ -57,7 +57,10 @@ def test_a_sender_is_made_as_the_configuration_says() -> None:
     assert sender({"weight_sync": sync}, CPU).options == {"timeout": 5.0, "bucket_size": 2 << 20}
     assert "bucket_size" not in sender({}, CPU).options
     assert sender({"weight_sync": {"transport": "broadcast"}}, CPU).options["backend"] == "gloo"
-    assert sender({"weight_sync": {"transport": "broadcast"}}, GPU).options["backend"] == "nccl"
+    apart = {"weight_sync": {"transport": "broadcast"}, "colocated": {"enabled": False}}
+    assert sender(apart, GPU).options["backend"] == "nccl"
+    with pytest.raises(ValueError, match="NCCL does not connect two processes on one GPU"):
+        sender({"weight_sync": {"transport": "broadcast"}}, GPU)
     assert sender({"weight_sync": {"transport": "folder", "folder": "there"}}, CPU).arguments == (Path("there"), 3)
     assert sender({"weight_sync": {"transport": "folder"}}, CPU).arguments == (Path("own"), 3)
 

@@ -41,6 +41,8 @@ def reference_probabilities(logits: Tensor, sampling: Sampling) -> list[float]:
     if sampling.top_k is not None:
         least = sorted(mass, reverse=True)[min(sampling.top_k, len(mass)) - 1]
         kept = {token for token in kept if mass[token] >= least}
+    if sampling.min_p > 0:
+        kept = {token for token in kept if mass[token] >= sampling.min_p * max(mass)}
     if sampling.top_p < 1:
         total, so_far, chosen = sum(mass[token] for token in kept), 0.0, set()
         for token in sorted(kept, key=lambda token: -mass[token]):
@@ -49,8 +51,6 @@ def reference_probabilities(logits: Tensor, sampling: Sampling) -> list[float]:
             chosen.add(token)
             so_far += mass[token]
         kept = chosen
-    if sampling.min_p > 0:
-        kept = {token for token in kept if mass[token] >= sampling.min_p * max(mass)}
     total = sum(mass[token] for token in kept)
     return [mass[token] / total if token in kept else 0.0 for token in range(len(mass))]
 

@@ -51,7 +51,9 @@ def a_run(folder: Path, steps: int = 3, values: dict[str, float] | None = None, 
     for step in range(1, steps + 1):
         tracker.log(step, {"train/reward": 0.5, "train/token_mult_prob_error": 1.0 + step / 100, **(values or {})})
     tracker.close()
-    write_status(folder, replace(ME, written=time.time(), **changes))
+    now = time.time()  # this file may have been imported long before the test runs
+    recent = {"started": now - 100, "written": now, "stepped": now - 60}
+    write_status(folder, replace(ME, **{**recent, **changes}))
     return folder
 
 
