@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, low_rank_layers, save_adapters
 from strop.weights.base import AdapterFiles
-from strop.weights.fingerprints import fingerprint
+from strop.weights.fingerprints import fingerprint, positive_zeros
 
 
 class LowRankSource:
@@ -38,5 +38,5 @@ class LowRankSource:
             up = layer.up.detach().to(dtype)
             up = up if layer.scale == 1 else up * layer.scale
             for side, matrix in (("A", layer.down.detach().to(dtype)), ("B", up)):
-                found[f"{layer.name}.{side}"] = fingerprint((matrix + 0.0).contiguous())
+                found[f"{layer.name}.{side}"] = fingerprint(positive_zeros(matrix))
         return found

@@ -43,6 +43,11 @@ def fingerprint(tensor: Tensor, *, rows: int = 0, columns: int = 0) -> int:
     return total % MODULUS
 
 
+def positive_zeros(tensor: Tensor) -> Tensor:
+    """The same numbers with -0.0 as 0.0, for the fingerprints of what is read back: a product with the identity cannot tell them apart."""
+    return tensor + 0.0 if tensor.is_floating_point() else tensor
+
+
 def combine(parts: Iterable[int]) -> int:
     """The fingerprint of the whole from those of its shards, each taken with its offsets."""
     return sum(parts) % MODULUS

@@ -190,10 +190,8 @@ class PublishedWeights:
         if self.options.in_flight:  # before the canary, for whose sake the engine goes on, with the requests that were stopped
             for engine in engines:
                 await engine.forget_prefixes(running=self.options.recompute)
-        gone_on = (
-            again and self.options.keep_copy
-        )  # the learner: it has nothing to say about the weights of the last publish any more
-        if prove and self._canary is not None and not gone_on:
+        learner_has_gone_on = again and self.options.keep_copy  # and says nothing about the weights of the last publish any more
+        if prove and self._canary is not None and not learner_has_gone_on:
             started = time.perf_counter()
             with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
                 reports = [await self._canary.ask(engine) for engine in engines]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors
-from strop.weights.fingerprints import fingerprint
+from strop.weights.fingerprints import fingerprint, positive_zeros
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Outgoing:
             cast = tensor.detach().to(types[name])
             self.sent_marks[name] = fingerprint(cast)
             if self.held:
-                self.held_marks[name] = fingerprint(cast + 0.0 if cast.is_floating_point() else cast)
+                self.held_marks[name] = fingerprint(positive_zeros(cast))
             yield name, cast
 
 

@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from strop.generation.vllm.guardian import end_with_driver
 from strop.generation.vllm.layout import Piece, low_rank_pieces, pieces, refresh_packed_copies
 from strop.generation.vllm.repairs import repair
 from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
-from strop.weights.fingerprints import fingerprint
+from strop.weights.fingerprints import fingerprint, positive_zeros
 
 end_with_driver()
 
@@ -95,8 +94,3 @@ def _kept(arriving: Any, marks: dict[str, int]) -> Any:
         copy = tensor.clone()
         marks[name] = fingerprint(copy)
         yield name, copy
-
-
-def positive_zeros(tensor: Tensor) -> Tensor:
-    """The same numbers with -0.0 as 0.0: a product with the identity cannot tell them apart."""
-    return tensor + 0.0 if tensor.is_floating_point() else tensor
