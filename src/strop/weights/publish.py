@@ -143,9 +143,9 @@ class PublishedWeights:
         with waiting("weight sync", on="engines that finish what they run", kind="weight_sync"):
             await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
         if self._lent:
-            self._lent = False
             for engine in self.engines:
                 await engine.wake()
+            self._lent = False  # only now: where one dies on the way the others are still to be woken
         tally = _Tally()
         await self._deliver(self.engines, version, tally, prove=self.options.proof.due(self.publishes))
         await asyncio.gather(*(engine.unpause(version) for engine in self.engines))

@@ -268,6 +268,18 @@ def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_ar
     weights.close()
 
 
+def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
+    engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(Learner(), engines, tmp_path, apart=False)
+    asyncio.run(weights.publish(0))
+    asyncio.run(weights.lend_to_learner())
+    engines[0].dies_in = ["wake"]
+    engines[1].calls.clear()
+    asyncio.run(weights.publish(1))
+    assert engines[1].calls.index("wake") < engines[1].calls.index("load")
+    weights.close()
+
+
 def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:
     held = {"a": (Held(1, (0, 2, 0, 2)), Held(3, (0, 2, 0, 2)))}
     with pytest.raises(ProofFailed, match="its processes differ"):
