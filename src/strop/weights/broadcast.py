@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -90,6 +91,8 @@ class _Channel:
         until = time.monotonic() + self.address.timeout
         look = time.monotonic() + _LOOK
         while missing := [key for key in keys if not self.store.check([key])]:
+            if self.broken:
+                raise TransportError(self.broken)
             if self.store.check([failure]):
                 raise TransportError(self._gone(_LOOK) or self.store.get(failure).decode())
             if time.monotonic() >= look:
@@ -124,6 +127,8 @@ class _Channel:
         try:
             yield
         except BaseException as error:
+            if self.broken:  # by a thread that closed the channel meanwhile
+                raise TransportError(f"publish {number} ended early: {self.broken}") from error
             self._fail(number, error)
             if isinstance(error, RuntimeError) and not isinstance(error, TransportError):  # of torch.distributed
                 raise TransportError(self._explain(number, error)) from error
@@ -182,6 +187,7 @@ class BroadcastSender:
         self._address = BroadcastAddress(backend, host, store.port, receivers, aligned(bucket_size), timeout)
         self._channel = _Channel(self._address, 0, store, device)
         self._number = 0
+        self._busy = threading.Lock()  # with a publish, or with the end
 
     @property
     def address(self) -> BroadcastAddress:
@@ -190,7 +196,7 @@ class BroadcastSender:
     @torch.no_grad()
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
         self._number += 1
-        with self._channel.publish(self._number):
+        with self._busy, self._channel.publish(self._number):
             self._await("ready", "begin to receive")
             self._compare(digest(manifest))
             self._channel.store.set(f"begin/{self._number}", "")
@@ -225,9 +231,12 @@ class BroadcastSender:
             wait()
 
     def close(self) -> None:
+        """From any thread: a publish in another one ends first, with a TransportError."""
         self._channel.broken = self._channel.broken or "it was closed"
         self._channel.leave()
-        del self._channel.store
+        with self._busy:
+            self._channel.leave()
+            del self._channel.store
 
 
 class BroadcastReceiver:

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -127,13 +128,17 @@ class Link:
 
 
 class Hub:
-    """The sender's end of all connections: receivers come, and come again after they were restarted."""
+    """The sender's end of all connections: receivers come, and come again after they were restarted.
+
+    One thread uses it at a time; another may ``stop`` it, which ends what the first is waiting for.
+    """
 
     def __init__(self, receivers: int, timeout: float) -> None:
         if receivers < 1:
             raise ValueError(f"a channel with {receivers} receivers sends to nobody; there has to be at least one")
         self.receivers, self.timeout = receivers, timeout
         self.links: dict[int, Link] = {}
+        self._stopped = threading.Event()
         self._folder, self.path = _place()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.path)
@@ -143,8 +148,11 @@ class Hub:
         """Have a connection with every receiver. Raises TransportError that names the missing ones."""
         self._forget_the_past()
         until = time.monotonic() + self.timeout
-        while self._accept(0.0 if len(self.links) == self.receivers else max(0.0, until - time.monotonic())):
-            pass
+        while True:
+            self._refuse_stopped()
+            complete, left = len(self.links) == self.receivers, max(0.0, until - time.monotonic())
+            if not self._accept(0.0 if complete else min(_PERIOD, left)) and (complete or not left):
+                break
         if missing := [index for index in range(self.receivers) if index not in self.links]:
             raise TransportError(f"{_names(missing)} of {self.receivers} did not connect within {self.timeout:g} s")
 
@@ -188,6 +196,7 @@ class Hub:
         links = {index: self.links[index] for index in awaited}
         until = time.monotonic() + self.timeout
         while True:
+            self._refuse_stopped()
             arrived = wait([link.connection for link in links.values()], min(_PERIOD, max(0.0, until - time.monotonic())))
             if arrived:
                 return [(index, link.take()) for index, link in links.items() if link.connection in arrived]
@@ -197,7 +206,16 @@ class Hub:
             if time.monotonic() >= until:
                 raise TransportError(f"{_names(sorted(links))} did not {doing} within {self.timeout:g} s")
 
+    def stop(self) -> None:
+        """Whoever waits, in another thread, gets a TransportError soon."""
+        self._stopped.set()
+
+    def _refuse_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise TransportError("the channel was closed")
+
     def close(self) -> None:
+        self.stop()
         for link in self.links.values():
             link.close()
         self.links.clear()

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -69,6 +70,8 @@ class FolderSender:
         self.channel.mkdir(parents=True)
         _write_whole(self.channel / "owner.json", json.dumps({"machine": machine(), "process": os.getpid()}))
         self.number = 0
+        self._closed = threading.Event()
+        self._busy = threading.Lock()  # with a publish, or with the end
 
     @property
     def address(self) -> FolderAddress:
@@ -76,19 +79,25 @@ class FolderSender:
 
     @torch.no_grad()
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
-        self.number += 1
-        whole, partial = self.channel / str(self.number), self.channel / f"{self.number}.writing"
-        try:
-            self._write(partial, manifest, tensors)
-            partial.rename(whole)
-            self._wait(whole)
-        except BaseException as error:
-            with suppress(OSError):  # the folder may be why
-                _write_whole(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(whole, ignore_errors=True)
+        with self._busy:
+            self.number += 1
+            whole, partial = self.channel / str(self.number), self.channel / f"{self.number}.writing"
+            try:
+                self._refuse_closed()
+                self._write(partial, manifest, tensors)
+                partial.rename(whole)
+                self._wait(whole)
+            except BaseException as error:
+                with suppress(OSError):  # the folder may be why
+                    _write_whole(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(whole, ignore_errors=True)
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise TransportError(f"publish {self.number} ended early: the channel was closed")
 
     def _write(self, folder: Path, manifest: Manifest, tensors: NamedTensors) -> None:
         folder.mkdir()
@@ -102,8 +111,7 @@ class FolderSender:
 
     def _wait(self, folder: Path) -> None:
         def missing() -> list[int]:
-            if not folder.exists():
-                raise TransportError(f"publish {self.number} ended early: the channel was closed")
+            self._refuse_closed()
             for index in range(self.receivers):
                 if (refusal := folder / f"refused_{index}").exists():
                     raise TransportError(f"publish {self.number} ended early: receiver {index}: {refusal.read_text()}")
@@ -114,7 +122,10 @@ class FolderSender:
             raise TransportError(f"receiver {names} of {self.receivers} did not take {folder} within {self.timeout:g} s")
 
     def close(self) -> None:
-        shutil.rmtree(self.channel, ignore_errors=True)
+        """From any thread: a publish in another one ends first, with a TransportError."""
+        self._closed.set()
+        with self._busy:
+            shutil.rmtree(self.channel, ignore_errors=True)
 
 
 class FolderReceiver:

@@ -15,6 +15,7 @@ words about an older one are dropped, so nothing that is left of an aborted publ
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ class RingSender(ABC):
             raise ValueError(f"{slots} buckets at a time carry nothing; with two or more both sides work at once")
         self.receivers, self.bucket_size, self.slots, self.timeout = receivers, aligned(bucket_size), slots, timeout
         self.hub = Hub(receivers, timeout)
+        self._busy = threading.Lock()  # with a publish, or with the end
         self.number = 0
         self._memory: Tensor | None = None  # flat uint8
         self._holders: dict[int, Link] = {}  # who has the memory
@@ -99,17 +101,18 @@ class RingSender(ABC):
 
     @torch.no_grad()
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
-        self.number += 1
-        cut = buckets(manifest, self.bucket_size)
-        try:
-            self._begin(manifest, cut)
-            self._fill(cut, manifest, tensors)
-            self._wait_for(len(cut))
-        except BaseException as error:
-            for link in self.hub.links.values():
-                with suppress(TransportError):
-                    link.send(Abandoned(self.number, f"{type(error).__name__}: {error}"))
-            raise
+        with self._busy:
+            self.number += 1
+            try:
+                cut = buckets(manifest, self.bucket_size)
+                self._begin(manifest, cut)
+                self._fill(cut, manifest, tensors)
+                self._wait_for(len(cut))
+            except BaseException as error:
+                for link in self.hub.links.values():
+                    with suppress(TransportError):
+                        link.send(Abandoned(self.number, f"{type(error).__name__}: {error}"))
+                raise
 
     def _begin(self, manifest: Manifest, cut: tuple[Bucket, ...]) -> None:
         """All receivers wait for the first bucket when this returns."""
@@ -166,8 +169,11 @@ class RingSender(ABC):
         return True
 
     def close(self) -> None:
-        self.hub.close()
-        self._memory, self._holders = None, {}
+        """From any thread: a publish in another one ends first, with a TransportError."""
+        self.hub.stop()
+        with self._busy:
+            self.hub.close()
+            self._memory, self._holders = None, {}
 
 
 class RingReceiver(ABC):

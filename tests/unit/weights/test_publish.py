@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,22 @@ import torch
 from torch import Tensor
 
 from strop.sampling import Sampling
-from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt, Receiver, Sender
+from strop.weights.base import (
+    AdapterFiles,
+    Answer,
+    ChannelAddress,
+    EngineDied,
+    Held,
+    Manifest,
+    Receipt,
+    Receiver,
+    Sender,
+    TransportError,
+)
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
+from strop.weights.manifest import manifest_of
 from strop.weights.memory import MemorySender
 from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_held
 from strop.weights.publish import PublishedWeights, PublishOptions
@@ -116,17 +129,16 @@ class Learner:
         return [torch.tensor([float(self.a.sum())]) for _ in answers]
 
 
+def senders(folder: Path) -> dict[str, Callable[[int], Sender]]:
+    return {"folder": lambda count: FolderSender(folder, count), "memory": MemorySender, "broadcast": BroadcastSender}
+
+
 def publisher(
     learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
 ) -> PublishedWeights:
-    senders: dict[str, Callable[[int], Sender]] = {
-        "folder": lambda count: FolderSender(folder, count),
-        "memory": MemorySender,
-        "broadcast": BroadcastSender,
-    }
     canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
     settings = PublishOptions(**{"dtype": torch.float32, "apart": True, "proof": ProofSchedule("always"), **options})  # type: ignore[arg-type]
-    return PublishedWeights(learner.weights, engines, senders[transport], settings, canary=canary)
+    return PublishedWeights(learner.weights, engines, senders(folder)[transport], settings, canary=canary)
 
 
 def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
@@ -215,6 +227,20 @@ def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: 
     assert time.monotonic() - started < 15, "time limits of the transport are minutes"
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
     weights.close()
+
+
+@pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
+def test_a_sender_that_is_closed_by_another_thread_ends_its_publish(tmp_path: Path, transport: str) -> None:
+    sender = senders(tmp_path)[transport](1)
+    receiver = sender.address.connect(0, torch.device("cpu"))  # and reads nothing
+    tensors = Learner().weights()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, manifest_of(tensors, torch.float32), tensors)
+        time.sleep(0.3)
+        sender.close()
+        with pytest.raises(TransportError, match="closed"):
+            sending.result(10)
+    receiver.close()
 
 
 def test_an_engine_that_dies_every_time_ends_the_run(tmp_path: Path) -> None:
