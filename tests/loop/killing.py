@@ -30,6 +30,16 @@ POINTS = {
 }
 
 
+def replace_function(place: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """``place`` is module:name or module:Class.name; what is called there from now on is ``around`` what was."""
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *owners, name = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
+    setattr(owner, name, around(getattr(owner, name)))
+
+
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
@@ -44,12 +54,7 @@ class Kill:
     when: Literal["before", "after"] = "before"
 
     def __call__(self) -> None:
-        module, _, path = POINTS[self.point].partition(":")
-        owner: Any = importlib.import_module(module)
-        *owners, name = path.split(".")
-        for part in owners:
-            owner = getattr(owner, part)
-        setattr(owner, name, self._around(getattr(owner, name)))
+        replace_function(POINTS[self.point], self._around)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0

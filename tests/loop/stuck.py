@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from loop.killing import replace_function
 
 POINTS = {
     "environment": "strop.rollouts.episode:score",
@@ -29,12 +30,7 @@ class StuckAt:
         from strop.watch import watchdog
 
         watchdog.ENDING = 1.0
-        module, _, path = POINTS[self.point].partition(":")
-        *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in owners:
-            owner = getattr(owner, part)
-        setattr(owner, name, self._around(getattr(owner, name)))
+        replace_function(POINTS[self.point], self._around)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         calls = 0
