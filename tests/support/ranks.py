@@ -1,0 +1,66 @@
+"""Run a function on several ranks: real processes, joined by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+dist: Any = torch.distributed
+TIMEOUT = 240.0  # seconds for all of them together
+
+
+def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``function(rank, *arguments)`` on ranks 0 to ``count`` - 1 of a process group; what each returns, which must pickle.
+
+    ``function`` must be importable: a function of a module, not of a test's body. Raises AssertionError with the traceback of the first
+    rank that failed, and where they are not done within TIMEOUT.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+    with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], function, arguments), daemon=True)
+            for rank in range(count)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return [_answer(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+        finally:
+            for rank in ranks:
+                rank.join(5)
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
+
+
+def _answer(rank: int, receiver: Any) -> Any:
+    assert receiver.poll(TIMEOUT), f"rank {rank} did not answer within {TIMEOUT:g} s"
+    try:
+        failed, result = receiver.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died") from None
+    assert not failed, f"rank {rank} failed:\n{result}"
+    return result
+
+
+def _rank(rank: int, count: int, folder: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    try:
+        sender.send((False, function(rank, *arguments)))
+    except BaseException:
+        sender.send((True, traceback.format_exc()))
+    finally:
+        sender.close()
+        dist.destroy_process_group()
