@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import Tensor
 
 from strop.training.torch.parallel.collectives import copy, exchange, gather, join, reduce_sum, scatter_sum, split
-from tests.support.ranks import on_ranks
 
 
 def gradient_of(collective: Callable[..., Tensor], tensor: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

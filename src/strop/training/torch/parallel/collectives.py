@@ -4,9 +4,9 @@
     gather        each has rows; every rank uses all of them           |  scatter_sum   each has a part of the sum, and wants rows
     split         every rank has it and does the same with it; rows    |  join          each has rows; every rank does the same with all
 
-``copy`` and ``gather`` are for ranks that go on differently, so that their gradients add up; ``split`` and ``join`` are for ranks that go on
-alike, so that their gradients are equal. Taking the one for the other multiplies a gradient by the number of ranks, and nothing says so: the
-parity tests do. (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
+``copy`` and ``gather`` are for ranks that go on differently: their gradients add up. ``split`` and ``join`` are for ranks that go on alike:
+their gradients are equal. Taking the one for the other multiplies a gradient by the number of ranks, and nothing says so: the parity
+tests do. (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
 
 Rows are the first dimension, and each rank has the same number of them.
 """

@@ -16,8 +16,8 @@ class ParallelSizes:
     """Ranks by dimension, outermost first: ranks next to each other share the most. Raises ValueError for sizes that do not fit.
 
     ``replicate`` copies of the model, each sharded over ``shard`` x ``context`` ranks (FSDP2; with copies: HSDP). ``context`` x ``tensor``
-    ranks read the same micro-batch, each some of its tokens. ``expert`` ranks, counted from the innermost, divide the experts of each layer;
-    under tensor parallelism they divide at least as many ways as the linear layers.
+    ranks read the same micro-batch, each some of its tokens. ``expert`` ranks, counted from the innermost, divide the experts of each
+    layer; under tensor parallelism they divide at least as many ways as the linear layers.
     """
 
     replicate: int = 1
