@@ -38,6 +38,7 @@ from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
 from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.memory import MemorySender
+from strop.weights.source import weights_of
 
 TRANSPORTS = ("memory", "gloo", "folder")
 Named = list[tuple[str, Tensor]]
@@ -210,7 +211,7 @@ def make(transport: str, options: argparse.Namespace, folder: str) -> Sender:
 def measure(transport: str, source: str, dtype: str, options: argparse.Namespace) -> Iterator[Measured]:
     kind = getattr(torch, source)
     shapes = even_shapes(int(options.gigabytes * 1e9), kind.itemsize) if options.gigabytes else smol_shapes()
-    tensors = large_in_the_middle(filled(shapes, kind))
+    tensors = [(weight.name, weight.like) for weight in large_in_the_middle(weights_of(filled(shapes, kind)))]
     manifest = manifest_of(tensors, getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder:
         sender = make(transport, options, folder)

@@ -61,8 +61,8 @@ def test_weights_of_a_gpu_arrive_and_are_proven(room: EngineRoom, served: Served
     def make(receivers: int) -> Sender:
         return SENDERS[transport](receivers)
 
-    served.weights.channel.close()
-    served.weights.channel.make_sender = make
+    room.run(served.weights.channel.close())
+    served.export.make_sender = make
     perturb(served.model, 3)
     said = room.run(served.weights.publish(served.weights.version + 1))
     assert said["weights/tensors_not_read_back"].value == 0

@@ -17,9 +17,10 @@ from strop.generation.vllm.arguments import EngineOptions
 from strop.generation.vllm.engine import VllmEngine
 from strop.sampling import Sampling, filtered_logits
 from strop.weights.base import Answer, Sender
+from strop.weights.export import AdapterSource, LocalExporter, WeightExport, local_exporter
 from strop.weights.memory import MemorySender
 from strop.weights.proof import Canary, ProofSchedule
-from strop.weights.publish import AdapterSource, PublishedWeights, PublishOptions
+from strop.weights.publish import PublishedWeights, PublishOptions
 from support.models import VOCABULARY
 from support.tokenizer import END
 
@@ -135,9 +136,15 @@ class Served:
     def engine(self) -> VllmEngine:
         return self.engines[0]
 
+    @property
+    def export(self) -> WeightExport:
+        exporter = self.weights.exporter
+        assert isinstance(exporter, LocalExporter)
+        return exporter.export
+
     async def close(self) -> None:
         await self.replicas.close()
-        self.weights.close()
+        await self.weights.close()
 
 
 def serve(
@@ -155,13 +162,18 @@ def serve(
     """Engines with a publisher; nothing is started before the first publish."""
     asked = sampling or Sampling(max_new_tokens=8)
     replicas = Replicas(engines)
+    options = PublishOptions(**{"apart": True, "proof": proof, "adapters": adapters is not None, **changes})
     weights = PublishedWeights(
-        lambda: model.state_dict().items(),
+        local_exporter(
+            lambda: model.state_dict().items(),
+            make_sender,
+            dtype=getattr(torch, engines[0].options.dtype),
+            keep_copy=options.learner_goes_on,
+            adapters=adapters,
+        ),
         engines,
-        make_sender,
-        PublishOptions(**{"dtype": getattr(torch, engines[0].options.dtype), "apart": True, "proof": proof, **changes}),
+        options,
         canary=Canary(prompts=PROMPTS, sampling=asked, score=score_by(model, asked), tolerance=tolerance),
-        adapters=adapters,
         published=replicas.published,
     )
     replicas.revive = weights.revive

@@ -30,6 +30,7 @@ from strop.weights.adapters import LowRankSource
 from strop.weights.base import Answer, Sender, WeightHolder, WeightSync
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
+from strop.weights.export import local_exporter
 from strop.weights.folder import FolderSender
 from strop.weights.memory import MemorySender
 from strop.weights.proof import Canary, ProofSchedule
@@ -97,20 +98,25 @@ def make_generation(
         outputs=outputs,
     )
     replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts)
-    weights = PublishedWeights(
+    exporter = local_exporter(
         learner.weights,
-        engines,
         sender_maker(options, policy.network.device, outputs / "weights"),
+        dtype=PRECISIONS[options.vllm_cfg.precision],
+        keep_copy=max_staleness > 0,
+        adapters=LowRankSource(policy.network.model) if adapters else None,
+    )
+    weights = PublishedWeights(
+        exporter,
+        engines,
         PublishOptions(
-            dtype=PRECISIONS[options.vllm_cfg.precision],
             apart=not options.colocated.enabled or max_staleness > 0,
             in_flight=in_flight,
             recompute=recompute,
-            keep_copy=max_staleness > 0,
+            learner_goes_on=max_staleness > 0,
+            adapters=adapters,
             proof=ProofSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
         ),
         canary=make_canary(policy, sampling, learner, options, share_prefixes=share_prefixes, seed=seed),
-        adapters=LowRankSource(policy.network.model) if adapters else None,
         published=replicas.published,
         note=note,
     )

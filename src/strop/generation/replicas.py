@@ -8,6 +8,7 @@ requests than the others gets no new ones.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 from collections import OrderedDict
@@ -55,7 +56,7 @@ class Router:
 class Replicas:
     """A ``Generator`` over engines. A request whose engine dies is issued again, with the same seed, once that engine lives again."""
 
-    def __init__(self, engines: Sequence[Engine], *, max_restarts: int = 3, on_close: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, engines: Sequence[Engine], *, max_restarts: int = 3, on_close: Sequence[Callable[[], object]] = ()) -> None:
         """``max_restarts`` of one engine without an answer between them end the run. ``on_close`` is called when all engines are gone."""
         self.engines = tuple(engines)
         self.version = -1  # of the last publish that all of them have
@@ -143,4 +144,5 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
         for close in self.on_close:
-            close()
+            if inspect.isawaitable(closing := close()):
+                await closing

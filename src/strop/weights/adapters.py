@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, low_rank_layers, save_adapters
 from strop.weights.base import AdapterFiles
 from strop.weights.fingerprints import fingerprint, positive_zeros
+from strop.weights.source import Weight, weights_of
 
 
 class LowRankSource:
@@ -21,8 +21,8 @@ class LowRankSource:
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def base(self) -> Iterable[tuple[str, Tensor]]:
-        return base_weights(self.model)
+    def base(self) -> Iterable[Weight]:
+        return weights_of(base_weights(self.model))
 
     def files(self) -> AdapterFiles:
         with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from strop.weights.base import EngineDied, Receipt, Sender, TransportError, WeightHolder
-from strop.weights.source import Outgoing
-
-MakeSender = Callable[[int], Sender]
-"""For a number of receivers."""
+from strop.weights.base import EngineDied, Manifest, Receipt, TransportError, WeightHolder
+from strop.weights.export import Exporter, Marks
 
 GRACE = 30.0  # seconds in which the others may end, after one side of a transfer failed
 
@@ -18,49 +15,48 @@ GRACE = 30.0  # seconds in which the others may end, after one side of a transfe
 class Channel:
     """Made for the engines that are sent to, and made anew where these are others, or after a failure."""
 
-    def __init__(self, make_sender: MakeSender) -> None:
-        self.make_sender = make_sender
-        self._sender: Sender | None = None
+    def __init__(self, exporter: Exporter) -> None:
+        self.exporter = exporter
         self._connected: tuple[WeightHolder, ...] = ()
 
-    async def transfer(self, engines: Sequence[WeightHolder], version: int, outgoing: Outgoing) -> list[Receipt]:
+    async def transfer(
+        self, engines: Sequence[WeightHolder], version: int, manifest: Manifest, *, held: bool
+    ) -> tuple[Marks, list[Receipt]]:
         """All receive while one sends. Where one fails the others are told, and nobody waits for who will not come."""
-        sender = await self._connect(engines)
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, outgoing.manifest, outgoing))
-        loading = [asyncio.create_task(engine.load(outgoing.manifest, version)) for engine in engines]
+        await self._connect(engines)
+        sending = asyncio.create_task(self.exporter.send(held=held))
+        loading = [asyncio.create_task(engine.load(manifest, version)) for engine in engines]
         done, _ = await asyncio.wait([sending, *loading], return_when=asyncio.FIRST_EXCEPTION)
         if any(task.exception() is not None for task in done):
             raise await self._failure([sending, *loading])
-        return [await task for task in loading]
+        return await sending, [await task for task in loading]
 
     async def _failure(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
         """What went wrong, once nobody is at work any more."""
-        await asyncio.to_thread(self.close)
+        await self.close()
         _, stuck = await asyncio.wait(tasks, timeout=GRACE)
         for task in stuck:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         return min((end for end in ends if isinstance(end, BaseException)), key=_rank)
 
-    async def _connect(self, engines: Sequence[WeightHolder]) -> Sender:
-        """The sender to exactly these engines."""
-        if self._sender is not None and self._connected == tuple(engines):
-            return self._sender
-        await asyncio.to_thread(self.close)
-        self._sender = self.make_sender(sum(engine.receivers for engine in engines))
+    async def _connect(self, engines: Sequence[WeightHolder]) -> None:
+        """Exactly these engines listen."""
+        if self._connected and self._connected == tuple(engines):
+            return
+        self._connected = ()
+        address = await self.exporter.open(sum(engine.receivers for engine in engines))
         first = 0
         connecting: list[Awaitable[None]] = []
         for engine in engines:
-            connecting.append(engine.connect(self._sender.address, first))
+            connecting.append(engine.connect(address, first))
             first += engine.receivers
         await asyncio.gather(*connecting)
         self._connected = tuple(engines)
-        return self._sender
 
-    def close(self) -> None:
-        sender, self._sender, self._connected = self._sender, None, ()
-        if sender is not None:
-            sender.close()
+    async def close(self) -> None:
+        self._connected = ()
+        await self.exporter.close()
 
 
 def _rank(error: BaseException) -> int:

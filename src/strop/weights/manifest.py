@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors, TensorEntry
+from strop.weights.source import Weight
 
 ALIGNMENT = 256  # bytes: cache lines, and what CUDA kernels like best
 
@@ -48,15 +49,15 @@ def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     return Manifest(tuple(entries))
 
 
-def large_in_the_middle(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def large_in_the_middle(weights: Sequence[Weight]) -> list[Weight]:
     """The order to send in: neither side has anything to do while the other is at the first or the last bucket, so these must be small.
 
     A tensor of more than a tenth of all goes to the middle; the others keep their order, in which an engine's layers are filled one by one.
     """
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors]
+    sizes = [weight.like.numel() * weight.like.element_size() for weight in weights]
     limit = sum(sizes) / 10
-    small = [pair for pair, size in zip(tensors, sizes, strict=True) if size <= limit]
-    large = [pair for pair, size in zip(tensors, sizes, strict=True) if size > limit]
+    small = [weight for weight, size in zip(weights, sizes, strict=True) if size <= limit]
+    large = [weight for weight, size in zip(weights, sizes, strict=True) if size > limit]
     middle = len(small) // 2
     return [*small[:middle], *large, *small[middle:]]
 

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from strop import metrics
 from strop.metrics import Metrics
 from strop.watch.waits import waiting
-from strop.weights.base import AdapterFiles, EngineDied, WeightHolder
-from strop.weights.channel import Channel, MakeSender
-from strop.weights.manifest import large_in_the_middle, manifest_of
+from strop.weights.base import EngineDied, WeightHolder
+from strop.weights.channel import Channel
+from strop.weights.export import Content, Exporter
 from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_arrival, prove_held, prove_version
-from strop.weights.source import Outgoing, Snapshot, distinct
-
-
-class AdapterSource(Protocol):
-    """A learner that trains adapters alone."""
-
-    def base(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights that the adapters stand on, which do not change."""
-        ...
-
-    def files(self) -> AdapterFiles: ...
-
-    def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """The fingerprints of the adapters as an engine of this type holds them."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    dtype: torch.dtype  # in which engines hold weights
     apart: bool = False  # engines have devices of their own, and go on while the learner works
     in_flight: bool = False  # requests that run are stopped where they are and go on with the new weights
     recompute: bool = False  # ... and read what they have so far again
-    keep_copy: bool = False  # of what was published last: an engine may have to start anew while the learner has gone on
+    learner_goes_on: bool = False  # while engines sample: one that starts anew is given the weights of the last publish
+    adapters: bool = False  # low-rank adapters are sent alone, over base weights that are sent once
     proof: ProofSchedule = field(default_factory=ProofSchedule)
     attempts: int = 4  # at one publish, each after engines that died were started anew
 
@@ -80,30 +61,23 @@ class PublishedWeights:
 
     def __init__(
         self,
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        exporter: Exporter,
         engines: Sequence[WeightHolder],
-        make_sender: MakeSender,
         options: PublishOptions,
         *,
         canary: Canary | None = None,
-        adapters: AdapterSource | None = None,
         published: Callable[[int], None] = lambda version: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``weights`` gives the learner's under canonical names; ``published`` is told each version that all engines hold."""
+        """``exporter`` is the learner's end; ``published`` is told each version that all engines hold."""
         self.engines = engines
         self.options = options
         self.publishes = 0
         self.version = -1
-        self._weights = weights
-        self.channel = Channel(make_sender)
+        self.exporter = exporter
+        self.channel = Channel(exporter)
         self._canary = canary
-        self._adapters = adapters
         self._based: set[int] = set()  # identities of the engines that hold the base which adapters stand on
-        self._snapshot = Snapshot() if options.keep_copy and adapters is None else None
-        self._last: list[tuple[str, Tensor]] = []
-        self._last_adapters: tuple[AdapterFiles, Mapping[str, int]] | None = None
-        self._aliases: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._published = published
         self._note = note
@@ -174,7 +148,7 @@ class PublishedWeights:
                 raise
 
     async def _start(self, engine: WeightHolder) -> None:
-        self.channel.close()
+        await self.channel.close()
         self._based.discard(id(engine))
         with waiting("weight sync", on=f"start of {engine.name}"):
             await engine.start()
@@ -183,69 +157,50 @@ class PublishedWeights:
         self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, again: bool = False
     ) -> None:
         """Send what is to be sent to ``engines`` and prove it; ``again`` is the last publish once more."""
-        if self._adapters is None:
-            await self._send(engines, version, tally, prove=prove, tensors=self._current(again))
+        if self.options.adapters:
+            await self._send_adapters(engines, version, tally, again=again)
         else:
-            await self._send_adapters(engines, version, tally, adapters=self._adapters, again=again)
+            await self._send(engines, version, tally, prove=prove, content="last" if again else "weights")
         if self.options.in_flight:  # before the canary, for whose sake the engine goes on, with the requests that were stopped
             for engine in engines:
                 await engine.forget_prefixes(running=self.options.recompute)
-        learner_has_gone_on = again and self.options.keep_copy  # and says nothing about the weights of the last publish any more
-        if prove and self._canary is not None and not learner_has_gone_on:
+        silent = again and self.options.learner_goes_on  # the learner says nothing about the weights of the last publish any more
+        if prove and self._canary is not None and not silent:
             started = time.perf_counter()
             with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
                 reports = [await self._canary.ask(engine) for engine in engines]
             tally.canary = max(report.mean for report in reports)
             tally.proving += time.perf_counter() - started
 
-    def _current(self, again: bool) -> list[tuple[str, Tensor]]:
-        """The tensors to send: the learner's, or those of the last publish where it may have changed them since."""
-        if again and self._snapshot is not None:
-            return self._last
-        found = distinct(self._weights())
-        self._aliases = found.aliases
-        self._last = large_in_the_middle(found.tensors)
-        if self._snapshot is not None:
-            self._last = self._snapshot.take(self._last, self.options.dtype)
-        return self._last
-
-    async def _send_adapters(
-        self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, adapters: AdapterSource, again: bool
-    ) -> None:
+    async def _send_adapters(self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, again: bool) -> None:
         bare = [engine for engine in engines if id(engine) not in self._based]
         if bare:
-            found = distinct(adapters.base())
-            self._aliases = found.aliases
-            await self._send(bare, version, tally, prove=True, tensors=list(found.tensors))
+            await self._send(bare, version, tally, prove=True, content="base")
             self._based |= {id(engine) for engine in bare}
         started = time.perf_counter()
-        if self._last_adapters is None or not (again and self.options.keep_copy):
-            self._last_adapters = adapters.files(), adapters.marks(self.options.dtype)
-        files, marks = self._last_adapters
+        adapters = await self.exporter.adapters(again=again)
         for engine in engines:
-            receipt = await engine.load_adapter(files, version)
+            receipt = await engine.load_adapter(adapters.files, version)
             prove_version(engine.name, receipt, version)
-            prove_arrival(engine.name, marks, receipt)
-        tally.size += len(files.weights) * len(engines)
+            prove_arrival(engine.name, adapters.marks, receipt)
+        tally.size += len(adapters.files.weights) * len(engines)
         tally.sending += time.perf_counter() - started
 
-    async def _send(
-        self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, tensors: list[tuple[str, Tensor]]
-    ) -> None:
+    async def _send(self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, content: Content) -> None:
         started = time.perf_counter()
-        outgoing = Outgoing(tensors, manifest_of(tensors, self.options.dtype), held=prove)
+        shipment = await self.exporter.prepare(content)
         names = ", ".join(engine.name for engine in engines)
         with waiting("weight sync", on=f"{names} to take version {version}", kind="weight_sync"):
-            receipts = await self.channel.transfer(engines, version, outgoing)
+            marks, receipts = await self.channel.transfer(engines, version, shipment.manifest, held=prove)
         tally.sending += time.perf_counter() - started
-        tally.size += outgoing.manifest.size * len(engines)
+        tally.size += shipment.manifest.size * len(engines)
         for engine, receipt in zip(engines, receipts, strict=True):
             prove_version(engine.name, receipt, version)
-            prove_arrival(engine.name, outgoing.sent_marks, receipt)
+            prove_arrival(engine.name, marks.sent, receipt)
         if prove:
             started = time.perf_counter()
             for engine in engines:
-                report = prove_held(engine.name, outgoing.held_marks, self._aliases, await engine.held())
+                report = prove_held(engine.name, marks.held, shipment.aliases, await engine.held())
                 tally.read_back, tally.unread = report.proven, len(report.unread)
                 self._say_unread(engine, report.unread, report.proven)
             tally.proving += time.perf_counter() - started
@@ -258,5 +213,5 @@ class PublishedWeights:
                 f"such as {unread[0]}, by their arrival and by the canary"
             )
 
-    def close(self) -> None:
-        self.channel.close()
+    async def close(self) -> None:
+        await self.channel.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,26 +12,47 @@ from strop.weights.base import Manifest, NamedTensors
 from strop.weights.fingerprints import fingerprint, positive_zeros
 
 
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One tensor of a learner, which may lie in pieces on several ranks until it is taken."""
+
+    name: str  # canonical
+    like: Tensor  # of its shape and data type; maybe on the meta device
+    take: Callable[[], Tensor]  # the whole of it; a collective of all ranks where it lies on several
+    storage: tuple[int, ...]  # equal for weights that are tied
+
+
+def weights_of(tensors: NamedTensors) -> list[Weight]:
+    """Those of a model in this process. Only what shares its memory whole, in the same shape, is tied; adapters merged on the fly are new
+    tensors each time."""
+    return [
+        Weight(name, tensor.detach(), _the(tensor.detach()), (tensor.data_ptr(), *tensor.shape, *tensor.stride()))
+        for name, tensor in tensors
+    ]
+
+
+def _the(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
 @dataclass(frozen=True)
 class Distinct:
-    """Named tensors without those that are tied to an earlier one."""
+    """Weights without those that are tied to an earlier one."""
 
-    tensors: tuple[tuple[str, Tensor], ...]
+    weights: tuple[Weight, ...]
     aliases: dict[str, str]  # the name of a tied tensor -> the name of the one it is tied to
 
 
-def distinct(tensors: Iterable[tuple[str, Tensor]]) -> Distinct:
-    """Only what shares its memory whole, in the same shape, is tied; adapters merged on the fly are new tensors each time."""
-    first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
-    kept: list[tuple[str, Tensor]] = []
+def distinct(weights: Iterable[Weight]) -> Distinct:
+    first: dict[tuple[int, ...], str] = {}
+    kept: list[Weight] = []
     aliases: dict[str, str] = {}
-    for name, tensor in tensors:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in first:
-            aliases[name] = first[key]
+    for weight in weights:
+        if weight.like.numel() and weight.storage in first:
+            aliases[weight.name] = first[weight.storage]
             continue
-        first[key] = name
-        kept.append((name, tensor.detach()))
+        first[weight.storage] = weight.name
+        kept.append(weight)
     return Distinct(tuple(kept), aliases)
 
 
@@ -39,7 +60,7 @@ def distinct(tensors: Iterable[tuple[str, Tensor]]) -> Distinct:
 class Outgoing:
     """One publish on its way: an iterable that notes the fingerprints of what it gives."""
 
-    tensors: NamedTensors
+    weights: Sequence[Weight]
     manifest: Manifest
     held: bool  # also of the tensors with positive zeros, for what will be read back
     sent_marks: dict[str, int] = field(default_factory=dict)
@@ -47,12 +68,12 @@ class Outgoing:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         types = {entry.name: entry.dtype for entry in self.manifest.entries}
-        for name, tensor in self.tensors:
-            cast = tensor.detach().to(types[name])
-            self.sent_marks[name] = fingerprint(cast)
+        for weight in self.weights:
+            cast = weight.take().detach().to(types[weight.name])
+            self.sent_marks[weight.name] = fingerprint(cast)
             if self.held:
-                self.held_marks[name] = fingerprint(positive_zeros(cast))
-            yield name, cast
+                self.held_marks[weight.name] = fingerprint(positive_zeros(cast))
+            yield weight.name, cast
 
 
 class Snapshot:
@@ -62,11 +83,11 @@ class Snapshot:
         self._tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, tensors: NamedTensors, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    def take(self, weights: Sequence[Weight], dtype: torch.dtype) -> list[Weight]:
         """Into the memory of the last one, in the types they are sent in."""
-        for name, tensor in tensors:
-            wanted = dtype if tensor.is_floating_point() else tensor.dtype
-            if name not in self._tensors:
-                self._tensors[name] = torch.empty(tensor.shape, dtype=wanted, device="cpu")
-            self._tensors[name].copy_(tensor)
-        return list(self._tensors.items())
+        for weight in weights:
+            wanted = dtype if weight.like.is_floating_point() else weight.like.dtype
+            if weight.name not in self._tensors:
+                self._tensors[weight.name] = torch.empty(weight.like.shape, dtype=wanted, device="cpu")
+            self._tensors[weight.name].copy_(weight.take())
+        return weights_of(self._tensors.items())

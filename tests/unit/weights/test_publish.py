@@ -26,6 +26,7 @@ from strop.weights.base import (
     TransportError,
 )
 from strop.weights.broadcast import BroadcastSender
+from strop.weights.export import local_exporter
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
 from strop.weights.manifest import manifest_of
@@ -137,8 +138,11 @@ def publisher(
     learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
 ) -> PublishedWeights:
     canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
-    settings = PublishOptions(**{"dtype": torch.float32, "apart": True, "proof": ProofSchedule("always"), **options})  # type: ignore[arg-type]
-    return PublishedWeights(learner.weights, engines, senders(folder)[transport], settings, canary=canary)
+    settings = PublishOptions(**{"apart": True, "proof": ProofSchedule("always"), **options})  # type: ignore[arg-type]
+    exporter = local_exporter(
+        learner.weights, senders(folder)[transport], dtype=torch.float32, keep_copy=settings.learner_goes_on
+    )
+    return PublishedWeights(exporter, engines, settings, canary=canary)
 
 
 def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
@@ -153,7 +157,7 @@ def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_pat
             assert all(torch.equal(tensor, learner_now[name]) for name, tensor in engine.tensors.items())
         assert said["weights/tensors_read_back"].value == 2
         learner.train()
-    weights.close()
+    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_the_costly_questions_are_asked_when_they_are_due(tmp_path: Path, mode: 
         if "held" in engine.calls and "ask" in engine.calls:
             found.append(version)
     assert found == asked
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def _drop(tensors: dict[str, Tensor]) -> None:
@@ -192,7 +196,7 @@ def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_r
     with pytest.raises(ProofFailed, match=named):
         asyncio.run(weights.publish(0))
     assert not engine.open and weights.version == -1
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(tmp_path: Path) -> None:
@@ -202,7 +206,7 @@ def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_el
     engine.says = lambda version: version - 1
     with pytest.raises(ProofFailed, match="version 1, and says that it holds version 0"):
         asyncio.run(weights.publish(1))
-    weights.close()
+    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("call", ["pause", "connect", "load", "held", "ask", "unpause"])
@@ -214,7 +218,7 @@ def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publi
     engines[1].dies_in = [call] if call != "connect" else ["pause", "connect"]
     asyncio.run(asyncio.wait_for(weights.publish(1), 60))
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
-    weights.close()
+    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
@@ -226,7 +230,7 @@ def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: 
     asyncio.run(asyncio.wait_for(weights.publish(0), 60))
     assert time.monotonic() - started < 15, "time limits of the transport are minutes"
     assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
-    weights.close()
+    asyncio.run(weights.close())
 
 
 @pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
@@ -249,23 +253,23 @@ def test_an_engine_that_dies_every_time_ends_the_run(tmp_path: Path) -> None:
     engine.dies_in = ["load"] * 10
     with pytest.raises(EngineDied):
         asyncio.run(weights.publish(0))
-    weights.close()
+    asyncio.run(weights.close())
 
 
-@pytest.mark.parametrize("keep_copy", [True, False])
+@pytest.mark.parametrize("learner_goes_on", [True, False])
 def test_an_engine_that_is_revived_gets_the_weights_of_the_last_publish_wherever_the_learner_is_by_then(
-    tmp_path: Path, keep_copy: bool
+    tmp_path: Path, learner_goes_on: bool
 ) -> None:
     learner, engine = Learner(), PlainEngine()
-    weights = publisher(learner, [engine], tmp_path, keep_copy=keep_copy)
+    weights = publisher(learner, [engine], tmp_path, learner_goes_on=learner_goes_on)
     asyncio.run(weights.publish(5))
     published = learner.b.clone()
-    if keep_copy:
+    if learner_goes_on:
         learner.train()
     engine.alive = False
     asyncio.run(weights.revive(engine))
     assert engine.open and engine.label == 5 and torch.equal(engine.tensors["b"], published)
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_says_so(tmp_path: Path) -> None:
@@ -278,7 +282,7 @@ def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_sa
     assert not engine.alive
     with pytest.raises(ProofFailed):
         asyncio.run(weights.publish(1))
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_are_sent_weights(tmp_path: Path) -> None:
@@ -291,7 +295,7 @@ def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_ar
     assert [call for call in engine.calls if call in ("pause", "sleep", "wake", "load", "unpause")] == [
         "pause", "sleep", "pause", "wake", "load", "unpause",
     ]  # fmt: skip
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
@@ -303,7 +307,7 @@ def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) 
     engines[1].calls.clear()
     asyncio.run(weights.publish(1))
     assert engines[1].calls.index("wake") < engines[1].calls.index("load")
-    weights.close()
+    asyncio.run(weights.close())
 
 
 def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:

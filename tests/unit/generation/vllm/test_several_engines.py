@@ -40,7 +40,7 @@ def pair(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: 
         )
         for number in range(2)
     ]
-    served = serve(model, tokenizer, engines, keep_copy=True)
+    served = serve(model, tokenizer, engines, learner_goes_on=True)
     room.run(served.weights.publish(0))
     yield served
     room.run(served.close())

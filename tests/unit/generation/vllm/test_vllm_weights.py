@@ -89,16 +89,16 @@ def test_weights_arrive_by_every_transport(room: EngineRoom, served: Served, tra
         "broadcast": lambda receivers: BroadcastSender(receivers, backend="gloo"),
         "folder": lambda receivers: FolderSender(tmp_path / "weights", receivers),
     }
-    memory = served.weights.channel.make_sender
+    memory = served.export.make_sender
     try:
-        served.weights.channel.close()
-        served.weights.channel.make_sender = senders[transport]
+        room.run(served.weights.channel.close())
+        served.export.make_sender = senders[transport]
         perturb(served.model, 21)
         publish(room, served)
         assert disagreement(room, served) < 2e-4
     finally:
-        served.weights.channel.close()
-        served.weights.channel.make_sender = memory
+        room.run(served.weights.channel.close())
+        served.export.make_sender = memory
     publish(room, served)
 
 
