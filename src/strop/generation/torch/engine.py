@@ -31,6 +31,7 @@ class _Request:
     session: str
     limit: int  # new tokens at most
     done: asyncio.Future[Completion]
+    ahead: bool = False  # of those that wait, and begun while they are held
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -47,7 +48,8 @@ class _Request:
 class EngineCounters:
     """What the engine has done since it was made; differences of two readings make rates."""
 
-    prompt_tokens: int = 0
+    asked_tokens: int = 0  # of prompts
+    prompt_tokens: int = 0  # that were read: the others were in memory
     sampled_tokens: int = 0
     decode_steps: int = 0
 
@@ -65,7 +67,8 @@ class TorchEngine:
         self.counters = EngineCounters()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._held = True  # until the first publish
+        self._held = True  # nothing is begun, until the first publish
+        self._frozen = False  # what runs stands still too
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -73,6 +76,16 @@ class TorchEngine:
         self._failure: BaseException | None = None
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        return await self._ask(prompt, sampling, seed, session)
+
+    async def answer_ahead(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
+        """The same ahead of the requests that wait, and while they are held. Those that stand still go on."""
+        self._frozen = False
+        return await self._ask(prompt, sampling, seed, ahead=True)
+
+    async def _ask(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, ahead: bool = False
+    ) -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
         if not len(prompt):
@@ -84,22 +97,48 @@ class TorchEngine:
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done))
+        request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, ahead)
+        if ahead:
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
         if self._loop is None:
             self._loop = asyncio.create_task(self._serve(), name="strop-torch-engine")
         self._wake.set()
         return await done
 
     async def drain(self) -> None:
-        self._held = True
+        self._held, self._frozen = True, False
+        self._wake.set()
         await self._idle.wait()
         self.runner.deactivate()
 
+    def freeze(self) -> None:
+        """Begin nothing and leave what runs where it is, with what it has read; the weights may then change under it."""
+        self._held = self._frozen = True
+
     def resume(self, version: int) -> None:
+        self.take_up(version)
+        self.go_on()
+
+    def take_up(self, version: int) -> None:
+        """The module's weights are those of ``version`` now."""
         self.version = version
         self.runner.activate()
-        self._held = False
+
+    def go_on(self) -> None:
+        self._held = self._frozen = False
         self._wake.set()
+
+    def read_again(self) -> None:
+        """What runs reads all it has with the weights of now, and goes on from there."""
+        for slot, request in enumerate(self._running):
+            self.runner.prefill([Prompt(slot, (*request.prompt, *request.tokens[:-1]))])
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended it, if it has ended."""
+        return self._failure
 
     async def close(self) -> None:
         if self._loop is not None:
@@ -112,8 +151,9 @@ class TorchEngine:
     async def _serve(self) -> None:
         try:
             while True:
-                if not self._running and (self._held or not self._waiting):
-                    self._idle.set()
+                if self._frozen or not (self._running or self._may_begin()):
+                    if not self._running:
+                        self._idle.set()
                     self._wake.clear()
                     await self._wake.wait()
                     await asyncio.sleep(0)  # let everyone who was woken with us hand in their requests first
@@ -123,6 +163,10 @@ class TorchEngine:
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
+
+    def _may_begin(self) -> bool:
+        """Whether the next of those that wait may."""
+        return bool(self._waiting) and (not self._held or self._waiting[0].ahead)
 
     def _fail(self, error: Exception) -> None:
         """Nobody waits for an engine that has stopped."""
@@ -136,8 +180,7 @@ class TorchEngine:
 
     def _step(self) -> None:
         self._forget_cancelled()
-        if not self._held:
-            self._admit()
+        self._admit()
         if self._running:
             self._decode()
 
@@ -146,13 +189,14 @@ class TorchEngine:
         prompts: list[Prompt] = []
         seen: set[tuple[int, ...]] = set()
         first, read = len(self._running), 0
-        while self._waiting and len(self._running) < self.runner.slots:
+        while self._may_begin() and len(self._running) < self.runner.slots:
             request = self._waiting[0]
             prompt = Prompt(len(self._running), request.prompt, request.session)
             cost = 0 if request.prompt in seen else self.runner.unread(prompt)
             if read and read + cost > self.prefill_tokens:
                 break
             read += cost
+            self.counters.asked_tokens += len(request.prompt)
             seen.add(request.prompt)
             prompts.append(prompt)
             self._running.append(self._waiting.popleft())

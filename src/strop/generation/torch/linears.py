@@ -30,6 +30,7 @@ ROWS = 32  # the batch for which oneDNN chooses its layout; others work too
 class _Layer:
     """A layer that can be computed from copies."""
 
+    name: str  # in the model, as without adapters
     module: nn.Module  # whose forward is routed
     linear: nn.Linear
     adapter: LowRank | None = None
@@ -81,6 +82,26 @@ class FastLinears:
         for layer in self.layers:
             layer.module.__dict__.pop("forward", None)
 
+    @torch.no_grad()
+    def stale(self) -> dict[str, Tensor]:
+        """The copies that are not what the module holds, by the canonical name of what they should be copies of.
+
+        A copy beside which an adapter stands, or into which one is merged, goes by the name of the weight under it.
+        """
+        found: dict[str, Tensor] = {}
+        for layer, copy in zip(self.layers, self.copies, strict=False):
+            wanted = self._weights(layer)
+            for part, name in (("bias", "bias"), ("down", "weight"), ("up", "weight"), ("weight", "weight")):
+                tensor: Tensor | None = getattr(wanted, part)
+                if tensor is not None and not torch.equal(held := self._read(getattr(copy, part)), tensor.to(self.precision)):
+                    found[f"{layer.name}.{name}"] = held
+        return found
+
+    @staticmethod
+    def _read(copy: Tensor) -> Tensor:
+        """A copy in the usual layout: oneDNN gives back every bit."""
+        return copy.to_dense() if copy.is_mkldnn else copy
+
     def _weights(self, layer: _Layer) -> _Weights:
         """What the layer multiplies with, in the model's precision."""
         adapter, weight, bias = layer.adapter, layer.linear.weight, layer.linear.bias
@@ -131,7 +152,7 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
     for adapter in low_rank_layers(model):
         inside |= {id(module) for module in adapter.module.modules()}
         if type(adapter.base) is nn.Linear:
-            yield _Layer(adapter.module, adapter.base, adapter)
-    for module in model.modules():
+            yield _Layer(adapter.name, adapter.module, adapter.base, adapter)
+    for name, module in model.named_modules():
         if type(module) is nn.Linear and id(module) not in inside:
-            yield _Layer(module, module)
+            yield _Layer(name, module, module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from strop.generation.torch.cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
 from strop.generation.torch.graphs import DecodeGraphs
 from strop.generation.torch.linears import FastLinears
+from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
 
@@ -30,6 +31,7 @@ class Prompt:
 class Runner(Protocol):
     """Keeps the state of ``slots`` sequences; the running ones are always the first."""
 
+    network: Network
     slots: int
     length: int  # positions a slot can hold
 
@@ -59,6 +61,14 @@ class Runner(Protocol):
 
     def deactivate(self) -> None:
         """Give the module back to the learner."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What it computes with, by canonical name: the module's own where they are used or agree with the copies that are."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Drop what is kept of prompts and conversations."""
         ...
 
 
@@ -164,6 +174,14 @@ class CachedRunner:
         self.linears.switch_off()
         self.network.use_learner_attention()
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        stale = self.linears.stale()
+        for name, tensor in base_weights(self.network.model):
+            yield name, stale.get(name, tensor)
+
+    def forget_prefixes(self) -> None:
+        self.prefixes.clear()
+
 
 class RecomputeRunner:
     """For models whose attention takes no plan: reads every sequence again at every token. Slow, and right for any causal LM."""
@@ -209,6 +227,12 @@ class RecomputeRunner:
 
     def deactivate(self) -> None:
         self.network.use_learner_attention()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return base_weights(self.network.model)
+
+    def forget_prefixes(self) -> None:
+        return None
 
 
 class _Recorder:

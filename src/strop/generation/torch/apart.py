@@ -1,0 +1,238 @@
+"""The embedded engine with weights of its own: where the learner is sharded, or elsewhere, there is no module to share.
+
+The same continuous batching (``TorchEngine``) runs on a copy of the model that only generates. Weights come through a channel, as to any
+other engine, and are copied into the module in place, so whatever is tied there stays tied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from strop.generation.base import Completion
+from strop.generation.torch.engine import TorchEngine
+from strop.generation.torch.runner import Prompt
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, load_adapters, low_rank_layers
+from strop.sampling import Sampling
+from strop.weights.adapters import LowRankSource
+from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt, Receiver
+from strop.weights.fingerprints import fingerprint, positive_zeros
+
+T = TypeVar("T")
+
+NO_VERSION = -1
+
+
+class ApartEngine:
+    """An ``Engine`` in the process that calls it. Requests wait until the first ``unpause``: it starts with weights of no version.
+
+    Requests may stand still while weights change (``keep_running``). They go on from the keys and values they have, or read all again where
+    ``forget_prefixes(running=True)`` asks for it.
+    """
+
+    receivers = 1
+
+    def __init__(self, name: str, make_engine: Callable[[], TorchEngine], dtype: torch.dtype) -> None:
+        """``make_engine`` builds the model, whose weights need not be anybody's, and an engine on it; it is called at every start.
+        ``dtype`` is the type in which weights are sent (``PublishOptions.dtype``)."""
+        self.name = name
+        self.make_engine = make_engine
+        self.dtype = dtype
+        self.version = NO_VERSION
+        self._loaded = NO_VERSION  # the version of the weights in the module
+        self._open = asyncio.Event()
+        self._engine: TorchEngine | None = None
+        self._receiver: Receiver | None = None
+        self._sent: dict[str, torch.dtype] = {}  # by name, the type in which it came
+
+    # --- starting and ending ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.close()
+        self._engine = await asyncio.to_thread(self.make_engine)
+
+    async def close(self) -> None:
+        self._open.clear()
+        self.version = self._loaded = NO_VERSION
+        self._disconnect()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+            del engine
+            gc.collect()  # a module that refers to itself would keep its memory until after the next one was built
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and self._engine.failure is None
+
+    def _living(self) -> TorchEngine:
+        if self._engine is None:
+            raise EngineDied(f"{self.name} is not started")
+        if (failure := self._engine.failure) is not None:
+            raise EngineDied(f"{self.name} has stopped: {type(failure).__name__}: {failure}") from failure
+        return self._engine
+
+    # --- sampling ---------------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        await self._open.wait()
+        engine = self._living()
+        return await self._answer(engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session))
+
+    async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
+        engine = self._living()
+        cached = len(prompt) - engine.runner.unread(Prompt(0, tuple(prompt)))
+        found = await self._answer(engine, engine.answer_ahead(prompt, sampling=sampling, seed=seed))
+        return Answer(tokens=found.tokens, logprobs=found.logprobs, cached=cached, kept=found.kept)
+
+    async def _answer(self, engine: TorchEngine, answer: Awaitable[T]) -> T:
+        """Whatever goes wrong in a step ends the engine, and is nothing that a request did."""
+        try:
+            return await answer
+        except Exception as error:
+            if engine.failure is not None:
+                raise EngineDied(f"{self.name} stopped while it was generating: {type(error).__name__}: {error}") from error
+            raise
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    async def connect(self, address: ChannelAddress, first: int) -> None:
+        self._disconnect()
+        self._receiver = await asyncio.to_thread(address.connect, first, self._living().runner.network.device)
+
+    def _disconnect(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    async def pause(self, *, keep_running: bool) -> None:
+        self._open.clear()
+        if keep_running:
+            self._living().freeze()
+        else:
+            await self._living().drain()
+            self._living()  # what ended it ends the wait too
+
+    async def load(self, manifest: Manifest, version: int) -> Receipt:
+        engine = self._living()
+        self.version = self._loaded = NO_VERSION
+        started = time.perf_counter()
+        marks = await asyncio.to_thread(self._receive, engine, manifest)
+        await asyncio.to_thread(engine.take_up, version)
+        self._sent = {entry.name: entry.dtype for entry in manifest.entries}
+        self._loaded = version
+        return Receipt(version=version, received=marks, seconds=time.perf_counter() - started)
+
+    @torch.no_grad()
+    def _receive(self, engine: TorchEngine, manifest: Manifest) -> dict[str, tuple[int, ...]]:
+        """Copy one publish into the module; the fingerprints of what came."""
+        if self._receiver is None:
+            raise RuntimeError(f"{self.name}: no channel is connected")
+        own = dict(base_weights(engine.runner.network.model))
+        self._refuse_others(manifest, own)
+        marks: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self._receiver.receive(manifest):
+            marks[name] = (fingerprint(tensor),)
+            own[name].copy_(tensor)
+        if missing := set(manifest.names) - marks.keys():
+            raise RuntimeError(f"{self.name}: the publish ended without {', '.join(sorted(missing)[:3])}")
+        return marks
+
+    def _refuse_others(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
+        """Weights of another model. Raises RuntimeError."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        for entry in manifest.entries:
+            if shapes.get(entry.name) != entry.shape:
+                found = f"has it as {shapes[entry.name]}" if entry.name in shapes else "has no tensor of that name"
+                raise RuntimeError(
+                    f"{self.name} is sent {entry.name} {entry.shape}, and its model {found}: build it from the learner's configuration"
+                )
+        reached = {own[name].data_ptr() for name in manifest.names}
+        if left := [name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in reached]:
+            raise RuntimeError(
+                f"{self.name}: {', '.join(left[:3])} would keep values that nobody sent: they are neither sent nor "
+                "tied to what is; build it from the learner's configuration, where perhaps they are tied (tie_word_embeddings)"
+            )
+
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
+        """Into adapters of the same form, which ``make_engine`` put on its model. Raises RuntimeError where it has none."""
+        engine = self._living()
+        model = engine.runner.network.model
+        if not low_rank_layers(model):
+            raise RuntimeError(
+                f"{self.name} is sent adapters, and its model has none: make it with the learner's dtensor_cfg.lora_cfg"
+            )
+        self.version = self._loaded = NO_VERSION
+        started = time.perf_counter()
+        await asyncio.to_thread(_fill_adapters, model, adapter)
+        await asyncio.to_thread(engine.take_up, version)
+        received = {name: (mark,) for name, mark in LowRankSource(model).marks(self.dtype).items()}
+        self._loaded = version
+        return Receipt(version=version, received=received, seconds=time.perf_counter() - started)
+
+    async def held(self) -> Mapping[str, tuple[Held, ...]]:
+        return await asyncio.to_thread(self._held, self._living())
+
+    @torch.no_grad()
+    def _held(self, engine: TorchEngine) -> dict[str, tuple[Held, ...]]:
+        """In the types in which they came, which the module's may be wider than."""
+        found: dict[str, tuple[Held, ...]] = {}
+        for name, tensor in engine.runner.weights():
+            sent = self._sent.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            rows = tensor.shape[0] if tensor.dim() else 1
+            region = (0, rows, 0, tensor.numel() // max(rows, 1))
+            found[name] = (Held(fingerprint(positive_zeros(tensor.to(sent))), region),)
+        return found
+
+    async def unpause(self, version: int) -> None:
+        engine = self._living()
+        if self._loaded != version:
+            raise RuntimeError(
+                f"{self.name} was to go on with weights of version {version}, and holds those of version {self._loaded}"
+            )
+        engine.go_on()
+        self.version = version
+        self._open.set()
+
+    async def forget_prefixes(self, *, running: bool) -> None:
+        engine = self._living()
+        engine.runner.forget_prefixes()
+        if running:
+            engine.read_again()
+            engine.runner.forget_prefixes()
+
+    async def sleep(self) -> None:
+        """Keys and values that are kept, and what the allocator holds; weights and the cache of running requests stay."""
+        self._living().runner.forget_prefixes()
+        if self._living().runner.network.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        self._living()
+
+    def counters(self) -> Mapping[str, float]:
+        if self._engine is None:
+            return {}
+        done = self._engine.counters
+        return {
+            "prompt_tokens": float(done.prompt_tokens),
+            "sampled_tokens": float(done.sampled_tokens),
+            "prefix_queries": float(done.asked_tokens),
+            "prefix_hits": float(done.asked_tokens - done.prompt_tokens),
+        }
+
+
+def _fill_adapters(model: torch.nn.Module, adapter: AdapterFiles) -> None:
+    with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
+        folder = Path(name)
+        (folder / WEIGHTS_FILE).write_bytes(adapter.weights)
+        (folder / CONFIG_FILE).write_text(adapter.config)
+        load_adapters(model, folder)
