@@ -1,0 +1,157 @@
+"""Tiny models of which a rank computes a part, beside the same models whole, exact enough in float64 to compare to the last digits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from strop.models.attention import IMPLEMENTATION, TreePlan
+from strop.models.heads import head_of
+from strop.training.torch.parallel.collectives import copy, gather, join, own_rows
+from strop.training.torch.parallel.layout import Meshes
+from support.models import CONFIGS, VOCABULARY, build
+
+dist: Any = torch.distributed
+
+
+def deepseek_v3(**options: Any) -> Any:
+    """Latent attention, a dense layer first, then experts with a shared one."""
+    from transformers import DeepseekV3Config
+
+    sizes = CONFIGS["llama"]().to_dict()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    return DeepseekV3Config(
+        **{name: sizes[name] for name in names},
+        vocab_size=VOCABULARY,
+        intermediate_size=48,
+        pad_token_id=0,
+        num_key_value_heads=4,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        **options,
+    )
+
+
+CONFIGS.setdefault("deepseek_v3", deepseek_v3)
+
+
+class _Wide:
+    """torch with float64 where modelling code asks for float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _WideNorm(nn.Module):
+    """Gemma's RMSNorm, whose weight is an offset from one."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (1 + self.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | None = None) -> Any:
+    """A family's tiny model in float64 throughout: routers and norms too, in this process from then on."""
+    import sys
+
+    make = CONFIGS[family]
+
+    def changed() -> Any:
+        config = make()
+        for name, value in {"tie_word_embeddings": tied, **(change or {})}.items():
+            setattr(config, name, value)
+        return config
+
+    CONFIGS[family] = changed
+    try:
+        model = build(family, dtype=torch.float64)
+    finally:
+        CONFIGS[family] = make
+    vars(sys.modules[type(model).__module__])["torch"] = _Wide()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.startswith("Gemma") and type(child).__name__.endswith("RMSNorm"):
+                setattr(parent, name, _WideNorm(child))
+    model.set_attn_implementation(IMPLEMENTATION)
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def tokens_of(length: int, seed: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def tree(length: int) -> TreePlan:
+    """A prompt of a third of the tokens, and two continuations of unequal lengths."""
+    third = length // 3
+    lengths = torch.tensor([third, third - 1, length - 2 * third + 1])
+    return TreePlan(lengths.cumsum(0) - lengths, lengths, torch.tensor([-1, 0, 0]), torch.device("cpu"))
+
+
+def positions(length: int) -> Tensor:
+    third = length // 3
+    return torch.cat([torch.arange(third), third + torch.arange(third - 1), third + torch.arange(length - 2 * third + 1)])
+
+
+def hidden_states(model: Any, tokens: Tensor) -> Tensor:  # [T] -> [T, H], or a rank's rows
+    output = model.get_decoder()(
+        input_ids=tokens[None], position_ids=positions(len(tokens))[None], plan=tree(len(tokens)), use_cache=False
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def loss_of(model: Any, tokens: Tensor, meshes: Meshes | None = None) -> Tensor:
+    """Something that every logit counts in; with meshes as a learner takes it, each tensor rank reading some of the rows."""
+    hidden = hidden_states(model, tokens)
+    if meshes is not None and meshes.sizes.tensor > 1:
+        hidden = (gather if meshes.sizes.sequence else copy)(hidden, meshes.tensor)
+        hidden = own_rows(hidden, meshes.tensor)
+    logits = head_of(model).logits(hidden)
+    own = torch.stack([logits.logsumexp(-1), logits[:, 5], logits.square().mean(-1)], -1)
+    outputs = own if meshes is None else join(own, meshes.tensor)
+    weight = torch.linspace(-1, 1, outputs.numel(), dtype=outputs.dtype).view_as(outputs)
+    return (outputs * weight).sum() + outputs.square().sum() / 10
+
+
+def whole_gradient(parameter: Any) -> Tensor:
+    """A parameter's gradient as if it were not divided; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, dtype=parameter.dtype)
+    if not isinstance(parameter.grad, DTensor):
+        return parameter.grad.clone()
+    (placement,), part = parameter.grad.placements, parameter.grad.to_local().contiguous()
+    assert isinstance(placement, Shard)
+    group = parameter.grad.device_mesh.get_group()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group=group)
+    return torch.cat(parts, placement.dim)
+
+
+def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a parameter's gradient in units of that gradient's largest entry, and whose it is."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
+    return max(
+        (float((found[name] - wanted[name]).abs().max()) / max(float(wanted[name].abs().max()), 1e-6 * largest), name)
+        for name in wanted
+    )
