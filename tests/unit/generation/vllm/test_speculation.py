@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_tokens_know_their_version_where_weights_change_under_drafts(room: Engin
 
     async def in_flight() -> list[Any]:
         before = ngram.weights.options
-        ngram.weights.options = type(before)(dtype=before.dtype, apart=True, in_flight=True, recompute=True, proof=before.proof)
+        ngram.weights.options = replace(before, in_flight=True, recompute=True)
         try:
             requests = [asyncio.create_task(ngram.replicas.generate(prompt, sampling=sampling, seed=seed)) for seed in range(3)]
             await asyncio.sleep(0.3)

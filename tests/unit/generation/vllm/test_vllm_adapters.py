@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ def planted(room: EngineRoom, served: Served, fault: str) -> Iterator[None]:
 
 
 def test_the_base_is_sent_once_and_the_adapters_each_time(room: EngineRoom, beside: Served) -> None:
-    base = sum(tensor.numel() * 4 for name, tensor in LowRankSource(beside.model).base() if name != "lm_head.weight")
+    base = sum(weight.like.numel() * 4 for weight in LowRankSource(beside.model).base() if weight.name != "lm_head.weight")
     for seed in range(2):
         move(beside.model, seed)
         said = publish(room, beside)
@@ -108,7 +109,7 @@ def test_without_a_publish_the_engine_keeps_the_adapters_before(room: EngineRoom
 
 
 def test_the_base_was_read_back_under_its_names(room: EngineRoom, beside: Served) -> None:
-    names = {name for name, _ in LowRankSource(beside.model).base()}
+    names = {weight.name for weight in LowRankSource(beside.model).base()}
     assert names <= room.run(beside.engine.held()).keys()
 
 
@@ -175,7 +176,7 @@ def test_requests_that_run_go_on_with_the_new_adapters(room: EngineRoom, beside:
 
     async def in_flight() -> list[Any]:
         before = beside.weights.options
-        beside.weights.options = type(before)(dtype=before.dtype, apart=True, in_flight=True, recompute=True, proof=before.proof)
+        beside.weights.options = replace(before, in_flight=True, recompute=True)
         try:
             requests = [asyncio.create_task(beside.replicas.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(3)]
             await asyncio.sleep(0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -189,7 +190,7 @@ def test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_who
 
     async def in_flight() -> tuple[list[int], ...]:
         before = served.weights.options
-        served.weights.options = type(before)(dtype=before.dtype, apart=True, in_flight=True, proof=before.proof)
+        served.weights.options = replace(before, in_flight=True)
         try:
             requests = [asyncio.create_task(served.replicas.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(8)]
             while not served.engine.counters()["running"]:
