@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from strop.weights.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender
+from strop.weights.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
 from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.source import Distinct, Outgoing, Snapshot, Weight, distinct, weights_of
 
@@ -125,9 +125,11 @@ class WeightExport:
         return self._sender.address
 
     def send(self, *, held: bool) -> Marks:
-        assert self._sender is not None
+        sender = self._sender
+        if sender is None:  # another thread closed it, since a receiver refused what was to come
+            raise TransportError("the channel was closed before anything was sent")
         outgoing = Outgoing(self._ready.weights, self._manifest(), held=held)
-        self._sender.send(outgoing.manifest, outgoing)
+        sender.send(outgoing.manifest, outgoing)
         return Marks(outgoing.sent_marks, outgoing.held_marks)
 
     def help(self) -> None:
