@@ -1,0 +1,422 @@
+"""Ray underneath: the only module that imports it.
+
+One placement group reserves a bundle on every node, pinned to nodes that were chosen before (``strop.cluster.placement``). In each bundle
+a keeper holds the node's GPUs for the run as a whole; the run's processes then share them by ``CUDA_VISIBLE_DEVICES``, which is how learner
+and engine come to take turns on one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray writes a token file into the home folder
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
+
+import ray as ray_package
+from ray import exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from strop.cluster.base import HostDied, HostOptions, Remote
+from strop.cluster.placement import Node, PlacementError, choose_nodes, domain_of
+
+log = logging.getLogger(__name__)
+ray: Any = ray_package  # its types do not say what its decorators make
+
+POLL = 0.05  # seconds between looks at whether a process is gone
+KILL_SECONDS = 10.0
+CONCURRENCY = 100_000  # calls at once of a host on an event loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The nodes of a run."""
+
+    nodes: int = 1
+    devices_per_node: int = 1
+    on_cpu: bool = True
+    segment: int | None = None  # nodes in one NVLink domain
+    address: str | None = (
+        None  # of a running cluster; None: the one that RAY_ADDRESS or `ray start` says, or a new one on this machine
+    )
+    output: Path | None = None  # folder for what processes write, one file each, on a disk that all nodes share
+    wait_seconds: float = 120.0  # for nodes that are still to join
+    cpus_per_node: float = 1.0  # reserved on each node
+
+
+class RayCluster:
+    """A ``Cluster`` of Ray actors. Made by ``connect``."""
+
+    def __init__(
+        self, options: ClusterOptions, nodes: Sequence[Node], group: Any, keepers: Sequence[Any], *, owned: bool
+    ) -> None:
+        self.options = options
+        self.members = tuple(nodes)
+        self.nodes = len(nodes)
+        self.devices_per_node = options.devices_per_node
+        self._group = group
+        self._keepers = tuple(keepers)
+        self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
+        self._owned = owned
+        self._hosts: list[RayRemote] = []
+
+    async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+        if options.node is not None and not self.node_lives(options.node):
+            node = self.members[options.node]
+            raise HostDied(f"{options.name} cannot start: its node {node.address} has left the cluster")
+        kind = ASYNC_HOST if options.kind == "async" else THREAD_HOST
+        output = None if self.options.output is None else str(self.options.output / f"{options.name}.log")
+        actor = kind.options(**self._actor_options(options)).remote(options.name, output)
+        remote = RayRemote(options.name, actor)
+        self._hosts.append(remote)
+        try:
+            remote.process, remote.address = await remote.ask("about")
+            await remote.ask("make", make, *arguments)
+        except BaseException:
+            await remote.kill()
+            self._hosts.remove(remote)
+            raise
+        return remote
+
+    def _actor_options(self, options: HostOptions) -> dict[str, Any]:
+        variables = dict(options.environment)
+        if not self.options.on_cpu:
+            held = self._gpus[options.node or 0]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(held[device] for device in options.devices)
+        environment: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
+        if options.packages:
+            environment["pip"] = list(options.packages)
+        if options.python:
+            environment["py_executable"] = options.python
+        if options.working_directory:
+            environment["working_dir"] = options.working_directory
+        chosen: dict[str, Any] = {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "resources": dict(options.resources),
+            "max_restarts": 0,
+            "runtime_env": environment,
+        }
+        if options.kind == "async":
+            chosen["max_concurrency"] = CONCURRENCY
+        if options.node is not None:
+            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=options.node, placement_group_capture_child_tasks=False
+            )
+        return chosen
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def node_lives(self, place: int) -> bool:
+        return self.members[place].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
+        self._hosts.clear()
+        for keeper in self._keepers:
+            ray.kill(keeper)
+        with suppress(Exception):  # the cluster may be what went away
+            remove_placement_group(self._group)
+        await asyncio.to_thread(ray.shutdown)
+
+
+class RayRemote:
+    """An object in a Ray actor."""
+
+    process: int | None
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.process = None
+        self.address = ""
+        self._actor = actor
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended
+
+    def submit(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Any:
+        return (self._actor.urgent if urgent else self._actor.call).remote(method, *arguments, **named)
+
+    def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
+        return self._answer(self.submit(method, *arguments, urgent=urgent, **named))
+
+    def ask(self, what: str, *arguments: Any) -> Awaitable[Any]:
+        """Of the process itself: ``about``, ``make``."""
+        return self._answer(getattr(self._actor, what).remote(*arguments))
+
+    async def _answer(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
+            self._ended = True
+            raise HostDied(
+                f"{self.name} (process {self.process}, on {self.address or 'no node yet'}) is gone: {_reason(error)}"
+            ) from error
+
+    async def kill(self) -> None:
+        self._ended = True
+        with suppress(Exception):
+            ray.kill(self._actor, no_restart=True)
+        if self.process is None or self.address != own_address():
+            return
+        deadline = time.monotonic() + KILL_SECONDS
+        while process_lives(self.process):
+            if time.monotonic() > deadline:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.process, signal.SIGKILL)
+                return
+            await asyncio.sleep(POLL)
+
+
+def _cause(error: exceptions.RayTaskError) -> BaseException:
+    """What was raised over there, with its traceback as a note."""
+    cause = error.cause
+    if not isinstance(cause, BaseException):
+        return error
+    if not getattr(cause, "__notes__", None):
+        cause.add_note(f"raised in another process:\n{str(error).strip()}")
+    return cause
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's message that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(_NO_REASON)]
+    return (told or lines or [type(error).__name__])[0][:300]
+
+
+_NO_REASON = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The actor died", "The actor is dead")
+
+
+def process_lives(process: int) -> bool:
+    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def own_address() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+# --- in the actors' processes ----------------------------------------------------------------------------------------------------------
+
+
+class ThreadHost:
+    """Holds one object and calls its methods, one after another; urgent ones beside them."""
+
+    def __init__(self, name: str, output: str | None) -> None:
+        _begin(name, output)
+        self._object: Any = None
+
+    def about(self) -> tuple[int, str]:
+        return os.getpid(), own_address()
+
+    def make(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._object = make(*arguments)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._object, method)(*arguments, **named)
+
+    urgent = ray.method(concurrency_group="urgent")(call)
+
+
+class AsyncHost:
+    """Holds one object and calls its methods, all at once, on an event loop."""
+
+    def __init__(self, name: str, output: str | None) -> None:
+        _begin(name, output)
+        self._object: Any = None
+
+    async def about(self) -> tuple[int, str]:
+        return os.getpid(), own_address()
+
+    async def make(self, make: Callable[..., Any], *arguments: Any) -> None:
+        made = make(*arguments)
+        self._object = await made if isinstance(made, Awaitable) else made
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        answer = getattr(self._object, method)(*arguments, **named)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    urgent = call
+
+
+class Keeper:
+    """Holds the GPUs of a node for the run."""
+
+    def gpus(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
+THREAD_HOST: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2})(ThreadHost)
+ASYNC_HOST: Any = ray.remote(num_cpus=0)(AsyncHost)
+KEEPER: Any = ray.remote(num_cpus=0)(Keeper)
+
+
+def _begin(name: str, output: str | None) -> None:
+    if output is not None:
+        _write_to(Path(output))
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"strop {name}")
+
+
+def _write_to(path: Path) -> None:
+    """What this process writes goes to a file of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------------------------
+
+
+async def connect(options: ClusterOptions) -> RayCluster:
+    """Join the running cluster, or start one on this machine, and reserve its nodes. Raises PlacementError, ConnectionError."""
+    owned = await asyncio.to_thread(_join, options)
+    try:
+        nodes = await _chosen(options)
+        group = await _reserved(options, nodes)
+        keepers = []
+        for place in range(len(nodes)):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+            gpus = 0 if options.on_cpu else options.devices_per_node
+            keepers.append(KEEPER.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
+        return RayCluster(options, nodes, group, keepers, owned=owned)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _join(options: ClusterOptions) -> bool:
+    """Returns whether a cluster was started, which will end with this process."""
+    if ray.is_initialized():
+        raise RuntimeError(
+            "this process is connected to a Ray cluster already; leave it with ray.shutdown() before a run is started"
+        )
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    running = options.address or os.environ.get("RAY_ADDRESS") or _started_here()
+    if running and running != "local":
+        try:
+            ray.init(address=running, **quiet)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on the others ray start --address=...), or "
+                "take away cluster.address and RAY_ADDRESS to start one on this machine"
+            ) from error
+        return False
+    gpus = None if not options.on_cpu else 0
+    cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
+    ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+    return True
+
+
+def _started_here() -> str | None:
+    """The address of a cluster that `ray start` put on this machine, if it still answers."""
+    path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        host, _, port = path.read_text().strip().rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=2):
+            return f"{host}:{port}"
+    except (OSError, ValueError):
+        return None
+
+
+def nodes_of_cluster() -> list[Node]:
+    """The nodes that are there now."""
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=float(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            domain=domain_of(node.get("Labels") or {}),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+async def _chosen(options: ClusterOptions) -> list[Node]:
+    """The run's nodes, once enough have joined."""
+    deadline = time.monotonic() + options.wait_seconds
+    while True:
+        try:
+            return choose_nodes(
+                nodes_of_cluster(), options.nodes, options.devices_per_node, on_cpu=options.on_cpu, segment=options.segment
+            )
+        except PlacementError:
+            if options.nodes == 1 or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
+    """A bundle on each node. Raises PlacementError where others hold what is asked for."""
+    bundle = {"CPU": options.cpus_per_node} | ({} if options.on_cpu else {"GPU": float(options.devices_per_node)})
+    group = placement_group(
+        [dict(bundle) for _ in nodes],
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
+    )
+    try:
+        await asyncio.wait_for(_ready(group), options.wait_seconds)
+    except TimeoutError:
+        remove_placement_group(group)
+        raise PlacementError(
+            f"{bundle} on each of {', '.join(node.address for node in nodes)} could not be reserved within {options.wait_seconds:g} s "
+            f"(cluster.wait_seconds): another run holds them; free are {ray.available_resources()}"
+        ) from None
+    return group
+
+
+async def _ready(group: Any) -> None:
+    await group.ready()
+
+
+async def on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
+    """``make(*arguments)`` once on each node of the cluster this process is connected to: what it returns, or what it raised."""
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(_called)
+
+    async def one(node: Node) -> tuple[Node, Any]:
+        strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        try:
+            return node, await task.options(scheduling_strategy=strategy).remote(make, *arguments)
+        except exceptions.RayTaskError as error:
+            return node, _cause(error)
+        except exceptions.RayError as error:
+            return node, error
+
+    return list(await asyncio.gather(*(one(node) for node in nodes_of_cluster())))
+
+
+def _called(make: Callable[..., Any], *arguments: Any) -> Any:
+    return make(*arguments)

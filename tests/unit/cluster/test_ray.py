@@ -1,0 +1,137 @@
+"""Objects in Ray actors: calls, errors, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.cluster.base import HostDied, HostOptions
+from strop.cluster.group import GroupDied, WorkerGroup
+from strop.cluster.placement import PlacementError
+from strop.cluster.ray import ClusterOptions, RayCluster, connect, on_every_node, process_lives
+from tests.unit.cluster.things import AsyncThing, Thing
+
+
+class Room:
+    """A cluster and the event loop it is used from."""
+
+    def __init__(self, output: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.output = output
+        self.cluster: RayCluster = self.run(connect(ClusterOptions(nodes=1, devices_per_node=2, output=output)))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def thing(self, number: int = 1, **options: Any) -> Any:
+        return self.run(self.cluster.host(HostOptions(**{"name": f"thing-{number}", "node": 0, **options}), Thing, number))
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    room = Room(tmp_path_factory.mktemp("workers"))
+    yield room
+    processes = [room.thing(n).process for n in (90, 91)]
+    room.run(room.cluster.close())
+    assert not any(process_lives(process) for process in processes), "a closed cluster leaves no process behind"
+
+
+def test_an_object_answers_from_a_process_of_its_own_with_its_environment(room: Room) -> None:
+    thing = room.thing(5, environment={"GREETING": "good day"})
+    assert room.run(thing.call("add", 3)) == 8
+    assert room.run(thing.call("process")) == thing.process and process_lives(thing.process)
+    assert room.run(thing.call("environment", "GREETING")) == "good day"
+
+
+def test_what_it_raises_is_raised_here_and_says_where_it_came_from(room: Room) -> None:
+    thing = room.thing(6)
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        room.run(thing.call("fail"))
+    assert "raised in another process" in caught.value.__notes__[0] and "things.py" in caught.value.__notes__[0]
+    assert room.run(thing.call("add", 1)) == 7, "and it lives on"
+    with pytest.raises(ValueError, match="cannot have the number -1"):
+        room.thing(-1)
+
+
+def test_a_death_is_told_from_an_error(room: Room) -> None:
+    thing = room.thing(7)
+    with pytest.raises(HostDied, match=r"thing-7 \(process \d+"):
+        room.run(thing.call("die"))
+    assert not thing.alive
+    with pytest.raises(HostDied):
+        room.run(thing.call("add", 1))
+
+
+def test_an_urgent_call_does_not_wait_for_the_one_that_runs(room: Room) -> None:
+    thing = room.thing(8)
+
+    async def both() -> bool:
+        waits = asyncio.ensure_future(thing.call("wait"))
+        await thing.call("stop", urgent=True)
+        return bool(await waits)
+
+    assert room.run(both())
+
+
+def test_a_host_on_an_event_loop_answers_many_calls_at_once(room: Room) -> None:
+    async def many() -> list[int]:
+        thing = await room.cluster.host(HostOptions(name="many", node=0, kind="async"), AsyncThing)
+        waits = [asyncio.ensure_future(thing.call("wait")) for _ in range(50)]
+        await asyncio.sleep(0.2)
+        await thing.call("open")
+        return list(await asyncio.gather(*waits))
+
+    assert room.run(many()) == [50] * 50
+
+
+def test_what_is_shared_once_arrives_as_it_was(room: Room) -> None:
+    thing = room.thing(9)
+    reference = room.cluster.share(list(range(1000)))
+    assert room.run(thing.call("size", reference)) == 1000
+
+
+def test_what_a_process_writes_is_in_a_file_of_its_own(room: Room) -> None:
+    thing = room.thing(10)
+    room.run(thing.call("say", "a word from ten"))
+    assert "a word from ten" in (room.output / "thing-10.log").read_text()
+
+
+def test_a_group_that_loses_a_member_ends_and_names_it(room: Room) -> None:
+    members = [room.thing(number) for number in (20, 21, 22)]
+    group = WorkerGroup("learner", members)
+    assert room.run(group.all("add", 1)) == [21, 22, 23]
+
+    async def lose() -> None:
+        waits = asyncio.ensure_future(group.all("wait"))
+        await asyncio.sleep(0.3)
+        await members[1].kill()
+        await waits
+
+    with pytest.raises(GroupDied, match="thing-21"):
+        room.run(lose())
+    assert not any(process_lives(member.process) for member in members), "the others would have waited for ever"
+    with pytest.raises(GroupDied):
+        room.run(group.all("add", 1))
+
+
+def test_what_a_member_raises_by_itself_is_the_cause(room: Room) -> None:
+    group = WorkerGroup("learner", [room.thing(number) for number in (30, 31)])
+    with pytest.raises(KeyError, match="no such thing"):
+        room.run(group.all("fail"))
+
+
+def test_something_can_be_asked_of_every_node(room: Room) -> None:
+    [(node, answer)] = room.run(on_every_node(Thing(3).add, 4))
+    assert answer == 7 and node.address == room.cluster.members[0].address
+
+
+def test_more_nodes_than_there_are_are_refused_with_what_was_found(room: Room) -> None:
+    from strop.cluster.placement import choose_nodes
+    from strop.cluster.ray import nodes_of_cluster
+
+    with pytest.raises(PlacementError, match="cluster.num_nodes is 4"):
+        choose_nodes(nodes_of_cluster(), 4, 2, on_cpu=True)
