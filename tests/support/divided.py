@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -71,8 +72,6 @@ class _WideNorm(nn.Module):
 
 def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | None = None) -> Any:
     """A family's tiny model in float64 throughout: routers and norms too, in this process from then on."""
-    import sys
-
     make = CONFIGS[family]
 
     def changed() -> Any:
@@ -81,12 +80,13 @@ def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | 
             setattr(config, name, value)
         return config
 
+    module = import_module(f"transformers.models.{make().model_type}.modeling_{make().model_type}")
+    vars(module)["torch"] = _Wide()
     CONFIGS[family] = changed
     try:
         model = build(family, dtype=torch.float64)
     finally:
         CONFIGS[family] = make
-    vars(sys.modules[type(model).__module__])["torch"] = _Wide()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.startswith("Gemma") and type(child).__name__.endswith("RMSNorm"):
