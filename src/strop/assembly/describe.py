@@ -72,8 +72,8 @@ def _engine(generation: GenerationConfig) -> str:
     if generation.backend != "vllm":
         return f"embedded torch engine in this process, {generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
     options = generation.vllm_cfg
-    several = f"{options.num_engines} vLLM engines" if options.num_engines > 1 else "a vLLM engine"
-    own = "processes of their own" if options.num_engines > 1 else "a process of its own"
+    several = f"{options.engines} vLLM engines" if options.engines > 1 else "a vLLM engine"
+    own = "processes of their own" if options.engines > 1 else "a process of its own"
     ranks = f" of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
     draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
     return f"{several}{ranks} in {own}, {options.precision}{draft}"

@@ -235,7 +235,7 @@ def make_vllm_engines(
             policy.tokenizer,
             stop_ids=policy.stop_ids,
         )
-        for number in range(options.num_engines)
+        for number in range(options.engines)
     ]
 
 
@@ -266,7 +266,7 @@ def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Pat
     transport = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
-        several = not apart and config.vllm_cfg.num_engines > 1  # the second engine does not see the learner's GPU
+        several = not apart and config.vllm_cfg.engines > 1  # the second engine does not see the learner's GPU
         transport = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
     match transport:
         case "memory":

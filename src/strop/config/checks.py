@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config import engine_checks
+from strop.config import cluster_checks, engine_checks
 from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
 from strop.config.model import Model
@@ -502,7 +502,7 @@ def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problem
         yield Problem("loss_fn.use_kl_in_reward", "it changes nothing: loss_fn.reference_policy_kl_penalty is 0")
 
 
-def idle_devices(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+def idle_devices(config: EvalRunConfig) -> Problems:
     found, used = config.cluster.gpus_per_node, engine_checks.devices_used(generation_of(config)[1])
     if found > max(1, used):
         devices = "one device" if used <= 1 else f"{used} devices with these engines"
@@ -520,8 +520,11 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (TrainingRunConfig, (early_stop, learning_rate, adapters)),
     (PpoRunConfig, (critic,)),
     (RolloutRunConfig, (rollout_lengths, adapter_dropout, *engine_checks.REFUSED_IN_ROLLOUTS)),
-    (TrainingRunConfig, (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED)),
-    (EvalRunConfig, (eval_lengths, sampling)),
+    (
+        TrainingRunConfig,
+        (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED, *cluster_checks.REFUSED),
+    ),
+    (EvalRunConfig, (eval_lengths, sampling, cluster_checks.one_machine)),
     ((RolloutRunConfig, EvalRunConfig), (environments, inference_engine, *engine_checks.REFUSED_WHERE_SAMPLED)),
     (Model, (files, system_prompts, *BOTH_UNSUPPORTED)),
 )
@@ -532,7 +535,8 @@ WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (EvalRunConfig, (engine_checks.unread_in_evaluation,)),
     ((RolloutRunConfig, EvalRunConfig), engine_checks.WARNED_WHERE_SAMPLED),
     ((GrpoRunConfig, PpoRunConfig), (kl_in_reward_of_weight_zero,)),
-    (Model, (idle_devices,)),
+    (EvalRunConfig, (idle_devices,)),
+    (TrainingRunConfig, cluster_checks.WARNED),
 )
 
 

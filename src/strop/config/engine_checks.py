@@ -87,10 +87,10 @@ def transports(config: RolloutRunConfig) -> Problems:
             "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine with GPUs of its own does not see the learner's",
             "Set it to auto, broadcast, memory or folder.",
         )
-    elif transport == "cuda_ipc" and generation.vllm_cfg.num_engines > 1:
+    elif transport == "cuda_ipc" and generation.vllm_cfg.engines > 1:
         yield Problem(
             key,
-            f"found cuda_ipc, but of {generation.vllm_cfg.num_engines} engines only the first one is on the learner's GPU; the others do "
+            f"found cuda_ipc, but of {generation.vllm_cfg.engines} engines only the first one is on the learner's GPU; the others do "
             "not see it",
             "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.",
         )
@@ -144,12 +144,12 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if generation.colocated.enabled or generation.backend != "vllm":
         return
     size = options.tensor_parallel_size
-    needed = options.num_engines * size
+    needed = options.engines * size
     if given.gpus_per_node not in (None, needed):
         fitting = [f"{key}.vllm_cfg.num_engines={given.gpus_per_node // size}"] if given.gpus_per_node % size == 0 else []
         yield Problem(
             f"{key}.colocated.resources.gpus_per_node",
-            f"found {given.gpus_per_node}, but {options.num_engines} engines of {size} ranks use {needed} GPUs",
+            f"found {given.gpus_per_node}, but {options.engines} engines of {size} ranks use {needed} GPUs",
             f"Set {' or '.join([*fitting, f'it to {needed} or null'])}.",
         )
     if (given.num_nodes or 1) > 1:
@@ -271,7 +271,7 @@ def devices_used(generation: GenerationConfig) -> int:
     """GPUs of a run with one learner."""
     if generation.backend != "vllm":
         return 1
-    engines = generation.vllm_cfg.num_engines * generation.vllm_cfg.tensor_parallel_size
+    engines = generation.vllm_cfg.engines * generation.vllm_cfg.tensor_parallel_size
     return engines if generation.colocated.enabled else engines + 1
 
 

@@ -50,8 +50,7 @@ FOREIGN = (
     Foreign("*.tokenizer.use_fastokens", LATER),
     Foreign("*.dtensor_cfg._v2", "there is one torch learner", tuning=True),
     Foreign("*.dtensor_cfg.automodel_kwargs", LATER),
-    Foreign("*.dtensor_cfg.dp_replicate_size", LATER, nothing=1),
-    Foreign("*.dtensor_cfg.env_vars", "set them in the environment of the command"),
+    Foreign("*.dtensor_cfg.env_vars", "use cluster.roles.learner.env_vars"),
     Foreign("*.megatron_cfg.*", "the Megatron Core learner is not in this version", tuning=True),
     Foreign("policy.draft", LATER),
     Foreign("*.sequence_packing.algorithm", "groups are packed whole", tuning=True),
@@ -84,7 +83,6 @@ FOREIGN = (
     Foreign("logger.gpu_monitoring", LATER, tuning=True),
     Foreign("logger.wandb.log_nemo_gym_full_result_tables", "every rollout is stored, see logger.rollouts", tuning=True),
     Foreign("cluster.master_port_range_*", "ports that are free are found", tuning=True),
-    Foreign("cluster.segment_size", LATER),
     Foreign("data_plane", LATER),
     Foreign("on_policy_distillation", "a run that learns from a teacher is strop distillation"),
     *(

@@ -33,8 +33,11 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class TorchGenerationConfig(Model):
-    """The embedded engine: continuous batching on the learner's own module."""
+    """The embedded engine: continuous batching on the learner's own module, or with Ray in processes with weights of their own."""
 
+    num_engines: int | None = Field(
+        None, ge=1, description="Engines in processes of their own, with Ray; null is as many as fit the GPUs, else 1 (engines)."
+    )
     kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory for keys and values of running sequences (GiB).")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that decode together (sequences).")
     prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens read in one forward pass (tokens).")
@@ -73,7 +76,11 @@ class VllmConfig(Model):
     """Options of the vLLM backend."""
 
     async_engine: bool = Field(True, description="Taken for recipes that have it: requests always reach the engine one by one.")
-    num_engines: int = Field(1, ge=1, description="Engines side by side, each with all of the weights (engines).")
+    num_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines side by side, each with all weights; null: as many as fit the GPUs of a Ray cluster, else 1 (engines).",
+    )
     precision: Precision = follows("...precision", alone="bfloat16", description="Data type of the engine's weights.")
     kv_cache_dtype: str = Field("auto", description="Data type of the key-value cache.")
     logprobs_mode: Literal["processed_logprobs"] = Field(
@@ -114,6 +121,11 @@ class VllmConfig(Model):
     )
     startup_seconds: float = Field(600.0, gt=0, description="An engine that is not ready after this has failed (seconds).")
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes alone.")
+
+    @property
+    def engines(self) -> int:
+        """In one process's keeping, where nothing says how many fit."""
+        return self.num_engines or 1
 
 
 class WeightSyncConfig(Model):

@@ -122,14 +122,26 @@ class DtensorConfig(Model):
     """The torch learner."""
 
     enabled: bool = Field(True, description="Train with the torch learner.")
-    cpu_offload: bool = Field(False, description="Keep parameters in CPU memory between uses.")
+    cpu_offload: bool = Field(
+        False, description="Keep parameters, gradients and the optimizer's state in CPU memory; needs several ranks."
+    )
     sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time."
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks (GPUs).")
-    context_parallel_size: int = Field(1, ge=1, description="Context-parallel ranks (GPUs).")
-    custom_parallel_plan: str | None = Field(None, description="Dotted name of a tensor-parallel plan; null is the model's own.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide the linear layers (GPUs).")
+    context_parallel_size: int = Field(1, ge=1, description="Ranks that divide the tokens of a micro-batch (GPUs).")
+    expert_parallel_size: int = Field(
+        1, ge=1, description="Ranks that divide the experts of a layer; a multiple of tensor_parallel_size, or 1 (GPUs)."
+    )
+    dp_replicate_size: int = Field(
+        1, ge=1, description="Copies of the model, each sharded over its part of the ranks (HSDP); 1 shards over all (copies)."
+    )
+    custom_parallel_plan: str | None = Field(
+        None,
+        description="Dotted name of a tensor-parallel plan, a mapping from patterns of names to styles, such as my_plans:PLAN; null is the "
+        "model's own.",
+    )
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
 

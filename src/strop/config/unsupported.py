@@ -34,47 +34,6 @@ def no_learner(config: TrainingRunConfig) -> Problems:
             )
 
 
-def parallel_learner(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
-        for name, what in (("tensor_parallel_size", "Tensor parallelism"), ("context_parallel_size", "Context parallelism")):
-            if (size := getattr(model.dtensor_cfg, name)) > 1:
-                yield Problem(
-                    f"{key}.dtensor_cfg.{name}",
-                    f"found {size}, but this version trains on one device. {what} is not in it",
-                    f"Set {key}.dtensor_cfg.{name}=1.",
-                )
-
-
-def sequence_parallel(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
-        if model.dtensor_cfg.sequence_parallel:
-            yield Problem(
-                f"{key}.dtensor_cfg.sequence_parallel",
-                "found true, but sequence parallelism is not in this version",
-                "Set it to false.",
-            )
-
-
-def custom_parallel_plan(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
-        if model.dtensor_cfg.custom_parallel_plan is not None:
-            yield Problem(
-                f"{key}.dtensor_cfg.custom_parallel_plan",
-                "a plan is set, but tensor parallelism is not in this version",
-                "Set it to null.",
-            )
-
-
-def cpu_offload(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
-        if model.dtensor_cfg.cpu_offload:
-            yield Problem(
-                f"{key}.dtensor_cfg.cpu_offload",
-                "found true, but offloading parameters is not in this version",
-                "Set it to false; policy.reference.offload=true frees the reference policy's memory.",
-            )
-
-
 def dynamic_batching(config: TrainingRunConfig) -> Problems:
     for key, model in trained_models(config):
         if model.dynamic_batching.enabled:
@@ -96,16 +55,6 @@ def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def generation_apart(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
-    if not generation.colocated.enabled and generation.backend in ("auto", "torch"):
-        yield Problem(
-            f"{key}.colocated.enabled",
-            f"found false, but {key}.backend {generation.backend} runs on the learner's own module",
-            f"Set {key}.colocated.enabled=true, or {key}.backend=vllm.",
-        )
-
-
 def pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     """Its processes hold other layers: what they hold is not told apart yet when it is read back."""
     key, generation = generation_of(config)
@@ -117,35 +66,12 @@ def pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Probl
         )
 
 
-def one_node(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    if config.cluster.num_nodes > 1:
-        yield Problem(
-            "cluster.num_nodes",
-            f"found {config.cluster.num_nodes}, but this version runs on one machine",
-            "Set cluster.num_nodes=1.",
-        )
-
-
-def ray_cluster(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    if config.cluster.backend == "ray":
-        yield Problem(
-            "cluster.backend", "found ray, but Ray actors are not in this version", "Set cluster.backend to auto or local."
-        )
-
-
 BOTH_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
     generation_backend,
-    generation_apart,
     pipeline_parallel_engine,
-    one_node,
-    ray_cluster,
 )
 TRAINING_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
     megatron_learner,
     no_learner,
-    parallel_learner,
-    sequence_parallel,
-    custom_parallel_plan,
-    cpu_offload,
     dynamic_batching,
 )

@@ -1,0 +1,131 @@
+"""What of the machines, and of the ranks on them, cannot work or is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop.config.devices import Devices, devices_of
+from strop.config.engine_checks import changed
+from strop.config.errors import Problem
+from strop.config.policy import DtensorConfig
+from strop.config.schema import EvalRunConfig, RolloutRunConfig, TrainingRunConfig, trained_models
+
+Problems = Iterator[Problem]
+
+
+def devices(config: TrainingRunConfig) -> Problems:
+    found = devices_of(config)
+    if found.ray and found.learner < 1:
+        yield Problem(
+            "policy.generation.colocated.enabled",
+            f"found false, and generation would have all {config.cluster.gpus_per_node} devices of each node, so none is left to train",
+            "Raise cluster.gpus_per_node (without GPUs, processes stand for them), or lower "
+            "policy.generation.colocated.resources.gpus_per_node.",
+        )
+    if config.cluster.backend == "local" and config.cluster.num_nodes > 1:
+        yield Problem(
+            "cluster.backend",
+            f"found local with cluster.num_nodes = {config.cluster.num_nodes}, and one process is on one node",
+            "Set it to auto or ray.",
+        )
+    if config.cluster.gpus_per_node < 1:
+        yield Problem(
+            "cluster.gpus_per_node", "found 0, so nothing would train", "Set it to 1 or more; policy.device=cpu needs no GPU."
+        )
+
+
+def parallel_sizes(config: TrainingRunConfig) -> Problems:
+    found = devices_of(config)
+    for key, model in trained_models(config):
+        yield from _sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, found)
+
+
+def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
+    tensor, context, copies = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.dp_replicate_size
+    product = tensor * context * copies
+    if found.learner % product:
+        where = f"{found.learner} devices that train" if found.ray else "the one device of this process"
+        yield Problem(
+            f"{key}.tensor_parallel_size",
+            f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
+            f"divide {where}",
+            f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices has to train), or lower the sizes.",
+        )
+    if sizes.sequence_parallel and tensor == 1:
+        yield Problem(
+            f"{key}.sequence_parallel",
+            "found true with tensor_parallel_size = 1: there is nobody to divide the sequence among",
+            "Set it to false, or raise tensor_parallel_size.",
+        )
+    if (experts := sizes.expert_parallel_size) > 1:
+        one_copy = max(1, found.learner // copies)
+        if experts % tensor or one_copy % experts:
+            yield Problem(
+                f"{key}.expert_parallel_size",
+                f"found {experts}; it has to be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one copy "
+                "of the model",
+                f"Set it to 1, or to such a number, as {one_copy} is." if one_copy % tensor == 0 else "Set it to 1.",
+            )
+    if sizes.cpu_offload and not found.ray:
+        yield Problem(
+            f"{key}.cpu_offload",
+            "found true, but parameters are offloaded by the learner on several ranks, and this run has one",
+            "Set it to false, or cluster.backend=ray; policy.reference.offload=true frees the reference policy's memory.",
+        )
+
+
+def generation_apart(config: TrainingRunConfig) -> Problems:
+    generation = config.policy.generation
+    apart = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
+    if apart and generation.backend in ("auto", "torch") and not devices_of(config).ray:
+        yield Problem(
+            "policy.generation.colocated.enabled",
+            f"found false, but policy.generation.backend {generation.backend} runs on the learner's own module in one process",
+            "Set policy.generation.colocated.enabled=true, policy.generation.backend=vllm, or cluster.backend=ray.",
+        )
+
+
+def environment_hosts(config: TrainingRunConfig) -> Problems:
+    if config.cluster.environment_hosts and not devices_of(config).ray:
+        yield Problem(
+            "cluster.environment_hosts",
+            f"found {config.cluster.environment_hosts}, but hosts of environments are Ray actors, and this run is one process",
+            "Set cluster.backend=ray, or it to 0.",
+        )
+
+
+def segments(config: TrainingRunConfig) -> Problems:
+    size, nodes = config.cluster.segment_size, config.cluster.num_nodes
+    if size is not None and nodes % size:
+        yield Problem(
+            "cluster.segment_size",
+            f"found {size}, which does not divide cluster.num_nodes = {nodes}: every segment has as many nodes",
+            "Set it to a number that does, or to null.",
+        )
+
+
+def one_machine(config: EvalRunConfig) -> Problems:
+    if config.cluster.num_nodes > 1 or config.cluster.backend == "ray":
+        yield Problem(
+            "cluster.num_nodes",
+            f"found {config.cluster.num_nodes} with cluster.backend = {config.cluster.backend}, but an evaluation runs on one machine, "
+            "without Ray, in this version",
+            "Set cluster.num_nodes=1 and cluster.backend=auto.",
+        )
+
+
+def unread_roles(config: TrainingRunConfig) -> Problems:
+    if devices_of(config).ray:
+        return
+    for key in changed("cluster.roles", config.cluster.roles):
+        yield Problem(key, "it changes nothing: this run is one process, without Ray (cluster.backend)")
+
+
+def unread_plan(config: TrainingRunConfig) -> Problems:
+    for key, model in trained_models(config):
+        if model.dtensor_cfg.custom_parallel_plan is not None and model.dtensor_cfg.tensor_parallel_size == 1:
+            yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it changes nothing: tensor_parallel_size is 1")
+
+
+REFUSED = (devices, parallel_sizes, generation_apart, environment_hosts, segments)
+WARNED = (unread_roles, unread_plan)

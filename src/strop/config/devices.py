@@ -1,0 +1,63 @@
+"""How many devices train and how many generate, and whether that takes Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.config.generation import GenerationConfig
+from strop.config.schema import RolloutRunConfig, TrainingRunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a training run takes of its nodes. A device is a GPU, or without GPUs a process that stands for one."""
+
+    nodes: int
+    per_node: int
+    learner: int  # devices that train, in all
+    engine_size: int  # devices of one engine
+    engines: int | None  # None: as many as fit; 0: nothing is sampled
+    engine_devices: int | None = None  # of each node, that only generate
+    engine_nodes: int | None = None  # whole nodes that only generate
+    ray: bool = False
+
+
+def devices_of(config: TrainingRunConfig) -> Devices:
+    nodes, per_node, backend = config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.backend
+    sampled = isinstance(config, RolloutRunConfig)
+    generation = config.policy.generation
+    size, engines = (engine_size(generation), engines_of(generation)) if sampled else (1, 0)
+    apart_devices, apart_nodes = _apart(generation, nodes, per_node, size, engines) if sampled else (None, None)
+    learner = (nodes - (apart_nodes or 0)) * (per_node - (apart_devices or 0))
+    ray = backend == "ray" or (backend == "auto" and (nodes > 1 or learner > 1))
+    return Devices(
+        nodes=nodes,
+        per_node=per_node,
+        learner=learner if ray else 1,
+        engine_size=size,
+        engines=engines,
+        engine_devices=apart_devices,
+        engine_nodes=apart_nodes,
+        ray=ray,
+    )
+
+
+def engine_size(generation: GenerationConfig) -> int:
+    return generation.vllm_cfg.tensor_parallel_size if generation.backend == "vllm" else 1
+
+
+def engines_of(generation: GenerationConfig) -> int | None:
+    return generation.vllm_cfg.num_engines if generation.backend == "vllm" else generation.torch_cfg.num_engines
+
+
+def _apart(
+    generation: GenerationConfig, nodes: int, per_node: int, size: int, engines: int | None
+) -> tuple[int | None, int | None]:
+    """(devices of each node, nodes) that only generate."""
+    if generation.colocated.enabled:
+        return None, None
+    given = generation.colocated.resources
+    if nodes > 1 and given.num_nodes is not None and given.gpus_per_node in (None, per_node):
+        return None, min(given.num_nodes, nodes)
+    wanted = given.gpus_per_node or (-(-(engines * size) // nodes) if engines else per_node // 2)
+    return min(wanted, per_node), None
