@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -46,7 +47,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
 def _answer(rank: int, receiver: Any) -> Any:
     assert receiver.poll(TIMEOUT), f"rank {rank} did not answer within {TIMEOUT:g} s"
     try:
-        failed, result = receiver.recv()
+        failed, result = pickle.loads(receiver.recv_bytes())
     except EOFError:
         raise AssertionError(f"rank {rank} died") from None
     assert not failed, f"rank {rank} failed:\n{result}"
@@ -58,9 +59,11 @@ def _rank(rank: int, count: int, folder: str, sender: Any, function: Callable[..
     store = dist.FileStore(str(Path(folder) / "store"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     try:
-        sender.send((False, function(rank, *arguments)))
+        answer = (False, function(rank, *arguments))
     except BaseException:
-        sender.send((True, traceback.format_exc()))
+        answer = (True, traceback.format_exc())
+    try:
+        sender.send_bytes(pickle.dumps(answer))  # by value: shared tensors would be gone with their process
     finally:
         sender.close()
         dist.destroy_process_group()

@@ -239,17 +239,17 @@ def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whol
     """
     lengths = batch.segment_length.tolist()
     budget = 1 << 62 if whole_groups else token_budget
-    units = [unit for members in _members(batch) for unit in _cut(members, batch, lengths, budget)]
+    units = [unit for members in group_members(batch) for unit in cut_group(members, batch, lengths, budget)]
     if padded:
         longest = int(batch.positions.max()) + 1
-        rows = _members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
+        rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
         units = [(sequences, longest * len(sequences)) for sequences in rows]
     idle = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
     parted = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
-    return [select(batch, sequences) for kind in parted for sequences in _first_fit(kind, token_budget)]
+    return [select(batch, sequences) for kind in parted for sequences in first_fit(kind, token_budget)]
 
 
-def _first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
+def first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
     """Units of (rollouts, size) in bins of at most ``budget``, the largest first; the rollouts of each bin."""
     bins: list[tuple[list[int], int]] = []
     for sequences, size in sorted(units, key=lambda unit: -unit[1]):
@@ -264,7 +264,7 @@ def _first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int
 
 def mini_batches(batch: Batch, count: int) -> list[Part]:
     """Cut a batch into ``count`` optimizer steps at group boundaries, in order, each with totals of its own."""
-    members = _members(batch)
+    members = group_members(batch)
     if len(members) % count:
         raise ValueError(f"{len(members)} groups cannot be cut into {count} equal mini-batches")
     per_step = len(members) // count
@@ -273,14 +273,14 @@ def mini_batches(batch: Batch, count: int) -> list[Part]:
     return [Part(with_totals(part.batch), part.index) for part in parts]
 
 
-def _members(batch: Batch) -> list[list[int]]:
+def group_members(batch: Batch) -> list[list[int]]:
     members: list[list[int]] = [[] for _ in range(batch.num_groups)]
     for sequence, group in enumerate(batch.group.tolist()):
         members[group].append(sequence)
     return members
 
 
-def _cut(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
+def cut_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
     """One group as units of (rollouts, tokens read), each within the budget if its rollouts allow it."""
     parents = batch.segment_parent.tolist()
     units: list[tuple[list[int], int]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,10 @@ CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's word
 _PREFIX = "base_model.model."  # of every name in PEFT's files
 
 
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True, eq=False)
 class LowRank:
     """One layer with an adapter, ``y = base(x) + scale * up (down x)``."""
@@ -40,9 +44,9 @@ class LowRank:
     scale: float
 
     @torch.no_grad()
-    def merged(self) -> Tensor:
+    def merged(self, whole: Callable[[Tensor], Tensor] = itself) -> Tensor:
         """W + scale * up down, a new tensor, in at least float32: small changes of a bfloat16 weight would be rounded away."""
-        down, up, weight = (at_least_float32(tensor) for tensor in (self.down, self.up, self.base.weight))
+        down, up, weight = (at_least_float32(whole(tensor)) for tensor in (self.down, self.up, self.base.weight))
         change = (up @ down).mul_(self.scale)
         return weight + (change if isinstance(self.base, nn.Linear) else change.t())
 
@@ -79,20 +83,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             del layer.module.forward
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself) -> Iterator[tuple[str, Tensor]]:
     """The model's weights under the names they have without adapters, adapters merged in, one at a time.
 
-    Whoever rounds them to bfloat16 loses what is smaller than half a step of the weight: send adapters beside the base instead.
+    ``whole`` makes a whole tensor of each, where the model holds pieces. Whoever rounds them to bfloat16 loses what is smaller than half a step of the weight: send adapters beside the base instead.
     """
     layers = {layer.name: layer for layer in low_rank_layers(model)}
     for name, tensor in model.state_dict().items():
         owner, inside = _split(name, layers)
         if owner is None:
-            yield name, tensor
+            yield name, whole(tensor)
         elif inside == "base_layer.weight":
-            yield f"{owner.name}.weight", owner.merged()
+            yield f"{owner.name}.weight", owner.merged(whole)
         elif inside.startswith("base_layer."):
-            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor
+            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", whole(tensor)
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

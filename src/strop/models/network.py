@@ -9,17 +9,55 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from strop.algorithms.base import CANDIDATES, TokenOutputs
+from strop.algorithms.base import CANDIDATES, TokenOutputs, ValueOutputs
 from strop.models.adapters import adapters_off
-from strop.models.attention import IMPLEMENTATION, TreePlan
+from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
 from strop.models.heads import Head, head_of, token_logprobs
 from strop.sampling import KEPT, Sampling, at_least_float32
 from strop.types import Batch
+
+OutputsT = TypeVar("OutputsT", TokenOutputs, ValueOutputs)
+
+
+class Reading(Protocol):
+    """How a micro-batch is read: by one device, or by several that share its tokens and its predicted tokens."""
+
+    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """[T] tokens and positions -> those that run here, and the plan that their attention follows."""
+        ...
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """The hidden states of what ran here -> those of all T tokens, [T or more, H]."""
+        ...
+
+    def own(self, column: Tensor) -> Tensor:
+        """[N, ...] -> the rows that are predicted here."""
+        ...
+
+    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
+        """What is predicted here -> all N = ``size`` of it, with which all go on alike."""
+        ...
+
+
+class ReadAlone:
+    """One device reads everything."""
+
+    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+        return tokens, positions, plan
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def own(self, column: Tensor) -> Tensor:
+        return column
+
+    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
+        return outputs
 
 
 class Network:
@@ -33,6 +71,7 @@ class Network:
         self.precision = precision
         self.chunk = chunk
         self.device = next(model.parameters()).device
+        self.reading: Reading = ReadAlone()
         self.fallback: str | None = None  # why the model reads padded rows, if it does
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
@@ -74,24 +113,28 @@ class Network:
         """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and those of the tokens in
         its column ``candidates``, if there is one. With a column ``kept_tokens`` all of them are of the distribution over that set."""
         asked = (batch.extras.get(CANDIDATES), batch.extras.get(KEPT))
-        candidates, kept = (None if column is None else column.to(self.device) for column in asked)
+        candidates, kept = (None if column is None else self.reading.own(column).to(self.device) for column in asked)
+        target = self.reading.own(batch.target).to(self.device)
         with self.autocast():
             hidden = self.hidden(batch)
-            return token_logprobs(hidden, batch.target.to(self.device), self.head, sampling, self.chunk, candidates, kept)
+            outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept)
+        return self.reading.joined(outputs, len(batch.target))
 
-    def hidden(self, batch: Batch) -> Tensor:  # [N, H]
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states [N, H] at the places the batch predicts from: at those predicted here, where several devices share them."""
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        plan = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
+        tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
+        tokens, positions, plan = self.reading.row(batch.tokens, batch.positions, tree)
         output = self.decoder(
-            input_ids=batch.tokens[None].to(self.device),
-            position_ids=batch.positions[None].to(self.device),
+            input_ids=tokens[None].to(self.device),
+            position_ids=positions[None].to(self.device),
             plan=plan,
             use_cache=False,
         )
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden.index_select(0, batch.source.to(self.device))
+        hidden = self.reading.whole(output.last_hidden_state[0])
+        return hidden.index_select(0, self.reading.own(batch.source).to(self.device))
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         rows = [torch.cat(path) for path in _paths(batch)]

@@ -29,7 +29,7 @@ class ValueNetwork(Network):
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:  # type: ignore[override]
         with self.autocast():
             hidden = self.hidden(batch)
-        return ValueOutputs(scalar(score_layer(self.model), hidden))
+        return self.reading.joined(ValueOutputs(scalar(score_layer(self.model), hidden)), len(batch.target))
 
     @torch.no_grad()
     def _probe(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
-from strop.data.packing import Part, micro_batches
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_folder, adapter_weights, load_adapters, low_rank_layers, merged_weights, save_adapters
+from strop.models.adapters import adapter_folder, load_adapters, low_rank_layers, save_adapters
 from strop.models.loading import quiet
 from strop.models.memory import give_back_freed_memory
 from strop.sampling import Sampling
@@ -23,6 +22,8 @@ from strop.training.base import BackwardResult
 from strop.training.torch.averaging import AveragedWeights
 from strop.training.torch.master import MasterWeights
 from strop.training.torch.optimizers import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
+from strop.training.torch.parallel.placement import OneDevice, Placement
+from strop.training.torch.parallel.share import Share, Shares, assemble, assemble_outputs, kept, present
 from strop.types import Batch
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,22 @@ class TorchLearnerOptions:
 class FrozenScorer:
     """A network that only scores: a reference policy. Its weights may wait on the CPU between uses."""
 
-    def __init__(self, network: TrainableNetwork, sampling: Sampling, *, score_tokens: int, offload: bool = False) -> None:
+    def __init__(
+        self,
+        network: TrainableNetwork,
+        sampling: Sampling,
+        *,
+        score_tokens: int,
+        offload: bool = False,
+        placement: Placement | None = None,
+    ) -> None:
+        """Raises ValueError for ``offload`` on many ranks, where the placement keeps shards on the CPU or does not."""
+        if offload and placement is not None:
+            raise ValueError("a network on many ranks is not moved between uses; divide it with cpu_offload instead")
         self.network = network
         self.sampling = sampling
         self.score_tokens = score_tokens
+        self.placement = placement or OneDevice(network)
         self.offload = offload and network.device.type != "cpu"
         network.model.requires_grad_(False)
         if self.offload:
@@ -75,10 +88,14 @@ class FrozenScorer:
     async def score(self, batch: Batch) -> Outputs:
         if self.offload:
             self.network.model.to(self.network.device)
-        scores = score(self.network, batch, self.sampling, self.score_tokens)
+        scores = assemble_outputs([self.score_shares(batch)], len(batch.target))
         if self.offload:
             self.network.model.to("cpu")
         return scores
+
+    def score_shares(self, batch: Batch) -> Shares:
+        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
+        return score_shares(self.placement, batch, self.sampling, self.score_tokens)
 
 
 @dataclass(frozen=True)
@@ -88,51 +105,52 @@ class NetworkScorer:
     network: TrainableNetwork
     sampling: Sampling
     score_tokens: int
+    placement: Placement | None = None
 
     async def score(self, batch: Batch) -> Outputs:
-        return score(self.network, batch, self.sampling, self.score_tokens)
+        return assemble_outputs([self.score_shares(batch)], len(batch.target))
+
+    def score_shares(self, batch: Batch) -> Shares:
+        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
+        return score_shares(self.placement or OneDevice(self.network), batch, self.sampling, self.score_tokens)
+
+
+def score(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
+    """What a network on one device says of a whole batch, micro-batch by micro-batch."""
+    return assemble_outputs([score_shares(OneDevice(network), batch, sampling, token_budget)], len(batch.target))
 
 
 @torch.no_grad()
-def score(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
-    """What a network says of a whole batch, micro-batch by micro-batch."""
-    parts = micro_batches(batch, token_budget, padded=not network.packed)
-    return joined([(part, _kept(network.outputs(part.batch, sampling))) for part in parts], len(batch.target))
-
-
-def _kept(outputs: Outputs) -> Outputs:
-    """Outputs without gradient, in float32 on the CPU."""
-    tensors = {item.name: getattr(outputs, item.name) for item in fields(outputs)}
-    kept: dict[str, Any] = {name: value.detach().float().cpu() for name, value in tensors.items() if value is not None}
-    return replace(outputs, **kept)
-
-
-def joined(pieces: Sequence[tuple[Part, Outputs]], size: int) -> Outputs:
-    """The outputs of parts as those of the whole batch of ``size`` predicted tokens."""
-    first = pieces[0][1]
-    columns: dict[str, Any] = {}
-    for item in fields(first):
-        if (example := getattr(first, item.name)) is not None:
-            column = torch.zeros(size, *example.shape[1:], dtype=example.dtype)
-            for part, outputs in pieces:
-                column[part.index] = getattr(outputs, item.name)
-            columns[item.name] = column
-    return replace(first, **columns)
+def score_shares(placement: Placement, batch: Batch, sampling: Sampling, token_budget: int) -> Shares:
+    """What this rank's part of a network says of its micro-batches."""
+    shares, _ = placement.shares(batch, token_budget)
+    pieces = [(share, kept(placement.outputs(share.part.batch, sampling))) for share in shares]
+    placement.collect()
+    counted = ((share.part.index, outputs) for share, outputs in pieces if placement.leads and not share.stand_in)
+    return Shares(tuple(counted))
 
 
 class TorchLearner:
-    """One network on one device. Gradients accumulate until ``step``; the loss decides what they are divided by."""
+    """One network and its optimizer. Gradients accumulate until ``step``; the loss decides what they are divided by.
 
-    def __init__(self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions) -> None:
+    On many ranks each has a learner like this one, with a ``placement``; all of them are called alike and at the same time, each says
+    what it found of its share of a batch (``score_shares``, ``forward_backward_shares``, ``measure_shares``), and ``assemble`` puts
+    that together.
+    """
+
+    def __init__(
+        self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, placement: Placement | None = None
+    ) -> None:
         """``sampling`` is the one rollouts are drawn with: log-probabilities are of that distribution (law 3)."""
         self.network = network
+        self.placement = placement or OneDevice(network)
         self.sampling = sampling
         self.options = options
         self.model: nn.Module = network.model
         self.model.train(options.activation_checkpointing)
         if options.activation_checkpointing:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self.trained = self.placement.trained()
         self.masters = MasterWeights(self.trained)
         self.parameters = self.masters.parameters
         self.optimizer = make_optimizer(
@@ -143,6 +161,7 @@ class TorchLearner:
             no_decay=options.no_decay,
             section=options.section,
         )
+        self.placement.check_optimizer(self.optimizer, options.section)
         self.scheduler = make_scheduler(
             options.schedule, self.optimizer, total_steps=options.total_steps, section=options.section
         )
@@ -152,40 +171,53 @@ class TorchLearner:
         self._steps = 0
 
     async def score(self, batch: Batch) -> Outputs:
-        return score(self.network, batch, self.sampling, self.options.score_tokens)
+        return assemble_outputs([self.score_shares(batch)], len(batch.target))
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return assemble([self.forward_backward_shares(batch, loss)], len(batch.target))
+
+    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return assemble([self.measure_shares(batch, loss)], len(batch.target))
+
+    def score_shares(self, batch: Batch) -> Shares:
+        """What this rank says of a batch: all there is to say on one device."""
+        return score_shares(self.placement, batch, self.sampling, self.options.score_tokens)
+
+    def forward_backward_shares(self, batch: Batch, loss: LossFn) -> Shares:
+        """Add the gradient of the batch's loss to what there is; this rank's part of the answer."""
         result = self._run(batch, loss, self.options.train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:  # all idle: a zero gradient still moves the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
         return result
 
-    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def measure_shares(self, batch: Batch, loss: LossFn) -> Shares:
         return self._run(batch, loss, self.options.score_tokens, backward=False)
 
-    def _run(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> BackwardResult:
-        logged: list[Metrics] = []
-        pieces: list[tuple[Part, Outputs]] = []
-        whole = self.options.whole_groups
-        for part in micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole):
-            outputs, measured = self._part(part, loss, backward=backward)
-            pieces.append((part, outputs))
-            logged.append(measured)
-        return BackwardResult(metrics=metrics.merge(*logged), outputs=joined(pieces, len(batch.target)))
+    def _run(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> Shares:
+        shares, balance = self.placement.shares(batch, token_budget, whole_groups=self.options.whole_groups)
+        logged: list[Metrics] = [balance] if backward else []
+        pieces: list[tuple[Tensor, Outputs]] = []
+        for share in shares:
+            outputs, measured = self._part(share, loss, backward=backward and not share.idle)
+            if not share.stand_in:
+                pieces.append((share.part.index, outputs))
+                logged.append(measured)
+        self.placement.collect()
+        return Shares(tuple(pieces), metrics.merge(*logged)) if self.placement.leads else Shares()
 
-    def _part(self, part: Part, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
-        idle = not backward or (part.batch.idle is not None and bool(part.batch.idle.all()))
-        with torch.set_grad_enabled(not idle):
-            outputs = self.network.outputs(part.batch, self.sampling)
-            value, logged = loss(outputs, _on(part.batch, self.network.device))
-        if not idle:
+    def _part(self, share: Share, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
+        batch = share.part.batch
+        with torch.set_grad_enabled(backward):
+            outputs = self.placement.outputs(batch, self.sampling)
+            value, logged = _nothing(outputs) if share.stand_in else loss(outputs, _on(batch, self.network.device))
+        if backward:
             value.backward()
-        return _kept(outputs), logged
+        return kept(outputs), logged
 
     async def step(self) -> Metrics:
         limit = self.options.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.parameters, limit if limit is not None else float("inf"))
+        norm = self.placement.clip(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor, which the schedule changes in place
         if torch.isfinite(norm):
             self.optimizer.step()
@@ -195,6 +227,7 @@ class TorchLearner:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.placement.stepped()
         self._steps += 1
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
             give_back_freed_memory()
@@ -206,15 +239,16 @@ class TorchLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All of them, under their names in an ordinary model: adapters are merged in."""
-        yield from merged_weights(self.model)
+        yield from self.placement.weights()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """What a LoRA run trains, under the names of PEFT's files; nothing where the model has no adapters."""
-        yield from adapter_weights(self.model).items()
+        yield from self.placement.adapters().items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """``weights/`` as a Hugging Face folder, or adapters in PEFT's format; ``ema/`` with their average; and ``optimizer.pt``
         with what it takes to go on."""
+        self.placement.check_files()
         save_weights(self.model, folder / "weights")
         if self.average is not None:
             with self.average.swapped_in(self.trained):
@@ -230,6 +264,7 @@ class TorchLearner:
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, in place: whoever shares the module sees the restored weights."""
+        self.placement.check_files()
         load_weights(self.model, folder / "weights")
         path = folder / "optimizer.pt"
         if not path.exists():
@@ -285,6 +320,12 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ValueError(
             f"the weights in {folder} do not fit the model: missing {missing[:3]}, not of the model {unexpected[:3]}"
         )
+
+
+def _nothing(outputs: Outputs) -> tuple[Tensor, Metrics]:
+    """The loss of a stand-in: its gradient is zero, and reaches every weight."""
+    _, first = next(present(outputs))
+    return first.sum() * 0.0, {}
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,11 +118,11 @@ class Meshes:
     @property
     def data_rank(self) -> int:
         """Which of the ``sizes.data`` micro-batches this rank reads."""
-        place: list[int] = self.dense.get_coordinate()
+        place: Sequence[int] = self.dense.get_coordinate()
         return place[0] * self.sizes.shard + place[1]
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for those that read the same micro-batch."""
-        place: list[int] = self.dense.get_coordinate()
-        return place[2:] == [0, 0]
+        place = self.dense.get_coordinate()
+        return not any(place[2:])

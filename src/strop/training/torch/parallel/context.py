@@ -1,0 +1,111 @@
+"""Ranks that read the same micro-batch: each runs some of its tokens, and predicts some of what is predicted.
+
+Between attention layers a token needs no other. In attention, ranks exchange: each has all tokens of some heads, and attends as one device
+would (DeepSpeed-Ulysses, arXiv 2309.14509), so prefixes, windows and softcaps need no thought. The output layer is applied to an equal
+share of the predicted tokens, and all ranks get all results: the loss is computed alike on every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from strop.models.attention import AttentionPlan, AttentionSpec
+from strop.models.network import OutputsT
+from strop.training.torch.parallel.collectives import copy, exchange, gather, join
+from strop.training.torch.parallel.layout import Meshes
+from strop.training.torch.parallel.share import present
+
+dist: Any = torch.distributed
+Group = Any  # torch.distributed.ProcessGroup
+
+
+class ReadTogether:
+    """A ``Reading`` (strop.models.network) by the ranks of a sample group: contiguous runs of tokens, in the order of the context ranks."""
+
+    def __init__(self, meshes: Meshes) -> None:
+        self.sizes = meshes.sizes
+        self.context: Group = meshes.context
+        self.tensor: Group = meshes.tensor
+        self.sample: Group = meshes.sample
+
+    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """[T] -> [t], where t is T padded to a multiple of the sample group's size, over the context ranks."""
+        missing = -len(tokens) % self.sizes.sample
+        tokens, positions = (pad(column, (0, missing)) for column in (tokens, positions))
+        if not missing and self.sizes.context == 1:
+            return tokens, positions, plan
+        count = len(tokens) // self.sizes.context
+        first = dist.get_rank(self.context) * count
+        own = slice(first, first + count)
+        return tokens[own], positions[own], HeadExchange(plan, self.context, len(tokens) - missing)
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """[t, H], or a tensor rank's part of it -> [T or more, H], which each rank uses for its own predictions."""
+        across = gather if self.sizes.sequence else copy
+        return gather(across(hidden, self.tensor), self.context)
+
+    def own(self, column: Tensor) -> Tensor:
+        """[N, ...] -> [n, ...], n the same on every rank: the last row stands in where there is none."""
+        count: int = -(-len(column) // self.sizes.sample)
+        first: int = dist.get_rank(self.sample) * count
+        own = column[first : first + count]
+        missing = count - len(own)
+        return torch.cat([own, column[-1:].expand(missing, *column.shape[1:])]) if missing else own
+
+    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
+        columns: dict[str, Any] = {name: join(value, self.sample)[:size] for name, value in present(outputs)}
+        return replace(outputs, **columns)
+
+
+class HeadExchange:
+    """An attention plan whose caller has some of the tokens of all heads, around one that has all tokens of some heads."""
+
+    def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
+        self.plan = plan
+        self.group = group
+        self.ranks: int = dist.get_world_size(group)
+        self.length = length  # tokens of the row; what follows is padding, and attends to nothing
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """[t, heads, D] -> [t, heads, D]. Raises ValueError for heads that cannot be divided among the ranks."""
+        heads, kv_heads = query.shape[1], key.shape[1]
+        check_heads(heads, self.ranks)
+        repeats = self.ranks // gcd(kv_heads, self.ranks)
+        if repeats > 1:  # a key is sent to every rank that has a head reading it
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        query, key, value = self._to_heads(query, key, value)
+        missing = len(query) - self.length
+        query, key, value = (tensor[: self.length] for tensor in (query, key, value))
+        attended = self.plan.attend(query, key, value, spec)
+        return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended)
+
+    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """[t, heads, D] each -> [ranks * t, heads / ranks, D] each, in one exchange."""
+        if self.ranks == 1:
+            return list(tensors)
+        pieces = [tensor.unflatten(1, (self.ranks, -1)) for tensor in tensors]  # [t, ranks, heads / ranks, D]
+        rows = torch.cat([piece.flatten(2) for piece in pieces], dim=2).transpose(0, 1).flatten(0, 1)
+        received = exchange(rows, self.group).split([piece.shape[2] * piece.shape[3] for piece in pieces], dim=1)
+        return [rows.unflatten(1, piece.shape[2:]) for rows, piece in zip(received, pieces, strict=True)]
+
+    def _to_tokens(self, attended: Tensor) -> Tensor:
+        """[ranks * t, heads / ranks, D] -> [t, heads, D]."""
+        if self.ranks == 1:
+            return attended
+        received: Tensor = exchange(attended, self.group).unflatten(0, (self.ranks, -1))  # type: ignore[no-untyped-call]
+        return received.transpose(0, 1).flatten(1, 2)
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    """Raises ValueError unless attention heads can be divided among context ranks."""
+    if heads % ranks:
+        raise ValueError(
+            f"each layer has {heads} attention heads on a rank, which {ranks} context ranks cannot divide evenly; set "
+            f"context_parallel_size to a divisor of {heads}"
+        )

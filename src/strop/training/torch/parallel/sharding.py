@@ -1,0 +1,322 @@
+"""One network over many ranks: its weights in shards (FSDP2, HSDP), its micro-batches divided, its gradient summed.
+
+Losses are divided by counts of the whole optimizer step, so gradients of ranks are added and never averaged. The optimizer steps the
+shards themselves: plain tensors that share the memory of FSDP's, whichever ranks they are divided over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from strop import metrics
+from strop.algorithms.base import Outputs
+from strop.data.balance import divide
+from strop.data.packing import select
+from strop.metrics import Metrics
+from strop.models.adapters import adapter_weights, low_rank_layers, merged_weights
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.torch.master import round_weights
+from strop.training.torch.parallel.context import ReadTogether, check_heads
+from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.share import Share, present
+from strop.types import Batch
+
+dist: Any = torch.distributed
+
+# Optimizers whose update of a number depends on that number's gradients alone, by the name of a class or one it derives from.
+ELEMENTWISE = frozenset(
+    {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "RMSprop", "Rprop", "ASGD", "Lion"}
+)
+WITH_SMALL_STATE = ("8bit", "4bit", "Fp8")  # the same with a compressed state, of bitsandbytes and torchao
+
+
+def parallelize(
+    network: Network,
+    meshes: Meshes,
+    *,
+    weights_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    tensor_plan: Mapping[str, str] | None = None,
+) -> ManyRanks:
+    """Divide a network over the ranks of ``meshes``, in place. All ranks call it, each with the same whole network.
+
+    What is to stay frozen must be frozen before. ``weights_dtype`` is what the network computes with: trained weights are float32 in their
+    shards and rounded as they are gathered, frozen ones are rounded once; None leaves weights as they are. ``cpu_offload`` keeps shards,
+    gradients and the optimizer's state in the CPU's memory. ``tensor_plan`` replaces the model's own plan of tensor parallelism.
+    Raises ValueError for a network that cannot be divided this way.
+    """
+    check_divisible(network, meshes.sizes)
+    model: nn.Module = network.model
+    policy = _round(model, weights_dtype)
+    partial, experts = _divide_layers(model, meshes, tensor_plan)
+    offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "shard_placement_fn": _dimension(meshes)}
+    for name, module in model.named_modules():
+        if name in experts:
+            _shard(module, meshes.expert_fsdp, options)
+    for layer in decoder_layers(network.decoder):
+        _shard(layer, meshes.fsdp, options)
+    root = _shard(Root(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
+    if meshes.sizes.sample > 1:
+        network.reading = ReadTogether(meshes)
+    device = meshes.dense.device_type
+    network.device = (
+        torch.device(device, torch.get_device_module(device).current_device()) if device != "cpu" else torch.device("cpu")
+    )
+    return ManyRanks(network, meshes, root, partial, policy.param_dtype)
+
+
+def check_divisible(network: Network, sizes: ParallelSizes) -> None:
+    """Raises ValueError for a network that cannot be divided by ``sizes``."""
+    if not network.packed and (sizes.sample > 1 or sizes.expert > 1):
+        raise ValueError(
+            f"{type(network.model).__name__} reads padded rows ({network.fallback or 'it was told to'}), and context, tensor and expert "
+            "parallelism divide packed rows; set their sizes to 1, and divide the model by data parallelism alone"
+        )
+    heads = getattr(network.model.config.get_text_config(), "num_attention_heads", None)
+    if heads is not None and heads % sizes.tensor == 0:
+        check_heads(heads // sizes.tensor, sizes.context)
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder: the list of modules with most parameters; none where it has no list."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return []
+    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return list(largest)
+
+
+def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Weights as they are held in shards, and how they are gathered."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weights_dtype is None:
+        if low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
+            raise ValueError(f"trained weights are {low.pop()}: an optimizer would lose small updates; give it as weights_dtype")
+        return MixedPrecisionPolicy()
+    if low_rank_layers(model) or not trained:
+        for name, parameter in model.named_parameters():  # adapters are float32, and computed with in float32
+            if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
+                parameter.data = parameter.data.to(weights_dtype)
+        return MixedPrecisionPolicy()
+    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
+        raise ValueError(
+            f"{type(model).__name__} wants {sorted(kept)} in float32, and shards are gathered in one precision: set weights_dtype=float32"
+        )
+    round_weights(model, weights_dtype)
+    for parameter in trained:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
+
+
+def _divide_layers(model: nn.Module, meshes: Meshes, plan: Mapping[str, str] | None) -> tuple[frozenset[str], frozenset[str]]:
+    """Tensor and expert parallelism: names of parameters whose gradient is partial over tensor ranks, and of modules of experts."""
+    partial: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+    if meshes.sizes.tensor > 1:
+        from strop.training.torch.parallel.tensor import apply_tensor_parallel
+
+        partial = apply_tensor_parallel(model, meshes, plan)
+    if meshes.sizes.expert_ways > 1:
+        from strop.training.torch.parallel.experts import apply_expert_parallel
+
+        experts = apply_expert_parallel(model, meshes)
+    return partial, experts
+
+
+def _dimension(meshes: Meshes) -> Callable[[nn.Parameter], Shard | None]:
+    """Along which dimension FSDP cuts a weight: the second one of those whose first is taken, where it can be cut evenly."""
+    ways: int = meshes.fsdp.size(-1)
+
+    def dimension(parameter: nn.Parameter) -> Shard | None:
+        if not isinstance(parameter, DTensor) or parameter.dim() < 2 or not any(one.is_shard(0) for one in parameter.placements):
+            return None
+        return Shard(1) if parameter.to_local().shape[1] % ways == 0 else None
+
+    return dimension
+
+
+def _shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
+    sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+    sharded.set_gradient_divide_factor(1.0)  # gradients are added
+    sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction, and none is needed
+    return sharded
+
+
+class Root(nn.Module):
+    """What FSDP takes for the model: whatever is computed inside has embedding, last norm and output layer whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """FSDP hooks these very tensors, which views would lose."""
+        return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
+
+
+class ManyRanks:
+    """A ``Placement`` over the ranks of ``meshes``. Made by ``parallelize``."""
+
+    def __init__(self, network: Network, meshes: Meshes, root: Any, partial: frozenset[str], rounded: torch.dtype | None) -> None:
+        self.network = network
+        self.meshes = meshes
+        self.leads = meshes.leads
+        self.root = root
+        self.rounded = rounded
+        self.device: torch.device = network.device
+        self.sharded: dict[str, DTensor] = {  # what is trained, under its name
+            name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
+        }
+        self.local = {name: nn.Parameter(_piece(parameter)) for name, parameter in self.sharded.items()}
+        self._copies = {id(self.local[name]): _copies(parameter) for name, parameter in self.sharded.items()}
+        self._partial = [name for name in self.sharded if name in partial]
+
+    # --- what a learner asks of a placement -------------------------------------------------------------------------------
+
+    def trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return list(self.local.items())
+
+    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
+        if not any(_plain_name(kind) in ELEMENTWISE for kind in type(optimizer).__mro__):
+            raise ValueError(
+                f"{section}.optimizer.name: {type(optimizer).__name__} is not known to update each number from that number's gradients "
+                "alone, and a rank has only a piece of each weight: its update would not be that of the whole weight. Choose "
+                "torch.optim.AdamW or another elementwise optimizer, or train on one device"
+            )
+
+    def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
+        padded = not self.network.packed
+        division = divide(batch, self.meshes.sizes.data, token_budget, padded=padded, whole_groups=whole_groups)
+        plan = division.ranks[self.meshes.data_rank]
+        shares = [
+            Share(select(batch, part or (division.smallest,)), idle, stand_in=not part)
+            for parts, idle in ((plan.busy, False), (plan.idle, True))
+            for part in parts
+        ]
+        return shares, {"tokens_per_rank_max_over_mean": metrics.mean(division.max_over_mean, 1)}
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
+        found: list[Outputs] = []
+
+        def compute() -> list[Tensor]:
+            found.append(self.network.outputs(batch, sampling))
+            return [tensor for _, tensor in present(found[0])]
+
+        tensors = self.root(compute)
+        names = (name for name, _ in present(found[0]))
+        columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return replace(found[0], **columns)
+
+    def collect(self) -> None:
+        for name, parameter in self.sharded.items():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                self.local[name].grad = gradient.to_local()
+        self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be the old ones after a step
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        for name in self._partial:
+            if (gradient := self.local[name].grad) is not None:
+                dist.all_reduce(gradient, group=self.meshes.tensor)
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in held:
+            norm = torch.linalg.vector_norm(parameter.grad).to(self.device, torch.float64)  # type: ignore[arg-type]
+            squares += norm.square() / self._copies[id(parameter)]
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        if held and held[0].dtype != torch.float64:
+            norm = norm.float()
+        nn.utils.clip_grads_with_norm_(held, limit, norm)
+        return norm
+
+    def stepped(self) -> None:
+        for parameter in self.sharded.values():
+            parameter.grad = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered by all ranks together: all must read on to the end. Tied weights are one tensor under several names."""
+        keys = [_memory(tensor) for tensor in self.network.model.state_dict().values() if isinstance(tensor, DTensor)]
+        tied: dict[int, Tensor] = {}
+
+        def whole(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            key = _memory(tensor)
+            if key not in tied:
+                gathered = self.gathered(tensor)
+                if keys.count(key) == 1:
+                    return gathered
+                tied[key] = gathered
+            return tied[key]
+
+        return merged_weights(self.network.model, whole)
+
+    def adapters(self) -> Mapping[str, Tensor]:
+        found = adapter_weights(self.network.model)
+        return {name: self.gathered(tensor) if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
+
+    def check_files(self) -> None:
+        raise NotImplementedError(
+            "a model on many ranks is saved and loaded by strop.checkpointing.sharded, every rank its own shards, and not as one folder"
+        )
+
+    # --- what writes and reads shards ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gathered(self, tensor: DTensor) -> Tensor:
+        """The whole of it, on this rank's device and as the network computes with it. All ranks call it."""
+        local: Tensor = tensor.to_local()
+        kept = self.rounded is None or not local.is_floating_point()
+        local = local.to(self.device, local.dtype if kept else self.rounded)
+        return like(tensor, local).full_tensor()
+
+    def as_sharded(self, name: str, local: Tensor) -> DTensor:
+        """A tensor of the optimizer's or the average's that has the shape of ``self.local[name]``, as the piece of a whole that it is."""
+        return like(self.sharded[name], local)
+
+
+def _plain_name(kind: type) -> str:
+    name = kind.__name__.removeprefix("Paged")
+    for ending in WITH_SMALL_STATE:
+        name = name.removesuffix(ending)
+    return name
+
+
+def like(tensor: DTensor, local: Tensor) -> DTensor:
+    """Another tensor's piece, divided as ``tensor`` is."""
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _copies(parameter: DTensor) -> int:
+    """How many ranks have the same piece of it."""
+    mesh = parameter.device_mesh
+    pieces = 1
+    for dimension, placement in enumerate(parameter.placements):
+        pieces *= 1 if placement.is_replicate() else mesh.size(dimension)
+    return int(dist.get_world_size()) // pieces
+
+
+def _memory(tensor: DTensor) -> int:
+    """The same for tied weights alone; also where this rank's piece is empty, for FSDP pads it."""
+    return _piece(tensor).untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def _piece(tensor: DTensor) -> Tensor:
+    """This rank's piece, in the same memory."""
+    piece: Tensor = tensor.to_local().detach()
+    return piece
