@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from tests.support.models import CONFIGS, VOCABULARY, build
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,7 +15,6 @@ from strop.models.attention import IMPLEMENTATION, TreePlan
 from strop.models.heads import head_of
 from strop.training.torch.parallel.collectives import copy, gather, join, own_rows
 from strop.training.torch.parallel.layout import Meshes
-from support.models import CONFIGS, VOCABULARY, build
 
 dist: Any = torch.distributed
 
@@ -47,7 +47,7 @@ def deepseek_v3(**options: Any) -> Any:
     )
 
 
-CONFIGS.setdefault("deepseek_v3", deepseek_v3)
+CONFIGS.setdefault("deepseek_v3", deepseek_v3)  # for tests of divided models alone
 
 
 class _Wide:

@@ -9,6 +9,7 @@ import torch
 from tests.support.divided import difference, exact_model, hidden_states, loss_of, tokens_of, whole_gradient
 from tests.support.lora import adapted
 from tests.support.ranks import on_ranks
+from torch.distributed.tensor import DTensor
 
 from strop.training.torch.parallel.experts import apply_expert_parallel
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
@@ -64,6 +65,17 @@ def model_of(case: dict[str, Any]) -> Any:
     return model
 
 
+def differing(model: Any, partial: frozenset[str], meshes: Meshes) -> list[str]:
+    """Parameters with a gradient that should be the same on all tensor ranks, to the last bit, and is not."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if name not in partial and parameter.grad is not None and not isinstance(parameter, DTensor):
+            other = parameter.grad.clone()
+            dist.broadcast(other, group=meshes.tensor, group_src=0)
+            found += [] if torch.equal(other, parameter.grad) else [name]
+    return found
+
+
 def compared(case: dict[str, Any], meshes: Meshes) -> tuple[float, float, str]:
     """Relative differences of the hidden states and of the worst gradient, and whose that is."""
     whole, divided = model_of(case), model_of(case)
@@ -78,6 +90,7 @@ def compared(case: dict[str, Any], meshes: Meshes) -> tuple[float, float, str]:
     if meshes.sizes.sequence:
         wanted = wanted.chunk(meshes.sizes.tensor)[dist.get_rank(meshes.tensor)]
     gradients = {name: parameter.grad for name, parameter in divided.named_parameters()}
+    assert differing(divided, partial, meshes) == []
     for name in partial:
         if gradients[name] is not None:
             dist.all_reduce(gradients[name], group=meshes.tensor)
@@ -97,3 +110,76 @@ def every_case(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]
 def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
     for found in on_ranks(2, every_case, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
+
+
+def with_dropout(rank: int, sequence: bool, position: str) -> tuple[bool, bool, list[str]]:
+    """Whether the tensor ranks computed the same loss, whether dropout did anything, and gradients that differ."""
+    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
+    case = CASES["deepseek_v3, latent, adapters" if sequence else "deepseek_v3, adapters"]
+    lora = case["lora"] | {"dropout": 0.5, "dropout_position": position}
+    model = model_of(case | {"lora": lora, "checkpointing": True})
+    partial = apply_tensor_parallel(model, meshes, case.get("plan"))
+    apply_expert_parallel(model, meshes)
+    torch.manual_seed(1)  # what its docstring asks for
+    losses = [loss_of(model, tokens_of(LENGTH, 0), meshes) for _ in range(2)]
+    losses[1].backward()
+    other = losses[1].detach().clone()
+    dist.broadcast(other, group=meshes.tensor, group_src=0)
+    return bool(other == losses[1]), bool(losses[0] != losses[1]), differing(model, partial, meshes)
+
+
+def all_dropouts(rank: int) -> list[tuple[bool, bool, list[str]]]:
+    return [with_dropout(rank, sequence, position) for sequence in (False, True) for position in ("pre", "post")]
+
+
+def test_tensor_ranks_agree_under_dropout_when_their_generators_do() -> None:
+    for found in on_ranks(2, all_dropouts):
+        assert found == [(True, True, [])] * 4
+
+
+class Scaled(torch.nn.Module):
+    """An MLP that does something with its sum."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = inner.gate_proj, inner.up_proj, inner.down_proj, inner.act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def work_on_a_sum(rank: int) -> str:
+    model = exact_model("llama")
+    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
+    apply_tensor_parallel(model, meshes := Meshes(ParallelSizes(tensor=2), "cpu"))
+    with pytest.raises(RuntimeError) as failure:
+        loss_of(model, tokens_of(LENGTH, 0), meshes)
+    return str(failure.value)
+
+
+def test_a_module_that_works_on_its_sum_is_refused_when_it_first_does() -> None:
+    for found in on_ranks(2, work_on_a_sum):
+        assert found.startswith("model.layers.1.mlp (Scaled) does more with the sum of its divided layers than return it")
+
+
+def shapes_alone(rank: int) -> dict[str, tuple[list[int], str]]:
+    with torch.device("meta"):
+        model = exact_model("qwen3_moe")
+    meshes = Meshes(ParallelSizes(tensor=2), "cpu")
+    apply_tensor_parallel(model, meshes)
+    apply_expert_parallel(model, meshes)
+    found = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    return {name: (list(parameter.to_local().shape), parameter.device.type) for name, parameter in found.items() if ".0." in name}
+
+
+def test_a_model_without_weights_is_divided_by_its_shapes() -> None:
+    layer = "model.layers.0"
+    for found in on_ranks(2, shapes_alone):
+        assert found == {
+            f"{layer}.self_attn.q_proj.weight": ([16, 32], "meta"),
+            f"{layer}.self_attn.k_proj.weight": ([8, 32], "meta"),
+            f"{layer}.self_attn.v_proj.weight": ([8, 32], "meta"),
+            f"{layer}.self_attn.o_proj.weight": ([32, 16], "meta"),
+            f"{layer}.mlp.experts.gate_up_proj": ([2, 48, 32], "meta"),
+            f"{layer}.mlp.experts.down_proj": ([2, 32, 24], "meta"),
+        }

@@ -1,0 +1,141 @@
+"""Plans of tensor parallelism: what they divide, how they are named, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tests.support.divided import deepseek_v3  # which adds its family
+from tests.support.lora import adapted
+from tests.support.models import build
+
+from strop.training.torch.parallel.layout import ParallelSizes
+from strop.training.torch.parallel.plan import check_plan, load_plan, regions_of
+
+TWO = ParallelSizes(tensor=2)
+SEQUENCE = ParallelSizes(tensor=2, sequence=True)
+MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+
+def divided(model: Any, plan: Any = None) -> dict[str, list[str]]:
+    """Region -> last parts of the names of its divided layers."""
+    return {
+        region.name: [layer.name.removeprefix(f"{region.name}.") for layer in region.layers]
+        for region in regions_of(model, TWO, plan)
+    }
+
+
+def test_a_models_own_plan_divides_attentions_and_mlps_and_leaves_head_and_experts() -> None:
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+    layers = [f"model.layers.{place}" for place in (0, 1)]
+    expected = {f"{layer}.{part}": names for layer in layers for part, names in (("self_attn", attention), ("mlp", mlp))}
+    assert divided(build("llama")) == expected
+    assert divided(adapted(build("llama"), dim=2)) == expected
+    assert divided(build("qwen3_moe")) == {f"{layer}.self_attn": attention for layer in layers}
+    assert deepseek_v3().model_type == "deepseek_v3"
+    assert divided(build("deepseek_v3")) == {"model.layers.0.mlp": mlp, "model.layers.1.mlp.shared_experts": mlp}
+
+
+def test_a_plan_may_name_layers_from_the_model_or_its_decoder_and_one_layer_apart() -> None:
+    whole = {f"model.{pattern}": style for pattern, style in MLP.items()}
+    assert divided(build("llama"), whole) == divided(build("llama"), MLP)
+    apart = whole | {"model.layers.1.mlp.gate_proj": "colwise_gather_output"}
+    styles = [layer.style for region in regions_of(build("llama"), TWO, apart) for layer in region.layers]
+    assert styles == ["colwise", "colwise", "rowwise", "colwise_gather_output", "colwise", "rowwise"]
+
+
+def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("my_plans")
+    module.MLP, module.EMPTY, module.ODD = MLP, {}, {"mlp": 3}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_plans", module)
+    assert load_plan("my_plans:MLP") == load_plan("my_plans.MLP") == MLP
+    own = "transformers.models.llama.configuration_llama:LlamaConfig.base_model_tp_plan"
+    assert load_plan(own)["layers.*.self_attn.o_proj"] == "rowwise"
+    for name, reason in {
+        "MLP": "names no plan; set it to module:NAME",
+        "my_plans:": "names no plan",
+        "no_such_plans:MLP": "no_such_plans of 'no_such_plans:MLP' cannot be imported .* put its folder on PYTHONPATH",
+        "my_plans:MLPS": "'my_plans:MLPS' is not there .*MLPS",
+        "my_plans:EMPTY": "is a dict and no plan",
+        "my_plans:ODD": "is a dict and no plan",
+        "math:pi": "is a float and no plan",
+    }.items():
+        with pytest.raises(ValueError, match=f"^policy.dtensor_cfg.custom_parallel_plan: .*{reason}"):
+            load_plan(name)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "plan", "reason"),
+    [
+        (
+            "llama",
+            ParallelSizes(tensor=3),
+            None,
+            "tensor_parallel_size 3 does not divide the 4 attention heads of LlamaForCausalLM",
+        ),
+        ("llama", ParallelSizes(tensor=4), None, "4 does not divide the 2 key-value heads .* set it to a divisor of 2"),
+        ("llama", ParallelSizes(tensor=5), MLP, "5 does not divide the 48 outputs of model.layers.0.mlp.gate_proj"),
+        ("phi3", ParallelSizes(tensor=3), None, "3 does not divide the 32 inputs of model.layers.0.self_attn.o_proj"),
+        (
+            "gpt2",
+            TWO,
+            None,
+            "GPT2LMHeadModel brings no tensor-parallel plan; name one in policy.dtensor_cfg.custom_parallel_plan",
+        ),
+        (
+            "gpt2",
+            TWO,
+            {"h.*.mlp.c_fc": "colwise"},
+            r"transformer.h.0.mlp.c_fc \(by 'h.\*.mlp.c_fc'\), which is a Conv1D: only linear",
+        ),
+        ("deepseek_v3", SEQUENCE, None, "leaves the attention of model.layers.0.self_attn whole"),
+        ("llama", SEQUENCE, MLP, "leaves the attention of model.layers.0.self_attn whole.* set sequence_parallel=false"),
+        ("llama", TWO, MLP | {"layers.*.mlp.up": "colwise"}, "'layers.*.mlp.up' matches nothing in LlamaForCausalLM"),
+        ("llama", TWO, MLP | {"norm": "sequence"}, "divides model.norm .* in the style 'sequence', .* known are colwise, "),
+        ("llama", TWO, MLP | {"norm": "colwise"}, "which is a LlamaRMSNorm: only linear layers can be divided"),
+        ("llama", TWO, MLP | {"norm.weight": "colwise"}, "divides model.norm.weight .* which is a parameter"),
+        ("llama", TWO, {"layers.*.mlp.up_proj": "colwise"}, "divides in model.layers.0.mlp only up_proj colwise"),
+        (
+            "llama",
+            TWO,
+            MLP | {"norm": "replicated_with_grad_allreduce"},
+            "gives model.norm the style .* leave it out of the plan",
+        ),
+        ("llama", TWO, {"lm_head": "colwise"}, "the plan of LlamaForCausalLM divides no linear layer"),
+        (
+            "llama",
+            ParallelSizes(shard=2, expert=2),
+            None,
+            "expert_parallel_size is 2 and LlamaForCausalLM has no layers of experts",
+        ),
+        ("qwen3_moe", ParallelSizes(shard=3, expert=3), None, "expert_parallel_size 3 does not divide the 4 experts"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_to_set(
+    family: str, sizes: ParallelSizes, plan: dict[str, str] | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_plan(build(family), sizes, plan)
+
+
+def test_regions_inside_one_another_are_refused() -> None:
+    nested = MLP | {"layers.*.mlp.gate_proj": "colwise", "layers.*.self_attn.q_proj": "colwise"}
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.self_attn.inner = torch.nn.ModuleDict({"up": torch.nn.Linear(32, 32), "down": torch.nn.Linear(32, 32)})
+    nested |= {"layers.*.self_attn.o_proj": "rowwise"}
+    nested |= {"layers.*.self_attn.inner.up": "colwise", "layers.*.self_attn.inner.down": "rowwise"}
+    with pytest.raises(ValueError, match=r"layers of model.layers.0.self_attn and of model.layers.0.self_attn.inner inside it"):
+        check_plan(model, TWO, nested)
+
+
+def test_checking_needs_shapes_alone() -> None:
+    from tests.support.models import CONFIGS
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    check_plan(model, SEQUENCE)
