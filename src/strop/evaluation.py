@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.environments.base import Environment, EnvironmentConfigError
+from strop.environments.base import Environment, EnvironmentConfigError, Judged
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator
 from strop.rollouts.episode import EpisodeRules, run_group
@@ -20,7 +20,7 @@ from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
 from strop.tracking.atomic import replacing
 from strop.tracking.base import Tracker
-from strop.types import Group
+from strop.types import Group, Rollout
 
 _VALIDATION = 0x76616C  # keeps the seeds of validation apart from those of training
 
@@ -103,7 +103,7 @@ class Evaluator:
             tracker.progress(f"validating on {self.size} tasks")
         groups = self.last = await self._groups()
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
-        results = [_result(group, environments[group.environment]) for group in groups]
+        results = await asyncio.gather(*(_result(group, environments[group.environment]) for group in groups))
         several = self.samples > 1
         powers = tuple(1 << power for power in range(self.samples.bit_length())) if several else ()
         ks = powers if self.ks is None else self.ks
@@ -172,16 +172,13 @@ def _last_question(group: Group) -> str:
     return asked[-1] if asked else group.task.question
 
 
-def _result(group: Group, environment: Environment[Any]) -> TaskResult:
-    fine = [rollout.error is None for rollout in group.rollouts]
-    accuracies = tuple(
-        environment.accuracy(rollout) if worked else 0.0 for rollout, worked in zip(group.rollouts, fine, strict=True)
-    )
-    answers = tuple(
-        environment.answer_key(group.task, rollout) if worked else None
-        for rollout, worked in zip(group.rollouts, fine, strict=True)
-    )
-    return TaskResult(group.environment, accuracies, answers)
+async def _result(group: Group, environment: Environment[Any]) -> TaskResult:
+    judged = await asyncio.gather(*(_judged(rollout, environment) for rollout in group.rollouts))
+    return TaskResult(group.environment, tuple(own.accuracy for own in judged), tuple(own.answer for own in judged))
+
+
+async def _judged(rollout: Rollout, environment: Environment[Any]) -> Judged:
+    return Judged(0.0, None) if rollout.error is not None else await environment.judged(rollout.task, rollout)
 
 
 def _as_json(group: Group, result: TaskResult) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from strop.config.data import DataEntryConfig
@@ -11,6 +12,7 @@ from strop.config.environment import EnvironmentConfig
 from strop.data.errors import DataError
 from strop.data.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
+from strop.environments.hosted import HostedDescription
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import environment_class, make_environment
 
@@ -18,36 +20,65 @@ Entries = Sequence[DataEntryConfig]
 T = TypeVar("T")
 
 
+Environments = Mapping[str, EnvironmentConfig]
+Hosted = Mapping[str, Environment[Any]]
+"""By alias, environments that live in other processes; the others are made here."""
+
+
 def training_tasks(
-    data: Entries, env: Mapping[str, EnvironmentConfig], *, seed: int, shuffle: bool, max_epochs: int | None
+    data: Entries, env: Environments, *, seed: int, shuffle: bool, max_epochs: int | None, hosted: Hosted = MappingProxyType({})
 ) -> Mixture:
-    components = [_component(entry, env, seed, "train", weight=entry.weight if len(data) > 1 else None) for entry in data]
+    several = len(data) > 1
+    components = [_component(entry, env, seed, "train", hosted, weight=entry.weight if several else None) for entry in data]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
-def validation_tasks(data: Entries | None, train: Entries, env: Mapping[str, EnvironmentConfig], *, seed: int) -> Mixture | None:
+def validation_tasks(
+    data: Entries | None, train: Entries, env: Environments, *, seed: int, hosted: Hosted = MappingProxyType({})
+) -> Mixture | None:
     """The validation entries, else what the training entries hold out for it, else none."""
-    entries = data if data is not None else [entry for entry in train if entry.split_validation_size]
+    entries = _validation_entries(data, train)
     if not entries:
         return None
-    components = [_component(entry, env, seed, "validation", weight=None) for entry in entries]
+    components = [_component(entry, env, seed, "validation", hosted, weight=None) for entry in entries]
     return Mixture(tuple(components), seed=seed, shuffle=False)
 
 
+def _validation_entries(data: Entries | None, train: Entries) -> Entries:
+    return data if data is not None else [entry for entry in train if entry.split_validation_size]
+
+
+def descriptions(train: Entries, validation: Entries | None, env: Environments, *, seed: int) -> Mapping[str, HostedDescription]:
+    """By alias, what another process needs to make the environments of a run, and their tasks."""
+    sources: dict[str, list[DataSource]] = {}
+    for entries, part in ((train, "train"), (_validation_entries(validation, train), "validation")):
+        for entry in entries:
+            sources.setdefault(alias_of(entry, env), []).append(_tasks_source(entry, seed, part))
+    found: dict[str, HostedDescription] = {}
+    for alias, own in sources.items():
+        config = env.get(alias, EnvironmentConfig(type=None))
+        distinct = tuple(source for place, source in enumerate(own) if source not in own[:place])
+        found[alias] = HostedDescription(alias=alias, name=config.type or alias, options=config.options, sources=distinct)
+    return found
+
+
+def _tasks_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
+    """Generated tasks are of one part or the other too."""
+    source = data_source(entry, seed, part)
+    return source if entry.dataset_name is not None else replace(source, part="train" if part == "train" else "validation")
+
+
 def _component(
-    entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig], seed: int, part: str, *, weight: float | None
+    entry: DataEntryConfig, env: Environments, seed: int, part: str, hosted: Hosted, *, weight: float | None
 ) -> Component:
     alias = alias_of(entry, env)
-    environment = _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
-    source = data_source(entry, seed, part)
-    if entry.dataset_name is None:
-        source = replace(source, part="train" if part == "train" else "validation")
+    environment = hosted.get(alias) or _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
     try:
-        tasks = environment.tasks(source)
+        tasks = environment.tasks(_tasks_source(entry, seed, part))
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # whatever an environment from outside does
-        where = f"env.{alias}: {type(environment).__name__}.tasks"
+        where = f"env.{alias}: {environment.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
     return Component(alias, environment, tasks, weight)
 

@@ -112,6 +112,24 @@ class Environment(ABC, Generic[TaskT]):
         """The final answer in normal form, for majority votes (cons@k). None: it cannot be voted on."""
         return None
 
+    # What episodes and evaluation call: the methods above in this process, or wherever they run (``strop.environments.hosted``).
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    async def first_messages(self, task: TaskT) -> Messages:
+        return self.prompt(task)
+
+    async def rewarded(self, task: TaskT, rollout: Rollout) -> Scored:
+        """Raises RewardError."""
+        return await score(self, task, rollout)
+
+    async def judged(self, task: TaskT, rollout: Rollout) -> Judged:
+        """What evaluation counts, of a rollout with its rewards."""
+        return Judged(self.accuracy(rollout), self.answer_key(task, rollout))
+
 
 def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
     """The rewards of an environment class, in the order in which they are written, a parent's first."""
@@ -124,6 +142,12 @@ def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
 class Scored:
     reward: float  # the weighted sum of ``rewards``
     rewards: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Judged:
+    accuracy: float
+    answer: str | None  # in normal form, for votes
 
 
 async def score(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> Scored:

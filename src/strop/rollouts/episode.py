@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from strop.environments.base import Environment, Scored, score
+from strop.environments.base import Environment, Scored
 from strop.generation.base import Generator
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
@@ -117,16 +117,14 @@ async def run_episode(
     scored: Scored | None = None
     try:
         async with _Session(environment, rollout):
-            rollout = _start(rollout, environment.prompt(task), template, rules)
+            rollout = _start(rollout, await environment.first_messages(task), template, rules)
             while rollout.ending is None:
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
             with _answer_of(environment, rollout, "rewards"):
-                scored = await score(environment, task, rollout)
+                scored = await environment.rewarded(task, rollout)
         if scored is None:
-            raise RuntimeError(
-                f"{type(environment).__name__}.session swallowed an exception; let it through, so that it is recorded"
-            )
+            raise RuntimeError(f"{environment.title}.session swallowed an exception; let it through, so that it is recorded")
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
@@ -154,7 +152,7 @@ def _answer_of(environment: Environment[Any], rollout: Rollout, what: str) -> wa
     """The environment's answer is waited for."""
     return waiting(
         f"sample {rollout.sample}",
-        on=f"environment {type(environment).__name__}, {what}",
+        on=f"environment {environment.title}, {what}",
         kind="environment",
         detail=f"task {rollout.task.id}",
     )

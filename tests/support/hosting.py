@@ -1,0 +1,140 @@
+"""Environments in other threads and processes, over pickles: what a cluster does, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from strop.environments.hosted import EnvironmentHost, HostDied, HostedDescription, Link, Method, Reply
+
+
+class HostThread:
+    """A host on an event loop of its own. ``die`` forgets it and everything in it; the next call reaches a new one."""
+
+    def __init__(self, description: HostedDescription) -> None:
+        self.description = description
+        self.calls: list[Method] = []
+        self.deaths: list[Method] = []  # at the next call of each of these it dies
+        self.hosts = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.dead: list[EnvironmentHost] = []
+        self.host = self._new()
+
+    def _new(self) -> EnvironmentHost:
+        self.hosts += 1
+        description = pickle.loads(pickle.dumps(self.description))
+        return asyncio.run_coroutine_threadsafe(_made(description), self._loop).result(10)
+
+    def _begin(self, method: Method, arguments: tuple[Any, ...]) -> Future[Reply]:
+        self.calls.append(method)
+        if method in self.deaths:
+            self.deaths.remove(method)
+            self.dead.append(self.host)
+            self.host = self._new()
+            raise HostDied(f"the host died in {method}")
+        return asyncio.run_coroutine_threadsafe(self.host.answer(method, pickle.loads(pickle.dumps(arguments))), self._loop)
+
+    async def _call(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
+        reply = await asyncio.wrap_future(self._begin(method, arguments))
+        return pickle.loads(pickle.dumps(reply))  # type: ignore[no-any-return]
+
+    def _blocking(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
+        return pickle.loads(pickle.dumps(self._begin(method, arguments).result(10)))  # type: ignore[no-any-return]
+
+    @property
+    def link(self) -> Link:
+        return Link(self._call, self._blocking)
+
+    def close(self) -> None:
+        for host in (*self.dead, self.host):
+            asyncio.run_coroutine_threadsafe(host.close_all(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+async def _made(description: HostedDescription) -> EnvironmentHost:
+    return EnvironmentHost(description)
+
+
+class HostProcess:
+    """A host in a process of its own, started anew where it died."""
+
+    def __init__(self, description: HostedDescription) -> None:
+        self.description = description
+        self.starts = 0
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self.starts += 1
+        ours, theirs = multiprocessing.Pipe()
+        context: Any = multiprocessing.get_context("fork")
+        self.process = context.Process(target=_serve, args=(theirs, self.description, ours), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._connection, self._waiting = ours, dict[int, Future[Reply]]()
+        self._numbers = iter(range(1 << 30))
+        threading.Thread(target=self._listen, args=(ours, self._waiting), daemon=True).start()
+
+    def _listen(self, connection: Connection, waiting: dict[int, Future[Reply]]) -> None:
+        try:
+            while True:
+                number, reply = connection.recv()
+                waiting.pop(number).set_result(reply)
+        except (EOFError, OSError):
+            for future in list(waiting.values()):
+                future.set_exception(HostDied(f"process {self.process.pid} is gone"))
+            waiting.clear()
+
+    def _begin(self, method: Method, arguments: tuple[Any, ...]) -> Future[Reply]:
+        with self._lock:
+            if not self.process.is_alive():
+                self._start()
+            number, future = next(self._numbers), Future[Reply]()
+            self._waiting[number] = future
+            try:
+                self._connection.send((number, method, arguments))
+            except OSError:
+                self._waiting.pop(number, None)
+                raise HostDied(f"process {self.process.pid} is gone") from None
+            return future
+
+    async def _call(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
+        return await asyncio.wrap_future(self._begin(method, arguments))
+
+    @property
+    def link(self) -> Link:
+        return Link(self._call, lambda method, arguments: self._begin(method, arguments).result(20))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+
+def _serve(connection: Connection, description: HostedDescription, others: Connection) -> None:
+    others.close()
+    asyncio.run(_answers(connection, EnvironmentHost, description))
+
+
+async def _answers(
+    connection: Connection, make: Callable[[HostedDescription], EnvironmentHost], description: HostedDescription
+) -> None:
+    host, tasks = make(description), set[asyncio.Task[None]]()
+
+    async def answered(number: int, method: Method, arguments: tuple[Any, ...]) -> None:
+        connection.send((number, await host.answer(method, arguments)))
+
+    while True:
+        request = await asyncio.to_thread(connection.recv)
+        task = asyncio.create_task(answered(*request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
