@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from tests.support.models import CONFIGS, VOCABULARY, build
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -15,39 +14,9 @@ from strop.models.attention import IMPLEMENTATION, TreePlan
 from strop.models.heads import head_of
 from strop.training.torch.parallel.collectives import copy, gather, join, own_rows
 from strop.training.torch.parallel.layout import Meshes
+from support.models import CONFIGS, VOCABULARY, build
 
 dist: Any = torch.distributed
-
-
-def deepseek_v3(**options: Any) -> Any:
-    """Latent attention, a dense layer first, then experts with a shared one."""
-    from transformers import DeepseekV3Config
-
-    sizes = CONFIGS["llama"]().to_dict()
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "bos_token_id", "eos_token_id")
-    return DeepseekV3Config(
-        **{name: sizes[name] for name in names},
-        vocab_size=VOCABULARY,
-        intermediate_size=48,
-        pad_token_id=0,
-        num_key_value_heads=4,
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=12,
-        kv_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        **options,
-    )
-
-
-CONFIGS.setdefault("deepseek_v3", deepseek_v3)  # for tests of divided models alone
 
 
 class _Wide:
@@ -70,6 +39,12 @@ class _WideNorm(nn.Module):
         return (1 + self.weight) * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
 
 
+def widen(family: str) -> None:
+    """From now on, in this process, the family's code computes in float64 where it asks for float32."""
+    kind = CONFIGS[family]().model_type
+    vars(import_module(f"transformers.models.{kind}.modeling_{kind}"))["torch"] = _Wide()
+
+
 def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | None = None) -> Any:
     """A family's tiny model in float64 throughout: routers and norms too, in this process from then on."""
     make = CONFIGS[family]
@@ -80,8 +55,7 @@ def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | 
             setattr(config, name, value)
         return config
 
-    module = import_module(f"transformers.models.{make().model_type}.modeling_{make().model_type}")
-    vars(module)["torch"] = _Wide()
+    widen(family)
     CONFIGS[family] = changed
     try:
         model = build(family, dtype=torch.float64)

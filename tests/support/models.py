@@ -87,6 +87,26 @@ def _qwen3_moe() -> Any:
     )
 
 
+def _deepseek_v3() -> Any:
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        **_SIZES | {"num_key_value_heads": 4},
+        q_lora_rank=12,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+    )
+
+
 def _gpt2() -> Any:
     from transformers import GPT2Config
 
@@ -110,11 +130,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
     "gpt2": _gpt2,
     "mamba": _mamba,
 }
 
-FAMILIES = tuple(name for name in CONFIGS if name != "mamba")  # what packed rows and the cached engine support
+FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # with packed rows and the cached engine
 
 
 def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

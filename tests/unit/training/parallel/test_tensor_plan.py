@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.divided import deepseek_v3  # which adds its family
 from tests.support.lora import adapted
-from tests.support.models import build
+from tests.support.models import CONFIGS, build
 
 from strop.training.torch.parallel.layout import ParallelSizes
 from strop.training.torch.parallel.plan import check_plan, load_plan, regions_of
@@ -35,7 +34,6 @@ def test_a_models_own_plan_divides_attentions_and_mlps_and_leaves_head_and_exper
     assert divided(build("llama")) == expected
     assert divided(adapted(build("llama"), dim=2)) == expected
     assert divided(build("qwen3_moe")) == {f"{layer}.self_attn": attention for layer in layers}
-    assert deepseek_v3().model_type == "deepseek_v3"
     assert divided(build("deepseek_v3")) == {"model.layers.0.mlp": mlp, "model.layers.1.mlp.shared_experts": mlp}
 
 
@@ -133,7 +131,6 @@ def test_regions_inside_one_another_are_refused() -> None:
 
 
 def test_checking_needs_shapes_alone() -> None:
-    from tests.support.models import CONFIGS
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,0 +1,75 @@
+"""A learner whose layers and experts are divided takes the steps of one in one process: loss, gradient norm, updated weights."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from tests.support.divided import widen
+from tests.support.ranks import on_ranks
+
+from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from support.parity import FEW, Case, Trained, batch_of, compare, train
+
+EXACT = 1e-10  # float64
+FLOAT32 = 2e-4
+
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "tensor": Case(sizes=ParallelSizes(tensor=2)),
+        "tensor, tied, checkpointing": Case(sizes=ParallelSizes(tensor=2), family="qwen2", checkpointing=True),
+        "tensor, lora": Case(sizes=ParallelSizes(tensor=2), lora=True),
+        "tensor, experts": Case(sizes=ParallelSizes(tensor=2), family="qwen3_moe"),
+        "sequence": Case(sizes=ParallelSizes(tensor=2, sequence=True)),
+        "sequence, tied, few groups": Case(
+            sizes=ParallelSizes(tensor=2, sequence=True), family="qwen2", shapes=FEW, checkpointing=True
+        ),
+        "sequence, experts, lora": Case(sizes=ParallelSizes(tensor=2, sequence=True), family="qwen3_moe", lora=True),
+        "experts over data": Case(sizes=ParallelSizes(shard=2, expert=2), family="qwen3_moe"),
+        "experts over data, few groups": Case(sizes=ParallelSizes(shard=2, expert=2), family="qwen3_moe", shapes=FEW),
+        "experts over copies' halves": Case(sizes=ParallelSizes(shard=2, expert=2), family="deepseek_v3", checkpointing=True),
+        "experts over tokens": Case(sizes=ParallelSizes(context=2, expert=2), family="qwen3_moe"),
+        "tensor, values": Case(sizes=ParallelSizes(tensor=2, sequence=True), value=True),
+        "tensor, float32": Case(sizes=ParallelSizes(tensor=2), dtype=torch.float32),
+    },
+    4: {
+        "fsdp, tensor": Case(sizes=ParallelSizes(shard=2, tensor=2)),
+        "fsdp, sequence, lora": Case(sizes=ParallelSizes(shard=2, tensor=2, sequence=True), lora=True),
+        "copies, sequence, tied": Case(sizes=ParallelSizes(replicate=2, tensor=2, sequence=True), family="qwen2"),
+        "fsdp, tensor, experts": Case(sizes=ParallelSizes(shard=2, tensor=2), family="qwen3_moe"),
+        "fsdp, sequence, more experts": Case(sizes=ParallelSizes(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
+        "fsdp of experts": Case(sizes=ParallelSizes(shard=4, expert=2), family="qwen3_moe", checkpointing=True),
+        "copies, experts": Case(sizes=ParallelSizes(replicate=2, shard=2, expert=2), family="deepseek_v3"),
+        "context, tensor": Case(sizes=ParallelSizes(context=2, tensor=2)),
+        "context, sequence, experts, lora": Case(
+            sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True
+        ),
+    },
+}
+
+
+def both(rank: int, cases: dict[str, Case]) -> dict[str, tuple[Trained, Trained | None, int]]:
+    """What this rank trained, and on the first one what one process trains."""
+    found = {}
+    for name, case in cases.items():
+        if case.dtype == torch.float64:
+            widen(case.family)
+        batch = batch_of(case)
+        trained = train(case, batch, Meshes(case.sizes, "cpu"))
+        found[name] = trained, train(case, batch) if rank == 0 else None, len(batch.target)
+    return found
+
+
+def differences(world: int) -> dict[str, Any]:
+    ranks: list[Any] = on_ranks(world, both, CASES[world])
+    return {name: compare([rank[name][0] for rank in ranks], ranks[0][name][1], ranks[0][name][2]) for name in CASES[world]}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_three_steps_of_a_divided_learner_are_those_of_one_process(world: int) -> None:
+    found = differences(world)
+    worst = {name: max(getattr(one, field.name) for field in fields(one)) for name, one in found.items()}
+    bounds = {name: FLOAT32 if case.dtype == torch.float32 else EXACT for name, case in CASES[world].items()}
+    assert {name: found[name] for name in worst if not worst[name] < bounds[name]} == {}
