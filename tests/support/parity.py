@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,15 @@ from strop.algorithms.sft import SFT
 from strop.data.packing import pack
 from strop.models.network import Network
 from strop.models.value import ValueNetwork
+from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.training.torch.master import round_weights
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.loading import load_once
+from strop.training.torch.parallel.placement import Placement
 from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
-from strop.training.torch.parallel.sharding import parallelize
+from strop.training.torch.parallel.sharding import parallelize, parallelize_head
 from strop.types import Batch, Group
 from support.algorithms import grpo
 from support.lora import adapted
@@ -55,7 +58,10 @@ class Case:
     packed: bool = True
     checkpointing: bool = False
     lora: bool = False
-    value: bool = False
+    value: bool = False  # a critic of its own
+    head: bool = False  # a critic that is a head on the policy
+    loaded_once: bool = False
+    rate: float = 1e-2
     train_tokens: int = 40
     sampling: Sampling = SAMPLING
     steps: int = 3
@@ -75,16 +81,16 @@ class Trained:
     adapters: dict[str, Tensor]
 
 
-def network_of(case: Case) -> Network:
-    if case.value:
-        model = exact(build_classifier(case.family, dtype=case.dtype))
-    else:
-        model = build(case.family)
-        model = exact(model) if case.dtype == torch.float64 else model.to(case.dtype)
+def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
+    """``load`` is how the model comes to be, before it is made exact and gets adapters."""
+    model = load(lambda: build_classifier(case.family) if case.value else build(case.family))
+    model = exact(model) if case.dtype == torch.float64 else model.to(case.dtype)
     for parent in list(model.modules()) if case.dtype == torch.float64 else []:
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
+    if case.dtype == torch.float64 and case.family in ("qwen3_moe", "mixtral", "deepseek_v3"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
     if case.weights_dtype is not None and case.lora:
         round_weights(model, case.weights_dtype)
     if case.lora:
@@ -92,6 +98,20 @@ def network_of(case: Case) -> Network:
         _double(model, case.dtype)
     kind = ValueNetwork if case.value else Network
     return kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
+
+
+def trainee_of(case: Case, meshes: Meshes | None) -> tuple[Network | ValueHead, Placement | None]:
+    """What a case trains, and where it is."""
+    network = network_of(case, load_once if case.loaded_once and meshes else lambda build: build())
+    placement = None
+    if meshes is not None:
+        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
+    elif case.weights_dtype is not None and not case.lora:
+        round_weights(network.model, case.weights_dtype)
+    if not case.head:
+        return network, placement
+    head = ValueHead(network)
+    return head, parallelize_head(head, placement) if placement else None
 
 
 def _double(model: nn.Module, dtype: torch.dtype) -> None:
@@ -112,7 +132,7 @@ def batch_of(case: Case) -> Batch:
     """With its columns, by the weights the training starts from."""
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack(groups_of(case), algorithm)
-    plain = network_of(replace(case, value=False, dtype=torch.float64, weights_dtype=None, precision=None))
+    plain = network_of(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs
     noise = torch.Generator().manual_seed(7)
@@ -123,7 +143,7 @@ def batch_of(case: Case) -> Batch:
 
 
 def loss_of(case: Case) -> Any:
-    return _value_loss if case.value else ALGORITHMS[case.algorithm].losses(0)["policy"]
+    return _value_loss if case.value or case.head else ALGORITHMS[case.algorithm].losses(0)["policy"]
 
 
 def _value_loss(outputs: Any, batch: Batch) -> Any:
@@ -132,15 +152,10 @@ def _value_loss(outputs: Any, batch: Batch) -> Any:
 
 
 def train(case: Case, batch: Batch, meshes: Meshes | None = None) -> Trained:
-    network = network_of(case)
-    placement = None
-    if meshes is not None:
-        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
-    elif case.weights_dtype is not None and not case.lora:
-        round_weights(network.model, case.weights_dtype)
+    network, placement = trainee_of(case, meshes)
     options = TorchLearnerOptions(
-        optimizer_kwargs={"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3},
-        no_decay=() if case.lora else ("norm",),
+        optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
+        no_decay=() if case.lora or case.head else ("norm",),
         max_grad_norm=0.3,
         train_tokens=case.train_tokens,
         score_tokens=50,

@@ -24,10 +24,11 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+    work = pickle.dumps((function, arguments))  # by value, as answers: shared tensors would be gone with their process
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         ranks = [
-            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], function, arguments), daemon=True)
+            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], work), daemon=True)
             for rank in range(count)
         ]
         for rank in ranks:
@@ -54,16 +55,17 @@ def _answer(rank: int, receiver: Any) -> Any:
     return result
 
 
-def _rank(rank: int, count: int, folder: str, sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, count: int, folder: str, sender: Any, work: bytes) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     try:
+        function, arguments = pickle.loads(work)
         answer = (False, function(rank, *arguments))
     except BaseException:
         answer = (True, traceback.format_exc())
     try:
-        sender.send_bytes(pickle.dumps(answer))  # by value: shared tensors would be gone with their process
+        sender.send_bytes(pickle.dumps(answer))
     finally:
         sender.close()
         dist.destroy_process_group()

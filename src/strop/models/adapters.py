@@ -83,31 +83,33 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             del layer.module.forward
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under the names they have without adapters, adapters merged in, one at a time.
-
-    ``whole`` makes a whole tensor of each, where the model holds pieces. Whoever rounds them to bfloat16 loses what is smaller than half a step of the weight: send adapters beside the base instead.
-    """
+def layers_and_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank | None]]:
+    """The model's weights under the names they have without adapters, as the model holds them, each with the adapter on it. No copies."""
     layers = {layer.name: layer for layer in low_rank_layers(model)}
     for name, tensor in model.state_dict().items():
         owner, inside = _split(name, layers)
         if owner is None:
-            yield name, whole(tensor)
+            yield name, tensor, None
         elif inside == "base_layer.weight":
-            yield f"{owner.name}.weight", owner.merged(whole)
+            yield f"{owner.name}.weight", tensor, owner
         elif inside.startswith("base_layer."):
-            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", whole(tensor)
+            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor, None
+
+
+def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under the names they have without adapters, adapters merged in, one at a time.
+
+    ``whole`` makes a whole tensor of each, where the model holds pieces. Whoever rounds them to bfloat16 loses what is smaller than half a
+    step of the weight: send adapters beside the base instead.
+    """
+    for name, tensor, adapter in layers_and_weights(model):
+        yield name, whole(tensor) if adapter is None else adapter.merged(whole)
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's weights under the names they have without adapters, and without what adapters add. No copies."""
-    layers = {layer.name: layer for layer in low_rank_layers(model)}
-    for name, tensor in model.state_dict().items():
-        owner, inside = _split(name, layers)
-        if owner is None:
-            yield name, tensor
-        elif inside.startswith("base_layer."):
-            yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor
+    for name, tensor, _ in layers_and_weights(model):
+        yield name, tensor
 
 
 def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, str]:
@@ -137,10 +139,10 @@ def _config_of(model: Any) -> Any:
     return model.peft_config[ADAPTER]
 
 
-def save_adapters(model: Any, folder: Path) -> None:
+def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """The adapters in PEFT's format: ``PeftModel.from_pretrained(base, folder)`` loads them.
 
-    The model's configuration is written beside them, so that whoever merges them later builds the model that was trained.
+    ``tensors`` are what to write, where the model itself holds pieces. The model's configuration is written beside them, so that whoever merges them later builds the model that was trained.
     """
     from safetensors.torch import save_file
 
@@ -151,15 +153,18 @@ def save_adapters(model: Any, folder: Path) -> None:
     config.save_pretrained(str(folder))
     model.config.to_json_file(folder / BASE_CONFIG_FILE)
     save_file(
-        {name: tensor.cpu().contiguous() for name, tensor in adapter_weights(model).items()},
+        {name: tensor.cpu().contiguous() for name, tensor in (tensors or adapter_weights(model)).items()},
         folder / WEIGHTS_FILE,
         metadata={"format": "pt"},
     )
 
 
 @torch.no_grad()
-def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError for those of another form."""
+def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
+    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError for those of another form.
+
+    ``fill(own, whole)`` takes what a model that holds pieces needs of a whole tensor.
+    """
     from safetensors.torch import load_file
 
     _refuse_other_form(model, folder)
@@ -171,7 +176,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
             "dtensor_cfg.lora_cfg as it was when they were saved, or start with another checkpointing.checkpoint_dir"
         )
     for name, tensor in own.items():
-        tensor.copy_(stored[name])
+        fill(tensor, stored[name])
 
 
 def _refuse_other_form(model: nn.Module, folder: Path) -> None:

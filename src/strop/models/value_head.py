@@ -7,6 +7,7 @@ value, at the price of a second model.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,17 @@ class ValueHead:
             )
         wide = torch.promote_types(next(trunk.model.parameters()).dtype, torch.float32)
         self.trunk = trunk
+        self.read: Callable[[Batch], Tensor] = trunk.hidden
         self.device: torch.device = trunk.device
         self.packed = trunk.packed
         self.model = (ScalarHead(size) if head is None else head).to(device=trunk.device, dtype=wide)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
         """What is expected of each place that a token is sampled at, [N]; how it is sampled makes no difference."""
-        return ValueOutputs(scalar(self.model.score, self._features(batch)))
+        values = ValueOutputs(scalar(self.model.score, self._features(batch)))
+        return self.trunk.reading.joined(values, len(batch.target))
 
     @torch.no_grad()
-    def _features(self, batch: Batch) -> Tensor:  # [N, H]
+    def _features(self, batch: Batch) -> Tensor:  # [N, H], as Network.hidden
         with self.trunk.autocast():
-            return self.trunk.hidden(batch)
+            return self.read(batch)

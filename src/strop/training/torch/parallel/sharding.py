@@ -23,10 +23,12 @@ from strop.data.packing import select
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, low_rank_layers, merged_weights
 from strop.models.network import Network
+from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.training.torch.master import round_weights
 from strop.training.torch.parallel.context import ReadTogether, check_heads
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.loading import anywhere, fill, hollow, is_shell
 from strop.training.torch.parallel.share import Share, present
 from strop.types import Batch
 
@@ -47,7 +49,8 @@ def parallelize(
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> ManyRanks:
-    """Divide a network over the ranks of ``meshes``, in place. All ranks call it, each with the same whole network.
+    """Divide a network over the ranks of ``meshes``, in place. All ranks call it, each with the same whole network, or those but the
+    first with its shell (``load_once``).
 
     What is to stay frozen must be frozen before. ``weights_dtype`` is what the network computes with: trained weights are float32 in their
     shards and rounded as they are gathered, frozen ones are rounded once; None leaves weights as they are. ``cpu_offload`` keeps shards,
@@ -57,10 +60,12 @@ def parallelize(
     check_divisible(network, meshes.sizes)
     model: nn.Module = network.model
     policy = _round(model, weights_dtype)
+    shells = anywhere(is_shell(model))
+    weights = hollow(model) if shells and not is_shell(model) else {}
     partial, experts = _divide_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "shard_placement_fn": _dimension(meshes)}
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         if name in experts:
             _shard(module, meshes.expert_fsdp, options)
     for layer in decoder_layers(network.decoder):
@@ -68,11 +73,23 @@ def parallelize(
     root = _shard(Root(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
     if meshes.sizes.sample > 1:
         network.reading = ReadTogether(meshes)
-    device = meshes.dense.device_type
-    network.device = (
-        torch.device(device, torch.get_device_module(device).current_device()) if device != "cpu" else torch.device("cpu")
-    )
+    network.device = _own_device(meshes)
+    if shells:
+        fill(
+            root, model, weights, network.device, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
+        )
     return ManyRanks(network, meshes, root, partial, policy.param_dtype)
+
+
+def parallelize_head(head: ValueHead, trunk: ManyRanks) -> ManyRanks:
+    """Divide a critic that is a head on the policy's trunk, once the policy is divided. All ranks call it, with the same head."""
+    meshes = trunk.meshes
+    head.device = trunk.device
+    head.model.to(trunk.device)
+    root = _shard(Root(head.model), meshes.fsdp, {})
+    head.read = trunk.hidden
+    partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.sizes.tensor > 1)
+    return ManyRanks(head, meshes, root, partial, None, trunk=trunk)
 
 
 def check_divisible(network: Network, sizes: ParallelSizes) -> None:
@@ -145,6 +162,11 @@ def _dimension(meshes: Meshes) -> Callable[[nn.Parameter], Shard | None]:
     return dimension
 
 
+def _own_device(meshes: Meshes) -> torch.device:
+    kind = meshes.dense.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def _shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
     sharded.set_gradient_divide_factor(1.0)  # gradients are added
@@ -167,14 +189,24 @@ class Root(nn.Module):
 class ManyRanks:
     """A ``Placement`` over the ranks of ``meshes``. Made by ``parallelize``."""
 
-    def __init__(self, network: Network, meshes: Meshes, root: Any, partial: frozenset[str], rounded: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        network: Network | ValueHead,
+        meshes: Meshes,
+        root: Any,
+        partial: frozenset[str],
+        rounded: torch.dtype | None,
+        *,
+        trunk: ManyRanks | None = None,
+    ) -> None:
         self.network = network
+        self.trunk = trunk  # which the network reads with, where it is a head alone
         self.meshes = meshes
         self.leads = meshes.leads
         self.root = root
         self.rounded = rounded
         self.device: torch.device = network.device
-        self.sharded: dict[str, DTensor] = {  # what is trained, under its name
+        self.sharded: dict[str, Any] = {  # DTensors of what is trained, under their names
             name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
         }
         self.local = {name: nn.Parameter(_piece(parameter)) for name, parameter in self.sharded.items()}
@@ -217,11 +249,20 @@ class ManyRanks:
         columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
         return replace(found[0], **columns)
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """``Network.hidden`` of a language model, for a head that lies on it."""
+        network = self.network
+        assert isinstance(network, Network)
+        hidden: Tensor = self.root(lambda: [network.hidden(batch)])[0]
+        return hidden
+
     def collect(self) -> None:
         for name, parameter in self.sharded.items():
             gradient: Any = parameter.grad
             if gradient is not None:
                 self.local[name].grad = gradient.to_local()
+        if self.trunk is not None:
+            self.trunk.collect()
         self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be the old ones after a step
 
     @torch.no_grad()
