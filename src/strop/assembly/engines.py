@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.grpo import GRPO
-from strop.assembly.roles import PRECISIONS, Policy, make_engine
+from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
 from strop.config.generation import GenerationConfig, SpeculationConfig, VllmConfig, WeightSyncConfig
 from strop.config.policy import PolicyConfig
 from strop.data.packing import pack
-from strop.generation.base import Generator
+from strop.generation.base import Engine, Generator
 from strop.generation.replicas import Replicas
 from strop.metrics import Metric, Metrics
 from strop.models.adapters import low_rank_layers
@@ -30,7 +30,7 @@ from strop.weights.adapters import LowRankSource
 from strop.weights.base import Answer, Sender, WeightHolder, WeightSync
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
-from strop.weights.export import local_exporter
+from strop.weights.export import Exporter, local_exporter
 from strop.weights.folder import FolderSender
 from strop.weights.memory import MemorySender
 from strop.weights.proof import Canary, ProofSchedule
@@ -38,6 +38,7 @@ from strop.weights.publish import PublishedWeights, PublishOptions
 from strop.weights.shared import SharedWeights
 
 if TYPE_CHECKING:
+    from strop.generation.vllm.arguments import EngineOptions
     from strop.generation.vllm.engine import VllmEngine
 
 log = logging.getLogger(__name__)
@@ -60,65 +61,85 @@ class Generation:
     weights: WeightSync
 
 
-def make_generation(
-    policy: Policy,
-    config: PolicyConfig,
-    sampling: Sampling,
-    learner: Learner,
-    *,
-    max_staleness: int,
-    in_flight: bool,
-    recompute: bool,
-    share_prefixes: bool,
-    seed: int,
-    note: Callable[[str], None],
-    outputs: Path,
-) -> Generation:
-    """``learner`` is the one that trains: its weights are published. ``outputs`` is the folder for what engines write.
+@dataclass(frozen=True, kw_only=True)
+class GenerationNeeds:
+    """What a run asks of its generator."""
 
-    Raises ValueError for options that cannot be met."""
+    sampling: Sampling
+    learner: Learner  # the one that trains: its weights are published
+    max_staleness: int
+    in_flight: bool
+    recompute: bool
+    share_prefixes: bool
+    seed: int
+    note: Callable[[str], None]
+    outputs: Path  # folder for what engines write
+
+
+def make_generation(policy: Policy, config: PolicyConfig, needs: GenerationNeeds) -> Generation:
+    """In this process, or with vLLM in processes that this one keeps. Raises ValueError for options that cannot be met."""
     options = config.generation
     if options.backend != "vllm":
         engine = make_engine(policy, options, config.max_total_sequence_length)
         return Generation(generator=engine, weights=SharedWeights([engine]))
-    if max_staleness > 0 and options.colocated.enabled and policy.network.device.type == "cuda":
+    on_cpu = policy.network.device.type == "cpu"
+    if needs.max_staleness > 0 and options.colocated.enabled and not on_cpu:
         raise ValueError(
             "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU would have to sleep "
             "while it trains. Set it to false, with a GPU for each engine, or train synchronously"
         )
     adapters = options.weight_sync.adapters_alone and bool(low_rank_layers(policy.network.model))
-    folder = describe_model(policy, outputs / "model")
+    folder = describe_model(policy, needs.outputs / "model")
     engines = make_vllm_engines(
         str(folder),
         policy,
         options,
-        on_cpu=policy.network.device.type == "cpu",
+        on_cpu=on_cpu,
         threads=config.num_threads,
         adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
-        outputs=outputs,
+        outputs=needs.outputs,
     )
-    replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts)
     exporter = local_exporter(
-        learner.weights,
-        sender_maker(options, policy.network.device, outputs / "weights"),
+        needs.learner.weights,
+        sender_maker(options, policy.network.device, needs.outputs / "weights"),
         dtype=PRECISIONS[options.vllm_cfg.precision],
-        keep_copy=max_staleness > 0,
+        keep_copy=needs.max_staleness > 0,
         adapters=LowRankSource(policy.network.model) if adapters else None,
     )
+    precision, length = options.vllm_cfg.precision, options.vllm_cfg.max_model_len
+    return published(engines, exporter, policy, options, needs, precision=precision, length=length, adapters=adapters)
+
+
+def published(
+    engines: Sequence[Engine],
+    exporter: Exporter,
+    speech: Speech,
+    options: GenerationConfig,
+    needs: GenerationNeeds,
+    *,
+    precision: str,
+    length: int,
+    adapters: bool = False,
+    shrinks: bool = False,
+) -> Generation:
+    """Engines with weights of their own, behind one generator. ``precision`` is that of the engines, ``length`` of their longest sequence;
+    ``shrinks``: those that cannot be started anew are done without."""
+    replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts, shrinks=shrinks)
     weights = PublishedWeights(
         exporter,
         engines,
         PublishOptions(
-            apart=not options.colocated.enabled or max_staleness > 0,
-            in_flight=in_flight,
-            recompute=recompute,
-            learner_goes_on=max_staleness > 0,
+            apart=not options.colocated.enabled or needs.max_staleness > 0,
+            in_flight=needs.in_flight,
+            recompute=needs.recompute,
+            learner_goes_on=needs.max_staleness > 0,
             adapters=adapters,
             proof=ProofSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
         ),
-        canary=make_canary(policy, sampling, learner, options, share_prefixes=share_prefixes, seed=seed),
+        canary=make_canary(speech, options, needs, precision=precision, length=length),
         published=replicas.published,
-        note=note,
+        drop=replicas.drop,
+        note=needs.note,
     )
     replicas.revive = weights.revive
     replicas.on_close.append(weights.close)
@@ -197,46 +218,69 @@ def make_vllm_engines(
 
     Raises ValueError where vLLM is not installed."""
     try:
-        from strop.generation.vllm.arguments import EngineOptions
         from strop.generation.vllm.engine import VllmEngine
     except ImportError as error:
         raise ValueError(
             f"policy.generation.backend is vllm, and vLLM cannot be imported here ({error}): `make setup-vllm` installs it on a machine "
             "without a GPU, `pip install vllm` on one with; or set policy.generation.backend=torch"
         ) from error
-    options = config.vllm_cfg
     return [
         VllmEngine(
             f"engine {number}",
-            EngineOptions(
-                model=folder,
-                dtype=options.precision,
-                max_model_len=options.max_model_len,
+            vllm_options(
+                folder,
+                config,
                 on_cpu=on_cpu,
-                load_weights=load_weights,
-                tensor_parallel_size=options.tensor_parallel_size,
-                pipeline_parallel_size=options.pipeline_parallel_size,
-                expert_parallel=options.expert_parallel_size > 1,
-                gpu_memory_utilization=options.gpu_memory_utilization,
-                kv_cache_memory_gb=options.kv_cache_memory_gb,
-                kv_cache_dtype=options.kv_cache_dtype,
-                max_num_seqs=options.max_num_seqs,
-                prefix_caching=options.enable_prefix_caching,
-                enforce_eager=options.enforce_eager,
-                max_logprobs=max(20, config.top_k or 0) if config.keep_sampling_mask else 20,
                 adapter_rank=adapter_rank,
-                speculative=speculative(options.speculation),
-                sleep_level=min(options.sleep_level, 1) if adapter_rank is not None else options.sleep_level,
-                startup_seconds=options.startup_seconds,
-                further=config.vllm_kwargs,
+                load_weights=load_weights,
                 output=None if outputs is None else outputs / f"engine_{number}.log",
-                environment=environment(options, number, on_cpu, threads, apart=not config.colocated.enabled),
+                environment=environment(config.vllm_cfg, number, on_cpu, threads, apart=not config.colocated.enabled),
             ),
             policy.tokenizer,
             stop_ids=policy.stop_ids,
         )
-        for number in range(options.engines)
+        for number in range(config.vllm_cfg.engines)
     ]
+
+
+def vllm_options(
+    folder: str,
+    config: GenerationConfig,
+    *,
+    on_cpu: bool,
+    adapter_rank: int | None,
+    load_weights: bool,
+    output: Path | None,
+    environment: Mapping[str, str],
+) -> EngineOptions:
+    """What one vLLM engine is started with."""
+    from strop.generation.vllm.arguments import EngineOptions
+
+    options = config.vllm_cfg
+    return EngineOptions(
+        model=folder,
+        dtype=options.precision,
+        max_model_len=options.max_model_len,
+        on_cpu=on_cpu,
+        load_weights=load_weights,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        expert_parallel=options.expert_parallel_size > 1,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_gb=options.kv_cache_memory_gb,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_num_seqs=options.max_num_seqs,
+        prefix_caching=options.enable_prefix_caching,
+        enforce_eager=options.enforce_eager,
+        max_logprobs=max(20, config.top_k or 0) if config.keep_sampling_mask else 20,
+        adapter_rank=adapter_rank,
+        speculative=speculative(options.speculation),
+        sleep_level=min(options.sleep_level, 1) if adapter_rank is not None else options.sleep_level,
+        startup_seconds=options.startup_seconds,
+        further=config.vllm_kwargs,
+        output=output,
+        environment=environment,
+    )
 
 
 def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
@@ -258,39 +302,41 @@ def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | No
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(size)), **config.env_vars}
 
 
-def sender_maker(config: GenerationConfig, device: torch.device, own_folder: Path) -> Callable[[int], Sender]:
-    """The transport for where learner and engines are."""
+def sender_maker(
+    config: GenerationConfig, device: torch.device, own_folder: Path, *, host: str = "127.0.0.1", near: bool = True
+) -> Callable[[int], Sender]:
+    """The transport for where learner and engines are. ``near``: on one machine; ``host``: the address of the sender's."""
     sync: WeightSyncConfig = config.weight_sync
     size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
     limit = sync.timeout_seconds
-    transport = sync.transport
+    transport: str = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
         several = not apart and config.vllm_cfg.engines > 1  # the second engine does not see the learner's GPU
-        transport = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
+        close = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
+        transport = close if near else "broadcast"
     match transport:
         case "memory":
             return lambda receivers: MemorySender(receivers, timeout=limit, **size)
         case "cuda_ipc":
             return lambda receivers: CudaIpcSender(receivers, device=device, timeout=limit, **size)
         case "broadcast":
-            if device.type == "cuda" and config.colocated.enabled:
+            if device.type == "cuda" and config.colocated.enabled and near:
                 raise ValueError(
                     "policy.generation.weight_sync.transport is broadcast, and NCCL does not connect two processes on one GPU: set it to "
                     "auto, or policy.generation.colocated.enabled=false"
                 )
-            backend: Any = "nccl" if device.type == "cuda" else "gloo"
-            return lambda receivers: BroadcastSender(receivers, backend=backend, device=device, timeout=limit, **size)
+            backend: Any = "nccl" if device.type == "cuda" and not config.colocated.enabled else "gloo"
+            at = device if backend == "nccl" else torch.device("cpu")
+            return lambda receivers: BroadcastSender(receivers, backend=backend, device=at, host=host, timeout=limit, **size)
         case _:
             folder = Path(sync.folder) if sync.folder else own_folder
             return lambda receivers: FolderSender(folder, receivers, timeout=limit)
 
 
-def make_canary(
-    policy: Policy, sampling: Sampling, learner: Learner, config: GenerationConfig, *, share_prefixes: bool, seed: int
-) -> Canary:
-    precision = config.vllm_cfg.precision
-    room = max(1, config.vllm_cfg.max_model_len - CANARY_TOKENS)
+def make_canary(speech: Speech, config: GenerationConfig, needs: GenerationNeeds, *, precision: str, length: int) -> Canary:
+    sampling = needs.sampling
+    room = max(1, length - CANARY_TOKENS)
     asked = Sampling(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -300,11 +346,11 @@ def make_canary(
         max_new_tokens=CANARY_TOKENS,
     )
     return Canary(
-        prompts=canary_prompts(policy.template, room),
+        prompts=canary_prompts(speech.template, room),
         sampling=asked,
-        score=canary_score(learner, share_prefixes=share_prefixes),
+        score=canary_score(needs.learner, share_prefixes=needs.share_prefixes),
         tolerance=config.weight_sync.canary_tolerance or CANARY_TOLERANCE[precision],
-        seed=seed,
+        seed=needs.seed,
     )
 
 

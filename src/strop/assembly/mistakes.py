@@ -11,6 +11,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from strop.checkpointing.folders import CheckpointError
+from strop.cluster.base import HostDied
+from strop.cluster.group import GroupDied
 from strop.data.errors import DataError
 from strop.environments.base import EnvironmentConfigError
 from strop.loop import OutOfTasks, TooManyDropped
@@ -24,7 +26,18 @@ log = logging.getLogger(__name__)
 # What a run may end with that is the user's to mend: the message is enough.
 MISTAKES = (
     *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
-    *(TooManyDropped, OutOfTasks, MismatchTooLarge, ProofFailed, EngineDied, TransportError, ValueError, OSError),
+    *(
+        GroupDied,
+        HostDied,
+        TooManyDropped,
+        OutOfTasks,
+        MismatchTooLarge,
+        ProofFailed,
+        EngineDied,
+        TransportError,
+        ValueError,
+        OSError,
+    ),
 )
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 from strop.algorithms.base import Algorithm, Plan
 from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
-from strop.assembly.roles import Policy, load_reward_policy, load_training_policy, tokenizer_saver
-from strop.assembly.scorers import make_learners, make_recorded_scorers
+from strop.assembly.home import make_home
+from strop.assembly.roles import Speech, tokenizer_saver
+from strop.assembly.scorers import optimizer_steps
 from strop.assembly.settings import settings_of
 from strop.assembly.tasks import data_source
 from strop.assembly.training import continued, early_stop, make_checkpoints, restore
+from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig
 from strop.config.data import DataEntryConfig
 from strop.config.recorded import SftConfig
-from strop.config.schema import RmRunConfig
 from strop.data.errors import DataError
 from strop.data.examples import conversations, judged, preferences
 from strop.data.placement import Placement
@@ -47,7 +48,7 @@ class Examples:
     names: tuple[str, ...]
     parts: tuple[Sequence[Task], ...]
     placement: Placement
-    policy: Policy
+    speech: Speech
     rules: RecordedRules
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class Examples:
             return group_without_task(index, 0, error)
 
     def of(self, index: int, part: int, place: int) -> Group:
-        examples, name, template = self.parts[part], self.names[part], self.policy.template
+        examples, name, template = self.parts[part], self.names[part], self.speech.template
         example: Any = examples[place]
         match self.kind:
             case "conversations":
@@ -85,24 +86,19 @@ class Examples:
         return [group for group in groups if not group.errors]
 
 
-async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker) -> Run:
+async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> Run:
     """Everything of a run, restored from its newest checkpoint if there is one."""
     algorithm = recorded_algorithm_of(config)
-    policy = (
-        load_reward_policy(config)
-        if isinstance(config, RmRunConfig)
-        else load_training_policy(config.policy, config.training.seed)
-    )
-    sampling = Sampling()
-    rules = recorded_rules(config, policy)
-    train = training_examples(config, algorithm, policy, rules)
-    held_out = validation_groups(config, algorithm, policy, rules, tracker)
-    share_prefixes = config.policy.sequence_packing.prefix_sharing and policy.network.packed
+    home = await make_home(config, cluster, tracker)
+    rules = recorded_rules(config, home.speech)
+    train = training_examples(config, algorithm, home.speech, rules)
+    held_out = validation_groups(config, algorithm, home.speech, rules, tracker)
+    share_prefixes = config.policy.sequence_packing.prefix_sharing and home.packed
     options = recorded_loop_options(config, len(train), share_prefixes=share_prefixes)
-    learners = make_learners(config, policy, algorithm, sampling, options, train.size)
-    scorers = await make_recorded_scorers(config, policy, algorithm, sampling, lambda: [*train.all(), *held_out], tracker)
+    learners = await home.learners(algorithm, Sampling(), optimizer_steps(options, train.size))
+    scorers = await home.recorded_scorers(lambda: [*train.all(), *held_out])
 
-    checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
+    checkpoints = make_checkpoints(config, tokenizer_saver(home.speech.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), "none")
     state = restore(config, checkpoints, learners, tracker, store)
     validation = None
@@ -138,17 +134,17 @@ def recorded_algorithm_of(config: RecordedRunConfig) -> Algorithm:
     return algorithm
 
 
-def recorded_rules(config: RecordedRunConfig, policy: Policy) -> RecordedRules:
+def recorded_rules(config: RecordedRunConfig, speech: Speech) -> RecordedRules:
     training = config.training
     return RecordedRules(
         max_length=config.policy.max_total_sequence_length,
         final_turn_only=isinstance(training, SftConfig) and training.only_unmask_final,
         add_eos=config.data.add_eos,
-        stop_ids=policy.stop_ids,
+        stop_ids=speech.stop_ids,
     )
 
 
-def training_examples(config: RecordedRunConfig, algorithm: Algorithm, policy: Policy, rules: RecordedRules) -> Examples:
+def training_examples(config: RecordedRunConfig, algorithm: Algorithm, speech: Speech, rules: RecordedRules) -> Examples:
     entries = config.data.train
     parts = tuple(_read(config, entry, algorithm, "train") for entry in entries)
     placement = Placement(
@@ -158,11 +154,11 @@ def training_examples(config: RecordedRunConfig, algorithm: Algorithm, policy: P
         shuffle=config.data.shuffle,
         max_epochs=config.recorded.max_num_epochs,
     )
-    return Examples(algorithm.recorded, tuple(_name(entry) for entry in entries), parts, placement, policy, rules)
+    return Examples(algorithm.recorded, tuple(_name(entry) for entry in entries), parts, placement, speech, rules)
 
 
 def validation_groups(
-    config: RecordedRunConfig, algorithm: Algorithm, policy: Policy, rules: RecordedRules, tracker: Tracker
+    config: RecordedRunConfig, algorithm: Algorithm, speech: Speech, rules: RecordedRules, tracker: Tracker
 ) -> list[Group]:
     """What is measured: the validation entries, else what the training entries hold out, else nothing."""
     training = config.recorded
@@ -175,7 +171,7 @@ def validation_groups(
         return []
     parts = tuple(_read(config, entry, algorithm, "validation") for entry in entries)
     placement = Placement(sizes=tuple(map(len, parts)), weights=(None,) * len(parts), shuffle=False)
-    found = Examples(algorithm.recorded, tuple(_name(entry) for entry in entries), parts, placement, policy, rules).all()
+    found = Examples(algorithm.recorded, tuple(_name(entry) for entry in entries), parts, placement, speech, rules).all()
     wanted = len(found) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
     if dropped := sum(map(len, parts)) - len(found):
         tracker.note(f"{dropped} examples of the validation data cannot be used (too long, most likely) and are left out")

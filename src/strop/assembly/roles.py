@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,11 +29,25 @@ from strop.training.base import Scorer
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
 from strop.training.torch.master import round_weights
 from strop.training.torch.optimizers import ParameterGroup
+from strop.training.torch.parallel.placement import Placement
 from strop.training.torch.reference import AdapterOffScorer
 
 log = logging.getLogger(__name__)
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Speech(Protocol):
+    """How a model's text becomes tokens, wherever the model is."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def template(self) -> ChatTemplate: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +138,11 @@ def make_learner(
     whole_groups: bool = False,
     total_steps: int | None = None,
     section: str = "policy",
+    placement: Placement | None = None,
 ) -> TorchLearner:
-    """``total_steps`` are the optimizer steps of the run, None where nothing limits it: the length of a schedule that sets none."""
+    """``placement``: where the network is, if not on one device.
+
+    ``total_steps`` are the optimizer steps of the run, None where nothing limits it: the length of a schedule that sets none."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     schedule: list[Mapping[str, Any]] = []
     if config.scheduler is not None:
@@ -149,7 +166,7 @@ def make_learner(
         average_start=config.ema.start_step,
         section=section,
     )
-    return TorchLearner(network, sampling, options)
+    return TorchLearner(network, sampling, options, placement)
 
 
 def load_reward_policy(config: RmRunConfig) -> Policy:

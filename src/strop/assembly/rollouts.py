@@ -9,13 +9,16 @@ from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
 from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
-from strop.assembly.engines import make_generation
-from strop.assembly.roles import load_training_policy, tokenizer_saver
-from strop.assembly.scorers import make_learners, make_scorers
+from strop.assembly.engines import GenerationNeeds
+from strop.assembly.home import make_home
+from strop.assembly.roles import tokenizer_saver
+from strop.assembly.scorers import optimizer_steps
 from strop.assembly.settings import settings_of
 from strop.assembly.tasks import reward_names, training_tasks, validation_tasks
 from strop.assembly.training import continued, early_stop, make_checkpoints, restore
+from strop.cluster.base import Cluster
 from strop.config import RolloutRunConfig
+from strop.config.devices import devices_of
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
@@ -35,7 +38,7 @@ from strop.types import Group
 log = logging.getLogger(__name__)
 
 
-def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, Generator]:
+async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator]:
     """Everything of a run, restored from its newest checkpoint if there is one."""
     training = config.rollouts
     algorithm = algorithm_of(config)
@@ -43,33 +46,34 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         config.data.train, config.env, seed=training.seed, shuffle=config.data.shuffle, max_epochs=training.max_num_epochs
     )
     validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed)
-    policy = load_training_policy(config.policy, training.seed)
+    home = await make_home(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = loop_options(
         config,
-        share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and home.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
     )
-    learners = make_learners(config, policy, algorithm, sampling, options, train_source.size)
-    scorers = make_scorers(config, policy, algorithm, sampling, learners)
+    learners = await home.learners(algorithm, sampling, optimizer_steps(options, train_source.size))
+    scorers = await home.scorers()
 
-    checkpoints = make_checkpoints(config, tokenizer_saver(policy.tokenizer))
-    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=policy.tokenizer.decode)
+    speech = home.speech
+    checkpoints = make_checkpoints(config, tokenizer_saver(speech.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=speech.tokenizer.decode)
     state = restore(config, checkpoints, learners, tracker, store)
-    if options.max_staleness > 0 and not shares_module(config):
+    if options.max_staleness > 0 and home.blocks and not home.shares_module:
         learners, scorers = beside_the_loop(learners, scorers)
-    generation = make_generation(
-        policy,
-        config.policy,
-        sampling,
-        learners["policy"],
-        max_staleness=options.max_staleness,
-        in_flight=training.asynchronous.in_flight_weight_updates,
-        recompute=training.asynchronous.recompute_kv_cache_after_weight_updates,
-        share_prefixes=options.share_prefixes,
-        seed=training.seed,
-        note=tracker.note,
-        outputs=Path(config.logger.log_dir) / "engines",
+    generation = await home.generation(
+        GenerationNeeds(
+            sampling=sampling,
+            learner=learners["policy"],
+            max_staleness=options.max_staleness,
+            in_flight=training.asynchronous.in_flight_weight_updates,
+            recompute=training.asynchronous.recompute_kv_cache_after_weight_updates,
+            share_prefixes=options.share_prefixes,
+            seed=training.seed,
+            note=tracker.note,
+            outputs=Path(config.logger.log_dir) / "engines",
+        )
     )
     engine = generation.generator
     rules = episode_rules(config)
@@ -89,7 +93,7 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
             config,
             train_source,
             engine,
-            policy.template,
+            speech.template,
             sampling,
             rules,
             options,
@@ -101,8 +105,8 @@ def build_rollout_run(config: RolloutRunConfig, tracker: Tracker) -> tuple[Run, 
         weights=generation.weights,
         tracker=tracker,
         rollouts=store,
-        decode=policy.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, engine, policy.template, rules, tracker),
+        decode=speech.tokenizer.decode,
+        evaluator=make_evaluator(config, validation_source, engine, speech.template, rules, tracker),
         early_stop=early_stop(config),
         mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
         checkpoints=checkpoints if config.checkpointing.enabled else None,
@@ -232,7 +236,7 @@ def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
 
 def shares_module(config: RolloutRunConfig) -> bool:
     """Whether the generator runs the learner's own module, so that the two take turns."""
-    return config.policy.generation.backend in ("auto", "torch")
+    return config.policy.generation.backend in ("auto", "torch") and not devices_of(config).ray
 
 
 def beside_the_loop(

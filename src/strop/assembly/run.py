@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from strop.assembly.clusters import cluster_of, with_restarts
 from strop.assembly.describe import describe
 from strop.assembly.mistakes import run_to_end
 from strop.assembly.recorded import build_recorded_run
 from strop.assembly.rollouts import build_rollout_run
 from strop.assembly.training import make_tracker, seed_everything
 from strop.assembly.watch import watched
+from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.generation.base import Generator
 from strop.loop import Run, train
@@ -23,24 +27,31 @@ async def _run(config: TrainingRunConfig) -> None:
     tracker = make_tracker(config)
     try:
         with watched(config, tracker) as told:
-            run, generator = await build_run(config, told)
-            try:
-                await train(run)
-            finally:
-                await run.stream.close()
-                if generator is not None:
-                    await generator.close()
-            run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+            await with_restarts(config, told, partial(_live, config, told))
     finally:
         tracker.close()
 
 
-async def build_run(config: TrainingRunConfig, tracker: Tracker) -> tuple[Run, Generator | None]:
-    """Everything of a run, restored from its newest checkpoint if there is one; and its engine, if it samples."""
+async def _live(config: TrainingRunConfig, tracker: Tracker) -> None:
+    """One life of a run: from its newest checkpoint to its end."""
+    async with cluster_of(config, tracker) as cluster:
+        run, generator = await build_run(config, tracker, cluster)
+        try:
+            await train(run)
+        finally:
+            await run.stream.close()
+            if generator is not None:
+                await generator.close()
+        run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+
+
+async def build_run(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator | None]:
+    """Everything of a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one; and its engine, if it
+    samples."""
     seed_everything(config.training.seed)
     for line in describe(config).splitlines():
         tracker.note(line)
     if isinstance(config, RolloutRunConfig):
-        return build_rollout_run(config, tracker)
+        return await build_rollout_run(config, tracker, cluster)
     assert isinstance(config, RecordedRunConfig)
-    return await build_recorded_run(config, tracker), None
+    return await build_recorded_run(config, tracker, cluster), None

@@ -15,17 +15,16 @@ from strop.config.schema import DistillationRunConfig, DpoRunConfig, PpoRunConfi
 from strop.loop import LoopOptions
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker
-from strop.training.base import ColumnSource, Learner, LogprobColumn, ValueColumn
+from strop.training.base import ColumnSource, Learner, LogprobColumn, Scorer, ValueColumn
 from strop.training.torch.learner import NetworkScorer
 from strop.training.torch.reference_store import reference_store, weights_fingerprint
 from strop.types import Group
 
 
 def make_learners(
-    config: TrainingRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, options: LoopOptions, tasks: int | None
+    config: TrainingRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
 ) -> dict[str, Learner]:
-    """The policy's learner, and the critic's where there is one. ``tasks`` are those of all epochs, None for no end."""
-    total_steps = optimizer_steps(options, tasks)
+    """The policy's learner, and the critic's where there is one. ``total_steps``: optimizer steps of the run, None for no end."""
     learners: dict[str, Learner] = {
         "policy": make_learner(
             policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
@@ -55,7 +54,7 @@ def make_scorers(
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):
         scorers.update(make_teachers(config, policy, algorithm, sampling, learners))
-    return _complete(scorers, algorithm, config)
+    return complete(scorers, algorithm, config)
 
 
 async def make_recorded_scorers(
@@ -71,38 +70,51 @@ async def make_recorded_scorers(
     if REFERENCE in algorithm.requires:
         once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
         scorers[REFERENCE] = (
-            await _computed_reference(config, policy, algorithm, sampling, groups, tracker)
+            await stored_reference(
+                config,
+                NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
+                algorithm,
+                groups,
+                tracker,
+                fingerprint=weights_fingerprint(policy.network.model),
+                share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+            )
             if once
             else LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
         )
-    return _complete(scorers, algorithm, config)
+    return complete(scorers, algorithm, config)
 
 
-async def _computed_reference(
+async def stored_reference(
     config: RecordedRunConfig,
-    policy: Policy,
+    policy: Scorer,
     algorithm: Algorithm,
-    sampling: Sampling,
     groups: Callable[[], Sequence[Group]],
     tracker: Tracker,
+    *,
+    fingerprint: str,
+    share_prefixes: bool,
 ) -> ColumnSource:
-    """The policy as it is now, asked once about everything that will be read. Call it before a checkpoint is loaded."""
+    """The policy as it is now, asked once about everything that will be read. Call it before a checkpoint is loaded.
+
+    ``fingerprint`` is that of its weights."""
     path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
     tracker.note(f"reference log-probabilities: {'found in' if path.exists() else 'computing them once, for'} {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return await reference_store(
         path,
         (group for make in (groups,) for group in make()),  # read only where there is no file yet
-        NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
+        policy,
         algorithm,
-        weights=weights_fingerprint(policy.network.model),
+        weights=fingerprint,
         data=f"{config.data.model_dump_json()}{config.policy.tokenizer.model_dump_json()}"
         f"{config.policy.max_total_sequence_length}",  # which says what fits
-        share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
+        share_prefixes=share_prefixes,
     )
 
 
-def _complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
+def complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
+    """Raises ValueError where a column that the algorithm requires is filled by nobody."""
     if unknown := sorted(algorithm.requires - set(scorers)):
         name = config.algorithm.name
         raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which nothing in strop {config.section} fills")

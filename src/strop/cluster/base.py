@@ -11,6 +11,10 @@ class HostDied(RuntimeError):
     """The process that an object lived in is gone; the message says which, and what is known of its end."""
 
 
+class NodeLost(HostDied):
+    """The node that a process was to live on has left the cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
     """The process that an object is to live in."""
@@ -50,12 +54,17 @@ class Remote(Protocol):
         """Whether nothing is known of its end."""
         ...
 
+    def wait(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Submit a call; the answer is waited for, with everything else standing still, when the result is called. Raises as ``call``."""
+        ...
+
 
 class Cluster(Protocol):
     """Makes processes on its nodes."""
 
     nodes: int
     devices_per_node: int
+    on_cpu: bool  # devices are processes that stand for GPUs
 
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
         """``make(*arguments)``, in a process of its own. Raises HostDied, and what ``make`` raises."""

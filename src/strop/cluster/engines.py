@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from strop.cluster.base import HostDied, Remote
+from strop.cluster.base import HostDied, NodeLost, Remote
 from strop.generation.base import Completion
 from strop.sampling import Sampling
-from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt
+from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, EngineLost, Held, Manifest, Receipt
 
 
 class RemoteEngine:
@@ -27,6 +27,8 @@ class RemoteEngine:
         await self.close()
         try:
             self._remote = await self._host()
+        except NodeLost as error:
+            raise EngineLost(f"{self.name}: {error}") from error
         except HostDied as error:
             raise EngineDied(f"{self.name}: {error}") from error
         await self._ask("start")

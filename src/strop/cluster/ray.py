@@ -14,9 +14,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from strop.cluster.base import HostDied, HostOptions, Remote
+from strop.cluster.base import HostDied, HostOptions, NodeLost, Remote
 from strop.cluster.placement import Node, PlacementError, choose_nodes, domain_of
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ClusterOptions:
 
     nodes: int = 1
     devices_per_node: int = 1
-    on_cpu: bool = True
+    on_cpu: bool | None = True  # None: unless the nodes have GPUs
     segment: int | None = None  # nodes in one NVLink domain
     address: str | None = (
         None  # of a running cluster; None: the one that RAY_ADDRESS or `ray start` says, or a new one on this machine
@@ -66,6 +66,7 @@ class RayCluster:
         self.members = tuple(nodes)
         self.nodes = len(nodes)
         self.devices_per_node = options.devices_per_node
+        self.on_cpu = bool(options.on_cpu)
         self._group = group
         self._keepers = tuple(keepers)
         self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
@@ -75,7 +76,7 @@ class RayCluster:
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
         if options.node is not None and not self.node_lives(options.node):
             node = self.members[options.node]
-            raise HostDied(f"{options.name} cannot start: its node {node.address} has left the cluster")
+            raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
         kind = ASYNC_HOST if options.kind == "async" else THREAD_HOST
         output = None if self.options.output is None else str(self.options.output / f"{options.name}.log")
         actor = kind.options(**self._actor_options(options)).remote(options.name, output)
@@ -159,16 +160,30 @@ class RayRemote:
         """Of the process itself: ``about``, ``make``."""
         return self._answer(getattr(self._actor, what).remote(*arguments))
 
+    def wait(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        reference = self.submit(method, *arguments)
+
+        def answer() -> Any:
+            with self._errors():
+                return ray.get(reference)
+
+        return answer
+
     async def _answer(self, reference: Any) -> Any:
-        try:
+        with self._errors():
             return await reference
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """What was raised over there, and that nobody is there, in the words of ``Remote``."""
+        try:
+            yield
         except exceptions.RayTaskError as error:
             raise _cause(error) from None
         except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
             self._ended = True
-            raise HostDied(
-                f"{self.name} (process {self.process}, on {self.address or 'no node yet'}) is gone: {_reason(error)}"
-            ) from error
+            where = f"process {self.process}, on {self.address or 'no node yet'}"
+            raise HostDied(f"{self.name} ({where}) is gone: {_reason(error)}") from error
 
     async def kill(self) -> None:
         self._ended = True
@@ -301,6 +316,8 @@ async def connect(options: ClusterOptions) -> RayCluster:
     """Join the running cluster, or start one on this machine, and reserve its nodes. Raises PlacementError, ConnectionError."""
     owned = await asyncio.to_thread(_join, options)
     try:
+        if options.on_cpu is None:
+            options = replace(options, on_cpu=not any(node.gpus for node in nodes_of_cluster()))
         nodes = await _chosen(options)
         group = await _reserved(options, nodes)
         keepers = []
@@ -331,7 +348,7 @@ def _join(options: ClusterOptions) -> bool:
                 "take away cluster.address and RAY_ADDRESS to start one on this machine"
             ) from error
         return False
-    gpus = None if not options.on_cpu else 0
+    gpus = 0 if options.on_cpu else None
     cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
     ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
     return True
@@ -370,7 +387,7 @@ async def _chosen(options: ClusterOptions) -> list[Node]:
     while True:
         try:
             return choose_nodes(
-                nodes_of_cluster(), options.nodes, options.devices_per_node, on_cpu=options.on_cpu, segment=options.segment
+                nodes_of_cluster(), options.nodes, options.devices_per_node, on_cpu=bool(options.on_cpu), segment=options.segment
             )
         except PlacementError:
             if options.nodes == 1 or time.monotonic() > deadline:

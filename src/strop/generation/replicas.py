@@ -12,12 +12,12 @@ import inspect
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from strop.generation.base import Completion, Engine
 from strop.sampling import Sampling
 from strop.watch.waits import waiting
-from strop.weights.base import EngineDied, WeightHolder
+from strop.weights.base import EngineDied, EngineLost, WeightHolder
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,17 @@ class Router:
         self.imbalance = imbalance
         self._owners: OrderedDict[str | tuple[int, ...], int] = OrderedDict()
 
-    def route(self, prompt: tuple[int, ...], session: str) -> int:
-        """The engine for a request; the caller counts it in ``running``."""
-        least = min(range(len(self.running)), key=self.running.__getitem__)
+    def route(self, prompt: tuple[int, ...], session: str, without: Collection[int] = ()) -> int:
+        """The engine for a request, none of ``without``; the caller counts it in ``running``."""
+        least = min((place for place in range(len(self.running)) if place not in without), key=self.running.__getitem__)
         owner = self._owners.get(session) if session else None
         if owner is None:
             owner = self._owners.get(prompt)
-        if owner is None or self.running[owner] > self.running[least] + max(self.imbalance, self.running[least] // 4):
+        if (
+            owner is None
+            or owner in without
+            or self.running[owner] > self.running[least] + max(self.imbalance, self.running[least] // 4)
+        ):
             owner = least
         for key in (session, prompt):
             if key:
@@ -56,24 +60,34 @@ class Router:
 class Replicas:
     """A ``Generator`` over engines. A request whose engine dies is issued again, with the same seed, once that engine lives again."""
 
-    def __init__(self, engines: Sequence[Engine], *, max_restarts: int = 3, on_close: Sequence[Callable[[], object]] = ()) -> None:
-        """``max_restarts`` of one engine without an answer between them end the run. ``on_close`` is called when all engines are gone."""
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_restarts: int = 3,
+        shrinks: bool = False,
+        on_close: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """``max_restarts`` of one engine without an answer between them end the run. ``shrinks``: an engine whose node is lost is done
+        without, as long as another is left. ``on_close`` is called when all engines are gone."""
         self.engines = tuple(engines)
         self.version = -1  # of the last publish that all of them have
         self.revive: Revive | None = None  # set by who publishes weights
         self.max_restarts = max_restarts
+        self.shrinks = shrinks
         self.restarts = 0  # of all engines, in all
         self.on_close = list(on_close)
         self._failures = [0] * len(self.engines)  # in a row
         self._reviving: dict[int, asyncio.Task[None]] = {}
         self._unfit: dict[int, Exception] = {}  # why an engine that lives could not be given weights, until the next publish
+        self._gone: set[int] = set()  # engines that are done without
         self._router = Router(len(self.engines))
         self._before: dict[str, float] = {}
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         key = tuple(prompt)
         while True:
-            place = self._router.route(key, session)
+            place = self._router.route(key, session, self._gone)
             await self._usable(place)
             self._router.running[place] += 1
             try:
@@ -114,11 +128,28 @@ class Replicas:
             log.warning("%s; it is started anew, and its requests are issued again", error)
             try:
                 await self.revive(engine)
+            except EngineLost:
+                if not self.drop(engine):
+                    raise
+                return
             except EngineDied as again:
                 error = again
             except Exception as unfit:
                 self._unfit[place] = unfit
                 raise
+
+    def drop(self, engine: WeightHolder) -> bool:
+        """Do without an engine that cannot be started anew, if that is allowed and another is left; returns whether it is done without."""
+        place = next(place for place, other in enumerate(self.engines) if other is engine)
+        if place in self._gone:
+            return True
+        if not self.shrinks or len(self._gone) + 1 >= len(self.engines):
+            return False
+        self._gone.add(place)
+        log.warning(
+            "%s cannot be started anew; its requests go to the %d others", engine.name, len(self.engines) - len(self._gone)
+        )
+        return True
 
     def published(self, version: int) -> None:
         """All engines hold the weights of ``version``."""
@@ -132,7 +163,11 @@ class Replicas:
             now[name] = now.get(name, 0.0) + value
         since = {name: max(0.0, value - self._before.get(name, 0.0)) for name, value in now.items()}
         self._before = now
-        found = {"generation/preemptions": since.get("preemptions", 0.0), "generation/restarts": float(self.restarts)}
+        found = {
+            "generation/preemptions": since.get("preemptions", 0.0),
+            "generation/restarts": float(self.restarts),
+            "generation/engines": float(len(self.engines) - len(self._gone)),
+        }
         if since.get("prefix_queries"):
             found["generation/prefix_hit_rate"] = since.get("prefix_hits", 0.0) / since["prefix_queries"]
         if since.get("drafted_tokens"):

@@ -49,6 +49,14 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     return model.to(device)
 
 
+def empty_model(folder: Path) -> Any:
+    """A causal LM of a folder's configuration, in float32, with the weights that its class begins with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with quiet():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+
+
 def saved_config(adapters: Path) -> Any | None:
     """The configuration of the model that adapters were trained in, where it lies beside them."""
     from transformers import AutoConfig

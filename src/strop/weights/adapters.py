@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, low_rank_layers, save_adapters
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, LowRank, base_weights, low_rank_layers, save_adapters
 from strop.weights.base import AdapterFiles
 from strop.weights.fingerprints import fingerprint, positive_zeros
 from strop.weights.source import Weight, weights_of
@@ -26,17 +27,25 @@ class LowRankSource:
 
     def files(self) -> AdapterFiles:
         with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
-            folder = Path(name)
-            save_adapters(self.model, folder)
-            return AdapterFiles((folder / WEIGHTS_FILE).read_bytes(), (folder / CONFIG_FILE).read_text())
+            save_adapters(self.model, Path(name))
+            return files_in(Path(name))
 
     @torch.no_grad()
     def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """By layer and side (A reads, B writes): an engine keeps B multiplied with the scale."""
-        found: dict[str, int] = {}
-        for layer in low_rank_layers(self.model):
-            up = layer.up.detach().to(dtype)
-            up = up if layer.scale == 1 else up * layer.scale
-            for side, matrix in (("A", layer.down.detach().to(dtype)), ("B", up)):
-                found[f"{layer.name}.{side}"] = fingerprint(positive_zeros(matrix))
-        return found
+        return adapter_marks(((layer, layer.down, layer.up) for layer in low_rank_layers(self.model)), dtype)
+
+
+def files_in(folder: Path) -> AdapterFiles:
+    return AdapterFiles((folder / WEIGHTS_FILE).read_bytes(), (folder / CONFIG_FILE).read_text())
+
+
+def adapter_marks(layers: Iterable[tuple[LowRank, Tensor, Tensor]], dtype: torch.dtype) -> Mapping[str, int]:
+    """Fingerprints of adapters, each with its matrices whole, by layer and side (A reads, B writes): an engine keeps B multiplied with the
+    scale."""
+    found: dict[str, int] = {}
+    for layer, down, up in layers:
+        up = up.detach().to(dtype)
+        up = up if layer.scale == 1 else up * layer.scale
+        for side, matrix in (("A", down.detach().to(dtype)), ("B", up)):
+            found[f"{layer.name}.{side}"] = fingerprint(positive_zeros(matrix))
+    return found

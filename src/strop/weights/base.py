@@ -123,6 +123,10 @@ class EngineDied(RuntimeError):
     """An engine's process is gone, and with it what it was generating; the message says which engine."""
 
 
+class EngineLost(EngineDied):
+    """An engine is gone, and so is the machine that it would have to be started on."""
+
+
 @dataclass(frozen=True)
 class Held:
     """The fingerprint of one tensor, or of one engine process's share of it, in the memory that the engine computes with."""

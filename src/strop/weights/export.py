@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -91,9 +91,12 @@ class WeightExport:
         dtype: torch.dtype,
         keep_copy: bool = False,
         adapters: AdapterSource | None = None,
+        sends: bool = True,
     ) -> None:
-        """``dtype``: in which engines hold weights. ``keep_copy``: an engine may start anew while the learner has gone on."""
+        """``dtype``: in which engines hold weights. ``keep_copy``: an engine may start anew while the learner has gone on. ``sends`` false:
+        another rank does, and this one takes part in gathering."""
         self.make_sender = make_sender
+        self.sends = sends
         self.keep_copy = keep_copy
         self._weights = weights
         self._dtype = dtype
@@ -113,8 +116,13 @@ class WeightExport:
             assert self._adapters is not None
             return distinct(self._adapters.base())
         found = distinct(self._weights())
-        ordered = large_in_the_middle(found.weights)
-        return Distinct(tuple(self._snapshot.take(ordered, self._dtype) if self._snapshot else ordered), found.aliases)
+        ordered = tuple(large_in_the_middle(found.weights))
+        if self._snapshot is None:
+            return Distinct(ordered, found.aliases)
+        if self.sends:
+            return Distinct(tuple(self._snapshot.take(ordered, self._dtype)), found.aliases)
+        _take_all(ordered)
+        return Distinct((), found.aliases)
 
     def _manifest(self) -> Manifest:
         return manifest_of(((weight.name, weight.like) for weight in self._ready.weights), self._dtype)
@@ -125,17 +133,16 @@ class WeightExport:
         return self._sender.address
 
     def send(self, *, held: bool) -> Marks:
-        sender = self._sender
-        if sender is None:  # another thread closed it, since a receiver refused what was to come
-            raise TransportError("the channel was closed before anything was sent")
         outgoing = Outgoing(self._ready.weights, self._manifest(), held=held)
-        sender.send(outgoing.manifest, outgoing)
+        sender = self._sender
+        try:
+            if sender is None and self.sends:  # another thread closed it, since a receiver refused what was to come
+                raise TransportError("the channel was closed before anything was sent")
+            if sender is not None:
+                sender.send(outgoing.manifest, outgoing)
+        finally:  # whatever became of the sending, all ranks gather to the end
+            _take_all(self._ready.weights[outgoing.taken :])
         return Marks(outgoing.sent_marks, outgoing.held_marks)
-
-    def help(self) -> None:
-        """Take part in the gathering of what another rank sends."""
-        for weight in self._ready.weights:
-            weight.take()
 
     def adapters(self, *, again: bool) -> SentAdapters:
         assert self._adapters is not None
@@ -147,6 +154,11 @@ class WeightExport:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
+
+
+def _take_all(weights: Sequence[Weight]) -> None:
+    for weight in weights:
+        weight.take()
 
 
 class LocalExporter:

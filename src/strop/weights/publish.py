@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from strop import metrics
 from strop.metrics import Metrics
 from strop.watch.waits import waiting
-from strop.weights.base import EngineDied, WeightHolder
+from strop.weights.base import EngineDied, EngineLost, WeightHolder
 from strop.weights.channel import Channel
 from strop.weights.export import Content, Exporter
 from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_arrival, prove_held, prove_version
@@ -67,10 +67,13 @@ class PublishedWeights:
         *,
         canary: Canary | None = None,
         published: Callable[[int], None] = lambda version: None,
+        drop: Callable[[WeightHolder], bool] = lambda engine: False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``exporter`` is the learner's end; ``published`` is told each version that all engines hold."""
-        self.engines = engines
+        """``exporter`` is the learner's end; ``published`` is told each version that all engines hold; ``drop`` says whether an engine
+        that cannot be started anew is done without."""
+        self.engines = tuple(engines)
+        self._drop = drop
         self.options = options
         self.publishes = 0
         self.version = -1
@@ -111,9 +114,7 @@ class PublishedWeights:
         return await self._publish(version)
 
     async def _publish(self, version: int) -> _Tally:
-        for engine in self.engines:
-            if not engine.alive:
-                await self._start(engine)
+        await self._start_the_dead()
         with waiting("weight sync", on="engines that finish what they run", kind="weight_sync"):
             await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
         if self._lent:
@@ -129,6 +130,18 @@ class PublishedWeights:
         self.publishes += 1
         self._published(version)
         return tally
+
+    async def _start_the_dead(self) -> None:
+        """Those that cannot be started are dropped where that is allowed. Raises EngineLost where it is not."""
+        for engine in self.engines:
+            if engine.alive:
+                continue
+            try:
+                await self._start(engine)
+            except EngineLost:
+                if not self._drop(engine):
+                    raise
+                self.engines = tuple(other for other in self.engines if other is not engine)
 
     async def revive(self, engine: WeightHolder) -> None:
         """Start an engine that died and give it the weights of the last publish, proven like the first ones."""

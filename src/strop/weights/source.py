@@ -65,10 +65,12 @@ class Outgoing:
     held: bool  # also of the tensors with positive zeros, for what will be read back
     sent_marks: dict[str, int] = field(default_factory=dict)
     held_marks: dict[str, int] = field(default_factory=dict)
+    taken: int = 0  # weights that were taken so far
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         types = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight in self.weights:
+            self.taken += 1
             cast = weight.take().detach().to(types[weight.name])
             self.sent_marks[weight.name] = fingerprint(cast)
             if self.held:

@@ -6,14 +6,16 @@ from strop.algorithms.base import Outputs
 from strop.models.adapters import low_rank_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.training.torch.learner import score
+from strop.training.torch.learner import score_shares
+from strop.training.torch.parallel.placement import OneDevice, Placement
+from strop.training.torch.parallel.share import Shares, assemble_outputs
 from strop.types import Batch
 
 
 class AdapterOffScorer:
     """Scores with the frozen base of a network that has adapters: to the last bit what a copy of the base says."""
 
-    def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int) -> None:
+    def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int, placement: Placement | None = None) -> None:
         """Raises ValueError for a network without adapters, whose base is what is trained."""
         if not low_rank_layers(network.model):
             raise ValueError(
@@ -23,7 +25,12 @@ class AdapterOffScorer:
         self.network = network
         self.sampling = sampling
         self.score_tokens = score_tokens
+        self.placement = placement or OneDevice(network)
 
     async def score(self, batch: Batch) -> Outputs:
+        return assemble_outputs([self.score_shares(batch)], len(batch.target))
+
+    def score_shares(self, batch: Batch) -> Shares:
+        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
         with self.network.adapters_off():
-            return score(self.network, batch, self.sampling, self.score_tokens)
+            return score_shares(self.placement, batch, self.sampling, self.score_tokens)

@@ -1,0 +1,340 @@
+"""One rank of a run's models, in a process of its own: its pieces of the policy, the critic, the reference and the teachers.
+
+The driver calls the same method of every rank (``strop.assembly.remote``). Batches come as references, so each node reads them once; each
+rank takes its share and says what it found of that. What a run is comes from its configuration, as in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Algorithm, LossFn
+from strop.algorithms.kl import REFERENCE
+from strop.assembly.engines import describe_model, sender_maker
+from strop.assembly.roles import (
+    Policy,
+    load_reward_policy,
+    load_training_policy,
+    make_critic,
+    make_learner,
+)
+from strop.assembly.teachers import make_teachers
+from strop.assembly.training import seed_everything
+from strop.config import TrainingRunConfig
+from strop.config.policy import DtensorConfig, ModelConfig
+from strop.config.schema import DistillationRunConfig, PpoRunConfig, RmRunConfig
+from strop.data.packing import select
+from strop.metrics import Metrics
+from strop.models.adapters import low_rank_layers
+from strop.models.network import Network
+from strop.models.value_head import ValueHead
+from strop.sampling import Sampling
+from strop.training.base import ColumnSource
+from strop.training.torch.learner import FrozenScorer, NetworkScorer, TorchLearner
+from strop.training.torch.parallel.export import exported
+from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.sharding import ManyRanks, parallelize
+from strop.training.torch.parallel.share import Shares
+from strop.training.torch.reference import AdapterOffScorer
+from strop.training.torch.reference_store import weights_fingerprint
+from strop.types import Batch, Group
+from strop.weights.base import ChannelAddress, TransportError
+from strop.weights.export import Content, Marks, SentAdapters, Shipment, WeightExport
+
+log = logging.getLogger(__name__)
+dist: Any = torch.distributed
+
+POLICY = "policy"
+
+
+class SharedScorer(Protocol):
+    """Who scores its share of a batch."""
+
+    def score_shares(self, batch: Batch) -> Shares: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What the driver must know of the policy, which it does not hold."""
+
+    packed: bool
+    fallback: str | None
+    on_cpu: bool
+    stop_ids: tuple[int, ...]
+    fingerprint: str  # of the weights before training
+    address: str  # of this rank's machine
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Columns of some places of a batch."""
+
+    index: Tensor  # [n] int64, into the whole batch's N
+    columns: Mapping[str, Tensor]  # [n] or [n, K]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How weights leave the learner."""
+
+    dtype: torch.dtype
+    keep_copy: bool
+    adapters: bool
+    near: bool  # every engine is on the machine of rank 0
+    folder: Path  # for weights that go through files
+
+
+def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
+    """Raises ValueError for sizes that do not fit."""
+    tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
+    return ParallelSizes(
+        replicate=copies,
+        shard=world // (tensor * context * copies),
+        context=context,
+        tensor=tensor,
+        expert=config.expert_parallel_size,
+        sequence=config.sequence_parallel,
+    )
+
+
+class LearnerRank:
+    """Called by one thread, one call after another; ``close_export`` may come beside them."""
+
+    def __init__(self, config: TrainingRunConfig, rank: int, world: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.world = world
+        self.learners: dict[str, TorchLearner] = {}
+        self.readers: dict[str, SharedScorer] = {}
+        self.columns: dict[str, ColumnSource] = {}
+        self._store: Any = None
+        self._export: WeightExport | None = None
+
+    # --- coming together --------------------------------------------------------------------------------------------------
+
+    def open_store(self, host: str) -> int:
+        """On rank 0: where the ranks meet; its port."""
+        self._store = dist.TCPStore(host, 0, self.world, True, timeout=datetime.timedelta(seconds=300), wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, host: str, port: int, timeout: float) -> None:
+        """``timeout``: seconds after which a collective is given up, because another rank does not come."""
+        limit = datetime.timedelta(seconds=timeout)
+        store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
+        device = self._device()
+        backend = "gloo" if device == "cpu" else "nccl"
+        if device != "cpu":
+            torch.cuda.set_device(0)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
+
+    def _device(self) -> str:
+        wanted = self.config.policy.device
+        return "cuda" if wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+
+    # --- models -----------------------------------------------------------------------------------------------------------
+
+    def load(self, host: str) -> RankFacts:
+        """The policy, still whole. Raises ModelNotFound, ValueError."""
+        config = self.config
+        seed_everything(config.training.seed)
+        if isinstance(config, RmRunConfig):
+            self.policy: Policy = load_reward_policy(config)
+        else:
+            self.policy = load_training_policy(config.policy, config.training.seed)
+        network = self.policy.network
+        return RankFacts(
+            packed=network.packed,
+            fallback=network.fallback,
+            on_cpu=network.device.type == "cpu",
+            stop_ids=self.policy.stop_ids,
+            fingerprint=weights_fingerprint(network.model) if self.rank == 0 else "",
+            address=host,
+        )
+
+    def divide(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> list[str]:
+        """Everything in place, each rank with its pieces; the names of what is trained. Raises ValueError for what does not go together."""
+        config, policy = self.config, self.policy
+        self.sampling = sampling
+        critic = make_critic(config, policy) if isinstance(config, PpoRunConfig) else None
+        if isinstance(critic, ValueHead):
+            raise ValueError(
+                "value.head_only is true, and a head on the policy's hidden states is trained in one process only; set it to false, or "
+                "cluster.backend=local"
+            )
+        reference = self._reference_model() if REFERENCE in algorithm.requires else None
+        device = policy.network.device.type
+        placed = self._divided(policy.network, config.policy, Meshes(sizes_of(config.policy.dtensor_cfg, self.world), device))
+        self.placement = placed
+        self.learners[POLICY] = make_learner(
+            policy.network,
+            config.policy,
+            sampling,
+            whole_groups=algorithm.whole_groups,
+            total_steps=total_steps,
+            placement=placed,
+        )
+        if critic is not None:
+            assert isinstance(config, PpoRunConfig) and isinstance(critic, Network)
+            critics = self._divided(critic, config.value, Meshes(sizes_of(config.value.dtensor_cfg, self.world), device))
+            self.learners["value"] = make_learner(
+                critic, config.value, sampling, total_steps=total_steps, section="value", placement=critics
+            )
+        self.readers.update(self.learners)
+        self._make_readers(reference, algorithm)
+        return list(self.learners)
+
+    def _divided(self, network: Network, model: ModelConfig, meshes: Meshes) -> ManyRanks:
+        plan: Mapping[str, str] | None = None
+        if (name := model.dtensor_cfg.custom_parallel_plan) is not None and meshes.sizes.tensor > 1:
+            from strop.training.torch.parallel.plan import load_plan
+
+            plan = load_plan(name)
+        return parallelize(
+            network,
+            meshes,
+            weights_dtype=torch.bfloat16 if model.weights_dtype == "bfloat16" else None,
+            cpu_offload=model.dtensor_cfg.cpu_offload,
+            tensor_plan=plan,
+        )
+
+    def _reference_model(self) -> Network | None:
+        """A copy of the policy as it is now; None where it is the policy with its adapters off."""
+        network = self.policy.network
+        if low_rank_layers(network.model):
+            return None
+        model = copy.deepcopy(network.model).eval()
+        model.requires_grad_(False)
+        return Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
+
+    def _make_readers(self, reference: Network | None, algorithm: Algorithm) -> None:
+        config = self.config
+        packing = config.policy.sequence_packing if config.policy.sequence_packing.enabled else config.policy.dynamic_batching
+        tokens = packing.logprob_mb_tokens
+        network = self.policy.network
+        if low_rank_layers(network.model):
+            self.readers["reference"] = AdapterOffScorer(network, self.sampling, score_tokens=tokens, placement=self.placement)
+        elif reference is not None:
+            meshes = Meshes(sizes_of(config.policy.dtensor_cfg, self.world), network.device.type)
+            placed = parallelize(
+                reference,
+                meshes,
+                weights_dtype=torch.bfloat16 if config.policy.weights_dtype == "bfloat16" else None,
+                cpu_offload=config.policy.reference.offload or config.policy.dtensor_cfg.cpu_offload,
+            )
+            self.readers["reference"] = FrozenScorer(reference, self.sampling, score_tokens=tokens, placement=placed)
+        self.readers["untrained"] = NetworkScorer(network, self.sampling, tokens, self.placement)
+        if isinstance(config, DistillationRunConfig):
+            if any(teacher.model_name == "self" for teacher in (config.teacher, *config.teachers.values())):
+                raise ValueError(
+                    "teacher.model_name is self, and the policy teaches itself in one process only; name a model, or set "
+                    "cluster.backend=local"
+                )
+            self.columns.update(make_teachers(config, self.policy, algorithm, self.sampling, self.learners))
+
+    def describe(self, folder: Path) -> None:
+        """On rank 0: a folder that an engine builds the policy from, without its weights."""
+        describe_model(self.policy, folder)
+
+    # --- training ---------------------------------------------------------------------------------------------------------
+
+    def score(self, name: str, batch: Batch) -> Shares:
+        return self.readers[name].score_shares(batch)
+
+    def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> Shares:
+        return self.learners[name].forward_backward_shares(batch, loss)
+
+    def measure(self, name: str, batch: Batch, loss: LossFn) -> Shares:
+        return self.learners[name].measure_shares(batch, loss)
+
+    def step(self, name: str) -> Metrics:
+        metrics: Metrics = _now(self.learners[name].step())
+        return metrics
+
+    def fill(self, name: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
+        """The columns of a source for this rank's groups; None where another rank has them."""
+        meshes = self.placement.meshes
+        first, last = (place * len(groups) // meshes.sizes.data for place in (meshes.data_rank, meshes.data_rank + 1))
+        if first == last or not meshes.leads:
+            return None
+        own = ((batch.group >= first) & (batch.group < last)).nonzero().flatten().tolist()
+        part = select(batch, own)
+        return Filled(part.index, _now(self.columns[name].columns(part.batch, groups[first:last])))
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    def open_export(self, options: ExportOptions, host: str) -> None:
+        config = self.config.policy
+        source = None
+        if options.adapters:
+            from strop.training.torch.parallel.adapters import GatheredAdapters
+
+            source = GatheredAdapters(self.placement)
+        self._export = WeightExport(
+            lambda: exported(self.placement),
+            sender_maker(config.generation, self.policy.network.device, options.folder, host=host, near=options.near),
+            dtype=options.dtype,
+            keep_copy=options.keep_copy,
+            adapters=source,
+            sends=self.rank == 0,
+        )
+
+    def _exports(self) -> WeightExport:
+        assert self._export is not None
+        return self._export
+
+    def prepare_export(self, content: Content) -> Shipment:
+        return self._exports().prepare(content)
+
+    def open_sender(self, receivers: int) -> ChannelAddress:
+        return self._exports().open(receivers)
+
+    def send(self, held: bool) -> Marks | TransportError:
+        """A receiver that goes away is no fault of the ranks: told, not raised."""
+        try:
+            return self._exports().send(held=held)
+        except TransportError as error:
+            return error
+
+    def export_adapters(self, again: bool) -> SentAdapters:
+        return self._exports().adapters(again=again)
+
+    def close_export(self) -> None:
+        if self._export is not None:
+            self._export.close()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, folder: Path, optimizer: bool) -> None:
+        self.learners[name].save(folder, optimizer=optimizer)
+
+    def load_checkpoint(self, name: str, folder: Path) -> None:
+        self.learners[name].load(folder)
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+def _now(call: Any) -> Any:
+    """The result of a coroutine that never waits: a learner's, which is asynchronous for the sake of those that are elsewhere."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        return done.value
+    call.close()
+    raise RuntimeError("a rank's own call waited for something")
+
+
+def engine_precision(config: TrainingRunConfig) -> str:
+    """Of what an engine holds: vLLM's own setting; the torch engine holds what the learner does."""
+    generation = config.policy.generation
+    return generation.vllm_cfg.precision if generation.backend == "vllm" else config.policy.weights_dtype

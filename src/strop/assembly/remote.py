@@ -1,0 +1,370 @@
+"""The models of a run on the ranks of a cluster, as the driver sees them: learners, scorers and engines that answer from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Algorithm, LossFn, Outputs
+from strop.algorithms.gae import VALUES
+from strop.algorithms.kl import REFERENCE
+from strop.assembly.engines import Generation, GenerationNeeds, published, vllm_options
+from strop.assembly.ranks import ExportOptions, Filled, LearnerRank, RankFacts, engine_precision
+from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
+from strop.assembly.scorers import complete, stored_reference
+from strop.cluster.base import Cluster, HostOptions, Remote
+from strop.cluster.engines import RemoteEngine
+from strop.cluster.group import WorkerGroup
+from strop.cluster.placement import Division, Place, divide
+from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.cluster import RoleConfig
+from strop.config.devices import devices_of
+from strop.config.schema import DistillationRunConfig, DpoRunConfig
+from strop.metrics import Metrics
+from strop.models.loading import load_tokenizer
+from strop.rollouts.template import ChatTemplate
+from strop.sampling import Sampling
+from strop.tracking.base import Tracker
+from strop.training.base import BackwardResult, ColumnSource, Learner, LogprobColumn, ValueColumn, WeightSource
+from strop.training.torch.parallel.share import assemble, assemble_outputs
+from strop.types import Batch, Group
+from strop.weights.base import ChannelAddress, TransportError
+from strop.weights.export import Content, Marks, SentAdapters, Shipment
+
+COLLECTIVE_SECONDS = 1800.0  # after which a rank gives up waiting for another; a dead one is noticed at once
+
+
+@dataclass(frozen=True)
+class RemoteSpeech:
+    """How the policy's text becomes tokens; the policy is elsewhere."""
+
+    tokenizer: Any
+    template: ChatTemplate
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RemoteScorer:
+    """A network on the ranks that reads and is not trained here."""
+
+    name: str
+    group: WorkerGroup
+    cluster: Cluster
+
+    async def score(self, batch: Batch) -> Outputs:
+        shares = await self.group.all("score", self.name, self.cluster.share(batch))
+        return assemble_outputs(shares, len(batch.target))
+
+
+@dataclass(frozen=True)
+class RemoteLearner:
+    """A learner whose network and optimizer are on the ranks."""
+
+    name: str
+    group: WorkerGroup
+    cluster: Cluster
+
+    async def score(self, batch: Batch) -> Outputs:
+        return await RemoteScorer(self.name, self.group, self.cluster).score(batch)
+
+    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return await self._run("forward_backward", batch, loss)
+
+    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return await self._run("measure", batch, loss)
+
+    async def _run(self, method: str, batch: Batch, loss: LossFn) -> BackwardResult:
+        shares = await self.group.all(method, self.name, self.cluster.share(batch), loss)
+        return assemble(shares, len(batch.target))
+
+    async def step(self) -> Metrics:
+        metrics: Metrics = (await self.group.all("step", self.name))[0]
+        return metrics
+
+    def weights(self) -> WeightSource:
+        raise RuntimeError("the weights of a learner on many ranks stay there; its exporter sends them to engines")
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        self.group.now("save", self.name, folder, optimizer)
+
+    def load(self, folder: Path) -> None:
+        self.group.now("load_checkpoint", self.name, folder)
+
+
+@dataclass(frozen=True)
+class RemoteColumns:
+    """Columns that a source on the ranks fills, each rank those of its groups."""
+
+    name: str
+    group: WorkerGroup
+    cluster: Cluster
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        shared = self.cluster.share(batch), self.cluster.share(list(groups))
+        answers: list[Filled] = [answer for answer in await self.group.all("fill", self.name, *shared) if answer is not None]
+        found: dict[str, Tensor] = {}
+        for name, example in answers[0].columns.items():
+            found[name] = torch.zeros(len(batch.target), *example.shape[1:], dtype=example.dtype)
+            for answer in answers:
+                found[name][answer.index] = answer.columns[name]
+        return found
+
+
+class RemoteExporter:
+    """The learner's end of a publish, on rank 0; the other ranks take part in gathering."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+
+    async def prepare(self, content: Content) -> Shipment:
+        shipment: Shipment = (await self.group.all("prepare_export", content))[0]
+        return shipment
+
+    async def open(self, receivers: int) -> ChannelAddress:
+        address: ChannelAddress = await self.group.one(0, "open_sender", receivers)
+        return address
+
+    async def send(self, *, held: bool) -> Marks:
+        sent = (await self.group.all("send", held))[0]
+        if isinstance(sent, TransportError):
+            raise sent
+        marks: Marks = sent
+        return marks
+
+    async def adapters(self, *, again: bool) -> SentAdapters:
+        adapters: SentAdapters = (await self.group.all("export_adapters", again))[0]
+        return adapters
+
+    async def close(self) -> None:
+        await self.group.one(0, "close_export", urgent=True)
+
+
+class ClusterHome:
+    """Many processes, on one machine or more."""
+
+    blocks = False
+    shares_module = False
+
+    def __init__(
+        self,
+        config: TrainingRunConfig,
+        cluster: Cluster,
+        division: Division,
+        group: WorkerGroup,
+        facts: RankFacts,
+        tracker: Tracker,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.division = division
+        self.group = group
+        self.facts = facts
+        self.tracker = tracker
+        self.packed = facts.packed
+        names = config.policy.tokenizer
+        tokenizer = load_tokenizer(names.name, chat_template=names.chat_template)
+        self.speech: Speech = RemoteSpeech(tokenizer, ChatTemplate(tokenizer, options=names.chat_template_kwargs), facts.stop_ids)
+
+    async def learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+        self._algorithm = algorithm
+        names = (await self.group.all("divide", algorithm, sampling, total_steps))[0]
+        self._learners: dict[str, Learner] = {name: RemoteLearner(name, self.group, self.cluster) for name in names}
+        return self._learners
+
+    async def scorers(self) -> dict[str, ColumnSource]:
+        wanted = self._algorithm.requires
+        found: dict[str, ColumnSource] = {}
+        if REFERENCE in wanted:
+            found[REFERENCE] = LogprobColumn(REFERENCE, self._scorer("reference"))
+        if VALUES in wanted and "value" in self._learners:
+            found[VALUES] = ValueColumn(VALUES, self._learners["value"])
+        if isinstance(self.config, DistillationRunConfig):
+            found.update({name: RemoteColumns(name, self.group, self.cluster) for name in sorted(wanted - found.keys())})
+        return complete(found, self._algorithm, self.config)
+
+    async def recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
+        config = self.config
+        assert isinstance(config, RecordedRunConfig)
+        found: dict[str, ColumnSource] = {}
+        if REFERENCE in self._algorithm.requires:
+            once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
+            found[REFERENCE] = (
+                await stored_reference(
+                    config,
+                    self._scorer("untrained"),
+                    self._algorithm,
+                    groups,
+                    self.tracker,
+                    fingerprint=self.facts.fingerprint,
+                    share_prefixes=config.policy.sequence_packing.prefix_sharing and self.packed,
+                )
+                if once
+                else LogprobColumn(REFERENCE, self._scorer("reference"))
+            )
+        return complete(found, self._algorithm, config)
+
+    def _scorer(self, name: str) -> RemoteScorer:
+        return RemoteScorer(name, self.group, self.cluster)
+
+    async def generation(self, needs: GenerationNeeds) -> Generation:
+        assert isinstance(self.config, RolloutRunConfig)
+        options, places = self.config.policy.generation, self.division.generation
+        own_vllm = options.backend == "vllm"
+        adapters = own_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
+        folder = (needs.outputs / "model").resolve()
+        await self.group.one(0, "describe", folder)
+        exporting = ExportOptions(
+            dtype=PRECISIONS[engine_precision(self.config)],
+            keep_copy=needs.max_staleness > 0,
+            adapters=adapters,
+            near=all(place.node == self.division.training[0].node for place in places),
+            folder=(needs.outputs / "weights").resolve(),
+        )
+        await self.group.all("open_export", exporting, self.facts.address)
+        make = self._vllm_engine if own_vllm else self._torch_engine
+        engines = [make(number, place, folder, needs.outputs.resolve(), adapters) for number, place in enumerate(places)]
+        return published(
+            engines,
+            RemoteExporter(self.group),
+            self.speech,
+            options,
+            needs,
+            precision=options.vllm_cfg.precision if own_vllm else self.config.policy.precision,
+            length=options.vllm_cfg.max_model_len if own_vllm else self.config.policy.max_total_sequence_length,
+            adapters=adapters,
+            shrinks=self.config.cluster.shrink_on_lost_node,
+        )
+
+    def _vllm_engine(self, number: int, place: Place, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+        config = self.config.policy
+        options = vllm_options(
+            str(folder),
+            config.generation,
+            on_cpu=self.facts.on_cpu,
+            adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+            load_weights=False,
+            output=outputs / f"engine_{number}.log",
+            environment={**self._threads(config.generation.vllm_cfg.num_threads), **config.generation.vllm_cfg.env_vars},
+        )
+        arguments = (f"engine {number}", options, self.speech.tokenizer, self.speech.stop_ids)
+        size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
+        return self._engine(number, place, size, _vllm, arguments)
+
+    def _torch_engine(self, number: int, place: Place, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+        arguments = (f"engine {number}", self.config, folder, self.speech.tokenizer, self.speech.stop_ids, self.packed)
+        return self._engine(number, place, 1, _torch, arguments)
+
+    def _engine(
+        self, number: int, place: Place, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> RemoteEngine:
+        options = self._options(f"engine-{number}", place, self.config.cluster.roles.generator, kind="async")
+
+        async def host() -> Remote:
+            return await self.cluster.host(options, make, *arguments)
+
+        return RemoteEngine(f"engine {number}", receivers, host)
+
+    def _options(self, name: str, place: Place, role: RoleConfig, **changes: Any) -> HostOptions:
+        return host_options(name, place, role, self._threads(self.config.policy.num_threads), **changes)
+
+    def _threads(self, wanted: int | None) -> dict[str, str]:
+        return threads_of(wanted, self.facts.on_cpu, self.division)
+
+
+def host_options(name: str, place: Place, role: RoleConfig, threads: Mapping[str, str], **changes: Any) -> HostOptions:
+    return HostOptions(
+        name=name,
+        node=place.node,
+        devices=place.devices,
+        num_cpus=role.num_cpus,
+        resources=role.resources,
+        environment={**threads, **role.env_vars},
+        packages=role.pip,
+        python=role.python,
+        **changes,
+    )
+
+
+def threads_of(wanted: int | None, on_cpu: bool, division: Division) -> dict[str, str]:
+    """Of each process: those asked for, or on a CPU its part of the cores, of which every machine is taken to have as many as this one."""
+    if wanted is None and not on_cpu:
+        return {}
+    on_one = max(1, sum(place.node == 0 for place in (*division.training, *division.generation)))
+    return {"OMP_NUM_THREADS": str(wanted or max(1, (os.cpu_count() or 1) // on_one))}
+
+
+async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> ClusterHome:
+    """The ranks, with the policy loaded in each. Raises ModelNotFound, ValueError, GroupDied."""
+    division = division_of(config, cluster)
+    on_cpu = cluster.on_cpu
+    role, world = config.cluster.roles.learner, len(division.training)
+    threads = threads_of(config.policy.num_threads, on_cpu, division)
+    hosts = await asyncio.gather(
+        *(
+            cluster.host(host_options(f"learner-{rank}", place, role, threads), LearnerRank, config, rank, world)
+            for rank, place in enumerate(division.training)
+        )
+    )
+    group = WorkerGroup("learner", hosts)
+    address = hosts[0].address
+    port = await group.one(0, "open_store", address)
+    await group.all("join", address, port, COLLECTIVE_SECONDS)
+    facts = (await group.all("load", address))[0]
+    tracker.note(f"learner: {world} ranks on {len({host.address for host in hosts})} machines, processes {_processes(hosts)}")
+    if facts.fallback is not None:
+        tracker.note(f"warning: the policy reads padded rows: {facts.fallback}")
+    return ClusterHome(config, cluster, division, group, facts, tracker)
+
+
+def division_of(config: TrainingRunConfig, cluster: Cluster) -> Division:
+    found = devices_of(config)
+    engines = found.engines if found.engines is not None else 1 if cluster.on_cpu else None
+    return divide(
+        found.nodes,
+        found.per_node,
+        engine_size=found.engine_size,
+        engines=engines,
+        colocated=config.policy.generation.colocated.enabled or engines == 0,
+        engine_devices=found.engine_devices,
+        engine_nodes=found.engine_nodes,
+    )
+
+
+def _processes(hosts: Sequence[Remote]) -> str:
+    return ", ".join(str(host.process) for host in hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+
+
+def _vllm(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
+    """In the engine's process."""
+    from strop.generation.vllm.engine import VllmEngine
+
+    return VllmEngine(name, options, tokenizer, stop_ids=stop_ids)
+
+
+def _torch(name: str, config: TrainingRunConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool) -> Any:
+    """In the engine's process: the model as the learner describes it, whose weights will be sent."""
+    from strop.assembly.roles import prepare_device
+    from strop.generation.torch.apart import ApartEngine
+    from strop.models.loading import empty_model
+    from strop.models.network import Network, disable_dropout
+    from strop.training.torch.master import round_weights
+
+    policy = config.policy
+
+    def make() -> Any:
+        device = prepare_device(policy.device, None)
+        model = empty_model(folder).to(device)
+        disable_dropout(model)
+        network = Network(model, precision=PRECISIONS[policy.precision], packed=packed)
+        round_weights(model, PRECISIONS[policy.weights_dtype])
+        speech = Policy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
+        return make_engine(speech, policy.generation, policy.max_total_sequence_length)
+
+    return ApartEngine(name, make, PRECISIONS[policy.weights_dtype])
