@@ -41,7 +41,7 @@ class _WideNorm(nn.Module):
 
 def widen(family: str) -> None:
     """From now on, in this process, the family's code computes in float64 where it asks for float32."""
-    kind = CONFIGS[family]().model_type
+    kind = CONFIGS[family]().model_type.removesuffix("_text")
     vars(import_module(f"transformers.models.{kind}.modeling_{kind}"))["torch"] = _Wide()
 
 

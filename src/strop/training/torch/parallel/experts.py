@@ -106,7 +106,7 @@ class DividedExperts(nn.Module):
         order = pairs.argsort(stable=True)
         counts = torch.bincount(pairs, minlength=int(self.num_experts)).view(self.ranks.ways, -1)  # [ranks, experts of each]
         coming = exchange(counts, self.ranks.expert)
-        sent, received = (column.sum(1).tolist() for column in (counts, coming))
+        sent, received = torch.stack([counts, coming]).sum(2).tolist()
         arrived = exchange(hidden.index_select(0, order // index.shape[1]), self.ranks.expert, received, sent)
         computed = self._computed(arrived, _experts_of_rows(coming))
         returned = exchange(computed, self.ranks.expert, sent, received)
