@@ -114,7 +114,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
     if mask is not None:
         scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask.unsqueeze(1)), float("-inf"))
     weights = at_least_float32(scores).softmax(-1).to(value.dtype)
-    return (weights.view(batch, kv_heads, -1, key.shape[2]) @ value).view(batch, heads, queries, size)
+    return (weights.view(batch, kv_heads, -1, key.shape[2]) @ value).view(batch, heads, queries, value.shape[3])
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.models.attention import AttentionSpec, TreePlan
+from strop.models.attention import AttentionSpec, TreePlan, masked_attention
 
 
 def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec, seen: torch.Tensor) -> torch.Tensor:
@@ -50,3 +51,16 @@ def test_a_token_sees_its_own_segment_causally_and_its_ancestors_whole(
         torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((wanted * weight).sum(), inputs), strict=True
     ):
         assert float((own - plain).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_may_have_another_size_than_keys(dtype: torch.dtype) -> None:
+    """As in latent attention (DeepSeek V3): by the fused kernel and by plain products, which a CPU takes in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, size, generator=generator) for heads, size in ((4, 12), (2, 12), (2, 8)))
+    found = masked_attention(*(tensor.to(dtype) for tensor in (query, key, value)), None, AttentionSpec(0, 0.3), causal=True)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
+    hidden = torch.ones(5, 5).triu(1).bool()
+    wanted = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 1)
+    assert found.shape == wanted.shape
+    assert torch.allclose(found.float(), wanted, atol=0.03 if dtype == torch.bfloat16 else 1e-5)
