@@ -24,8 +24,8 @@ from strop.training.torch.master import round_weights
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.loading import load_once
 from strop.training.torch.parallel.placement import Placement
-from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
 from strop.training.torch.parallel.sharding import parallelize, parallelize_head
+from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
 from strop.types import Batch, Group
 from support.algorithms import grpo
 from support.lora import adapted

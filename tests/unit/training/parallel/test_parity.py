@@ -1,6 +1,14 @@
-"""One gradient: the same training in one process and on many ranks gives the same numbers."""
+"""One gradient: the same training in one process and on many ranks gives the same numbers.
+
+Three optimizer steps each, then a measure and a score. In float64 what is left is the order of additions: measured 1e-14 relative and,
+where a model amplifies it, 3e-11. Outputs are handed over in float32.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -8,62 +16,80 @@ from tests.support.ranks import on_ranks
 
 from strop.sampling import Sampling
 from strop.training.torch.parallel.layout import ParallelSizes
-from support.parity import FEW, MANY, Case, batch_of, compare, on_rank, train
+from support.parity import FEW, MANY, Case, Differences, batch_of, compare, on_rank, train
 
-CASES: dict[int, dict[str, Case]] = {
-    2: {
-        "fsdp": Case(sizes=ParallelSizes(shard=2)),
-        "fsdp, checkpointing, few groups": Case(sizes=ParallelSizes(shard=2), shapes=FEW, checkpointing=True),
-        "fsdp, tied": Case(sizes=ParallelSizes(shard=2), family="qwen2", algorithm="gspo"),
-        "fsdp, experts": Case(sizes=ParallelSizes(shard=2), family="qwen3_moe"),
-        "fsdp, padded rows": Case(sizes=ParallelSizes(shard=2), packed=False),
-        "fsdp, sft": Case(sizes=ParallelSizes(shard=2), algorithm="sft"),
-        "fsdp, dpo": Case(sizes=ParallelSizes(shard=2), algorithm="dpo"),
-        "fsdp, lora": Case(sizes=ParallelSizes(shard=2), lora=True),
-        "fsdp, values": Case(sizes=ParallelSizes(shard=2), value=True),
-        "fsdp, float32": Case(sizes=ParallelSizes(shard=2), dtype=torch.float32),
-        "fsdp, autocast": Case(sizes=ParallelSizes(shard=2), dtype=torch.float32, precision=torch.bfloat16),
-        "fsdp, bfloat16 weights": Case(
-            sizes=ParallelSizes(shard=2), dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16
-        ),
-        "fsdp, lora on bfloat16": Case(
-            sizes=ParallelSizes(shard=2), dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16, lora=True
-        ),
-        "fsdp, head on the policy": Case(sizes=ParallelSizes(shard=2), head=True),
-        "context, head on the policy": Case(sizes=ParallelSizes(context=2), head=True),
-        "fsdp, loaded once, tied": Case(sizes=ParallelSizes(shard=2), family="qwen2", loaded_once=True),
-        "fsdp, loaded once, lora": Case(sizes=ParallelSizes(shard=2), lora=True, loaded_once=True),
-        "fsdp, loaded once, bfloat16": Case(
-            sizes=ParallelSizes(shard=2), loaded_once=True, dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16
-        ),
-        "copies": Case(sizes=ParallelSizes(replicate=2)),
-        "context": Case(sizes=ParallelSizes(context=2)),
-        "context, window": Case(sizes=ParallelSizes(context=2), family="mistral"),
-        "context, checkpointing, few groups": Case(sizes=ParallelSizes(context=2), shapes=FEW, checkpointing=True),
-        "context, softcap": Case(sizes=ParallelSizes(context=2), family="gemma2", dtype=torch.float32),
-        "context, values": Case(sizes=ParallelSizes(context=2), value=True),
-        "context, filters": Case(sizes=ParallelSizes(context=2), sampling=Sampling(temperature=1.3, top_k=200, top_p=0.99)),
-        "context, tied, lora": Case(sizes=ParallelSizes(context=2), family="qwen2", lora=True),
-    },
-    4: {
-        "fsdp": Case(sizes=ParallelSizes(shard=4)),
-        "fsdp, few groups": Case(sizes=ParallelSizes(shard=4), shapes=FEW),
-        "fsdp, dpo with fewer pairs than ranks": Case(sizes=ParallelSizes(shard=4), shapes=MANY[:3], algorithm="dpo"),
-        "hsdp": Case(sizes=ParallelSizes(replicate=2, shard=2), checkpointing=True),
-        "fsdp, context": Case(sizes=ParallelSizes(shard=2, context=2), algorithm="gspo"),
-        "fsdp, context, tied, checkpointing": Case(
-            sizes=ParallelSizes(shard=2, context=2), family="qwen2", checkpointing=True
-        ),
-        "context, repeated keys": Case(sizes=ParallelSizes(context=4), family="qwen3"),
-        "fsdp, values": Case(sizes=ParallelSizes(shard=4), value=True),
-    },
+EXACT = Differences(loss=1e-10, norm=1e-10, outputs=1e-6, weights=1e-10, metrics=1e-9)
+FLOAT32 = Differences(loss=2e-5, norm=1e-5, outputs=1e-5, weights=1e-5, metrics=1e-5)
+# As between two cuts in one process; metrics may count a token more or less among those that are clipped.
+BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)
+
+BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
+CASES: dict[str, Case] = {
+    "fsdp 2": Case(sizes=ParallelSizes(shard=2)),
+    "fsdp 2, checkpointing, few groups": Case(sizes=ParallelSizes(shard=2), shapes=FEW, checkpointing=True),
+    "fsdp 2, tied, sequence ratios": Case(sizes=ParallelSizes(shard=2), family="qwen2", algorithm="gspo"),
+    "fsdp 2, experts": Case(sizes=ParallelSizes(shard=2), family="qwen3_moe"),
+    "fsdp 2, padded rows": Case(sizes=ParallelSizes(shard=2), packed=False),
+    "fsdp 2, sft": Case(sizes=ParallelSizes(shard=2), algorithm="sft"),
+    "fsdp 2, dpo": Case(sizes=ParallelSizes(shard=2), algorithm="dpo"),
+    "fsdp 2, lora": Case(sizes=ParallelSizes(shard=2), lora=True, rate=1e-3),
+    "fsdp 2, critic": Case(sizes=ParallelSizes(shard=2), value=True),
+    "fsdp 2, critic on the policy": Case(sizes=ParallelSizes(shard=2), head=True),
+    "fsdp 2, loaded once, tied": Case(sizes=ParallelSizes(shard=2), family="qwen2", loaded_once=True),
+    "fsdp 2, loaded once, lora": Case(sizes=ParallelSizes(shard=2), lora=True, loaded_once=True, rate=1e-3),
+    "copies 2": Case(sizes=ParallelSizes(replicate=2)),
+    "context 2": Case(sizes=ParallelSizes(context=2)),
+    "context 2, window": Case(sizes=ParallelSizes(context=2), family="mistral"),
+    "context 2, checkpointing, few groups": Case(sizes=ParallelSizes(context=2), shapes=FEW, checkpointing=True),
+    "context 2, critic": Case(sizes=ParallelSizes(context=2), value=True),
+    "context 2, critic on the policy": Case(sizes=ParallelSizes(context=2), head=True),
+    "context 2, filters": Case(sizes=ParallelSizes(context=2), sampling=Sampling(temperature=1.3, top_k=200, top_p=0.99)),
+    "context 2, tied, lora": Case(sizes=ParallelSizes(context=2), family="qwen2", lora=True),
+    "fsdp 4": Case(sizes=ParallelSizes(shard=4)),
+    "fsdp 4, few groups": Case(sizes=ParallelSizes(shard=4), shapes=FEW),
+    "fsdp 4, fewer pairs than ranks": Case(sizes=ParallelSizes(shard=4), shapes=MANY[:3], algorithm="dpo"),
+    "fsdp 4, critic": Case(sizes=ParallelSizes(shard=4), value=True),
+    "hsdp 2 x 2, checkpointing": Case(sizes=ParallelSizes(replicate=2, shard=2), checkpointing=True),
+    "fsdp 2, context 2": Case(sizes=ParallelSizes(shard=2, context=2), algorithm="gspo"),
+    "fsdp 2, context 2, tied, checkpointing": Case(sizes=ParallelSizes(shard=2, context=2), family="qwen2", checkpointing=True),
+    "context 4, repeated keys": Case(sizes=ParallelSizes(context=4), family="qwen3"),
+    "context 2, tensor 2, tied, checkpointing": Case(
+        sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="qwen2", checkpointing=True
+    ),
+    "fsdp 2, tensor 2, experts 4, loaded once": Case(
+        sizes=ParallelSizes(shard=2, tensor=2, expert=4), family="qwen3_moe", loaded_once=True
+    ),
 }
+COARSE: dict[str, tuple[Case, Differences]] = {
+    "fsdp 2, float32": (Case(sizes=ParallelSizes(shard=2), dtype=torch.float32), FLOAT32),
+    "context 2, softcap, float32": (Case(sizes=ParallelSizes(context=2), family="gemma2", dtype=torch.float32), FLOAT32),
+    "fsdp 2, autocast": (
+        Case(sizes=ParallelSizes(shard=2), dtype=torch.float32, precision=torch.bfloat16, rate=1e-3),
+        BFLOAT16,
+    ),
+    "fsdp 2, bfloat16 weights": (Case(sizes=ParallelSizes(shard=2), **BF16), BFLOAT16),
+    "fsdp 2, bfloat16 weights, loaded once": (Case(sizes=ParallelSizes(shard=2), loaded_once=True, **BF16), BFLOAT16),
+    "fsdp 2, lora on bfloat16": (Case(sizes=ParallelSizes(shard=2), lora=True, steps=1, **BF16), BFLOAT16),
+}
+BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
 
 
-@pytest.mark.parametrize("world", CASES)
-def test_it(world: int) -> None:
-    cases = {name: (case, batch_of(case)) for name, case in CASES[world].items()}
+@cache
+def on_all(world: int) -> Callable[[str], Differences]:
+    """All cases of so many ranks, in one start of them."""
+    cases = {name: (case, batch_of(case)) for name, (case, _) in BOUNDS.items() if case.sizes.world == world}
     ranks = on_ranks(world, on_rank, cases)
-    for name, (case, batch) in cases.items():
-        found = compare([rank[name] for rank in ranks], train(case, batch), len(batch.target))
-        print(name, found, ranks[0][name].steps[0].metrics["tokens_per_rank_max_over_mean"].value)
+
+    def differences(name: str) -> Differences:
+        case, batch = cases[name]
+        return compare([rank[name] for rank in ranks], train(case, batch), len(batch.target))
+
+    return differences
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_training_on_many_ranks_is_training_in_one_process(name: str) -> None:
+    case, bound = BOUNDS[name]
+    found = on_all(case.sizes.world)(name)
+    for part in ("loss", "norm", "outputs", "weights", "metrics"):
+        assert getattr(found, part) <= getattr(bound, part), (part, found)

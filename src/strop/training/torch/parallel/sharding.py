@@ -6,8 +6,10 @@ shards themselves: plain tensors that share the memory of FSDP's, whichever rank
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from strop.algorithms.base import Outputs
 from strop.data.balance import divide
 from strop.data.packing import select
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_weights, low_rank_layers, merged_weights
+from strop.models.adapters import adapter_weights, low_rank_layers, plain_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
@@ -186,6 +188,16 @@ class Root(nn.Module):
         return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
 
 
+@dataclass(frozen=True, eq=False)
+class LateWeight:
+    """A weight of the model that is in pieces until it is taken."""
+
+    name: str  # without adapters
+    like: Tensor  # of its shape and data type, on the meta device
+    take: Callable[[], Tensor]  # the whole of it, gathered by all ranks together
+    storage: tuple[int, ...]  # equal for tied weights
+
+
 class ManyRanks:
     """A ``Placement`` over the ranks of ``meshes``. Made by ``parallelize``."""
 
@@ -288,25 +300,31 @@ class ManyRanks:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered by all ranks together: all must read on to the end. Tied weights are one tensor under several names."""
-        keys = [_memory(tensor) for tensor in self.network.model.state_dict().values() if isinstance(tensor, DTensor)]
-        tied: dict[int, Tensor] = {}
+        late = self.late_weights()
+        left = Counter(weight.storage for weight in late)
+        tied: dict[tuple[int, ...], Tensor] = {}
+        for weight in late:
+            left[weight.storage] -= 1
+            tensor = tied.pop(weight.storage) if weight.storage in tied else weight.take()
+            if left[weight.storage]:
+                tied[weight.storage] = tensor
+            yield weight.name, tensor
 
-        def whole(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor):
-                return tensor
-            key = _memory(tensor)
-            if key not in tied:
-                gathered = self.gathered(tensor)
-                if keys.count(key) == 1:
-                    return gathered
-                tied[key] = gathered
-            return tied[key]
-
-        return merged_weights(self.network.model, whole)
+    def late_weights(self) -> list[LateWeight]:
+        """What ``weights`` gives, each of them gathered when it is asked for."""
+        found: list[LateWeight] = []
+        for name, tensor, adapter in plain_weights(self.network.model):
+            if adapter is not None:
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                take, storage = partial(adapter.merged, self.gathered), (-1, len(found))
+            else:
+                dtype = self._gathered_dtype(tensor)
+                take, storage = partial(self.gathered, tensor), (_memory(tensor), *tensor.shape)
+            found.append(LateWeight(name, torch.empty(tensor.shape, dtype=dtype, device="meta"), take, storage))
+        return found
 
     def adapters(self) -> Mapping[str, Tensor]:
-        found = adapter_weights(self.network.model)
-        return {name: self.gathered(tensor) if isinstance(tensor, DTensor) else tensor for name, tensor in found.items()}
+        return {name: self.gathered(tensor) for name, tensor in adapter_weights(self.network.model).items()}
 
     def check_files(self) -> None:
         raise NotImplementedError(
@@ -316,12 +334,18 @@ class ManyRanks:
     # --- what writes and reads shards ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gathered(self, tensor: DTensor) -> Tensor:
-        """The whole of it, on this rank's device and as the network computes with it. All ranks call it."""
-        local: Tensor = tensor.to_local()
-        kept = self.rounded is None or not local.is_floating_point()
-        local = local.to(self.device, local.dtype if kept else self.rounded)
-        return like(tensor, local).full_tensor()
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """The whole of one of the model's tensors, on this rank's device and as the network computes with it. All ranks call it."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        piece = _piece(tensor).to(self.device, self._gathered_dtype(tensor))
+        whole: Tensor = like(tensor, piece).full_tensor()
+        return whole
+
+    def _gathered_dtype(self, tensor: Tensor) -> torch.dtype:
+        """Of a weight as the network computes with it, which its shards may be finer than."""
+        divided = isinstance(tensor, DTensor) and tensor.is_floating_point()
+        return self.rounded if divided and self.rounded is not None else tensor.dtype
 
     def as_sharded(self, name: str, local: Tensor) -> DTensor:
         """A tensor of the optimizer's or the average's that has the shape of ``self.local[name]``, as the piece of a whole that it is."""
@@ -351,9 +375,10 @@ def _copies(parameter: DTensor) -> int:
     return int(dist.get_world_size()) // pieces
 
 
-def _memory(tensor: DTensor) -> int:
+def _memory(tensor: Tensor) -> int:
     """The same for tied weights alone; also where this rank's piece is empty, for FSDP pads it."""
-    return _piece(tensor).untyped_storage().data_ptr()
+    piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
+    return piece.untyped_storage().data_ptr()
 
 
 @torch.no_grad()

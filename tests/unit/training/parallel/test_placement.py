@@ -1,0 +1,198 @@
+"""What a learner on many ranks says, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import on_ranks
+from torch import nn
+
+from strop import metrics
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.loading import is_shell, load_once, network_once
+from strop.training.torch.parallel.sharding import check_divisible, decoder_layers, parallelize
+from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
+from strop.types import Batch
+from support.models import build
+from support.parity import Case, batch_of, frozen_scores, loss_of, network_of, train
+
+CASE = Case(sizes=ParallelSizes(shard=2), family="qwen2")
+ROUNDED = replace(CASE, dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16)
+
+
+def everything(rank: int, batch: Batch) -> dict[str, Any]:
+    meshes = Meshes(CASE.sizes, "cpu")
+    return {
+        "frozen": frozen_scores(CASE, batch, meshes),
+        "frozen, bfloat16": frozen_scores(ROUNDED, batch, meshes),
+        "loading": loading(rank),
+        **learning(rank, batch, meshes),
+    }
+
+
+def loading(rank: int) -> dict[str, Any]:
+    model = load_once(lambda: build("llama").requires_grad_(False))
+    network = network_once(model, Network)
+    said = message(lambda: load_once(no_model))
+    return {
+        "shell": is_shell(model),
+        "packed": network.packed,
+        "trained": any(p.requires_grad for p in model.parameters()),
+        "said": said,
+    }
+
+
+def no_model() -> Any:
+    raise FileNotFoundError("there is no such model")
+
+
+def learning(rank: int, batch: Batch, meshes: Meshes) -> dict[str, Any]:
+    network = network_of(CASE)
+    low = network_of(replace(CASE, dtype=torch.bfloat16))
+    found: dict[str, Any] = {"low": message(lambda: parallelize(low, meshes))}
+    placement = parallelize(network, meshes)
+    options = TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=40)
+    found["optimizer"] = message(
+        lambda: TorchLearner(
+            network, CASE.sampling, replace(options, optimizer="torch.optim.LBFGS", optimizer_kwargs={}), placement
+        )
+    )
+    learner = TorchLearner(network, CASE.sampling, options, placement)
+    found["alone"] = message(lambda: asyncio.run(learner.score(batch)))
+
+    def broken(outputs: Any, part: Batch) -> Any:
+        """Not finite where rank 0 alone computes."""
+        return outputs.logprobs.sum() * (float("inf") if rank == 0 else 1.0), {}
+
+    before = [parameter.detach().clone() for parameter in learner.parameters]
+    learner.forward_backward_shares(batch, broken)
+    found["skipped"] = metrics.values(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
+    found["kept"] = all(torch.equal(old, new) for old, new in zip(before, learner.parameters, strict=True))
+    learner.forward_backward_shares(batch, loss_of(CASE))
+    asyncio.run(learner.step())
+    held = {name: learner.optimizer.state[parameter]["exp_avg"] for name, parameter in learner.trained}
+    found["moments"] = {name: placement.as_sharded(name, moment).full_tensor() for name, moment in held.items()}
+    late = placement.late_weights()
+    found["late"] = [(one.name, one.like.shape, one.like.dtype, one.storage) for one in late]
+    found["taken"] = {one.name: one.take() for one in late}
+    found["rows"] = sum(parameter.numel() for parameter in learner.parameters)
+    found["same memory"] = all(
+        placement.local[name].untyped_storage().data_ptr() == piece.to_local().untyped_storage().data_ptr()
+        for name, piece in placement.sharded.items()
+    )
+    return found
+
+
+def message(run: Any) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@cache
+def found() -> tuple[Batch, list[dict[str, Any]]]:
+    batch = batch_of(CASE)
+    return batch, on_ranks(2, everything, batch)
+
+
+@pytest.mark.parametrize(("name", "case"), [("frozen", CASE), ("frozen, bfloat16", ROUNDED)])
+def test_a_frozen_network_on_many_ranks_scores_as_in_one_process(name: str, case: Case) -> None:
+    batch, ranks = found()
+    if case.weights_dtype is not None:
+        case = replace(case, weights_dtype=None)
+        network = network_of(case)
+        network.model.to(torch.bfloat16)
+        with torch.no_grad():
+            wanted: Any = network.outputs(batch, case.sampling)
+    else:
+        wanted = assemble_outputs([frozen_scores(case, batch, None)], len(batch.target))
+    scores: Any = assemble_outputs([rank[name] for rank in ranks], len(batch.target))
+    assert torch.allclose(scores.logprobs, wanted.logprobs.float(), atol=1e-6 if name == "frozen" else 0.05)
+
+
+def test_the_first_rank_alone_loads_a_model() -> None:
+    _, (first, second) = found()
+    assert not first["loading"]["shell"] and second["loading"]["shell"]
+    assert first["loading"]["packed"] and second["loading"]["packed"]
+    assert not first["loading"]["trained"] and not second["loading"]["trained"]
+    assert first["loading"]["said"] == second["loading"]["said"] == "FileNotFoundError: there is no such model"
+
+
+def test_answers_of_one_rank_are_not_taken_for_those_of_all() -> None:
+    batch, ranks = found()
+    for rank in ranks:
+        assert f"of the batch's {len(batch.target)} predicted tokens" in rank["alone"]
+    with pytest.raises(ValueError, match="the answers cover 0 of the batch's 3"):
+        assemble([Shares()], 3)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
+    for rank in found()[1]:
+        assert rank["skipped"] == 1 and rank["kept"]
+
+
+def test_the_optimizers_state_is_that_of_one_process_in_pieces() -> None:
+    batch, ranks = found()
+    alone = train(replace(CASE, steps=1), batch)
+    assert sum(rank["rows"] for rank in ranks) == sum(parameter.numel() for parameter in network_of(CASE).model.parameters()), (
+        "each rank steps its pieces alone"
+    )
+    assert all(rank["same memory"] for rank in ranks)
+    for name, moment in ranks[0]["moments"].items():
+        assert torch.equal(moment, ranks[1]["moments"][name])
+        assert moment.shape == alone.weights[name].shape
+
+
+def test_weights_can_be_announced_before_they_are_gathered() -> None:
+    _, ranks = found()
+    storages = {name: storage for name, _, _, storage in ranks[0]["late"]}
+    assert storages["lm_head.weight"] == storages["model.embed_tokens.weight"], "tied"
+    assert len(set(storages.values())) == len(storages) - 1
+    for name, shape, dtype, _ in ranks[0]["late"]:
+        assert ranks[0]["taken"][name].shape == shape and ranks[0]["taken"][name].dtype == dtype
+        assert torch.equal(ranks[0]["taken"][name], ranks[1]["taken"][name])
+
+
+def test_an_optimizer_that_must_see_whole_weights_is_refused() -> None:
+    for rank in found()[1]:
+        assert "LBFGS is not known to update each number from that number's gradients alone" in rank["optimizer"]
+
+
+def test_trained_weights_of_low_precision_are_refused_unless_it_is_asked_for() -> None:
+    assert "give it as weights_dtype" in found()[1][0]["low"]
+
+
+def test_padded_rows_are_not_divided_among_ranks() -> None:
+    network = Network(build("llama"), packed=False)
+    for sizes in (ParallelSizes(context=2), ParallelSizes(tensor=2), ParallelSizes(shard=2, expert=2)):
+        with pytest.raises(ValueError, match="reads padded rows"):
+            check_divisible(network, sizes)
+    check_divisible(network, ParallelSizes(replicate=2, shard=2))
+
+
+def test_heads_that_context_ranks_cannot_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 attention heads on a rank, which 3 context ranks cannot divide"):
+        check_divisible(Network(build("llama"), packed=True), ParallelSizes(context=3))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba", "qwen3_moe"])
+def test_the_layers_of_a_decoder_are_found(family: str) -> None:
+    model = build(family)
+    layers = decoder_layers(model.get_decoder())
+    assert len(layers) == 2 and len({type(layer) for layer in layers}) == 1
+    assert not any(isinstance(layer, nn.Linear) for layer in layers)
+
+
+def test_a_learner_without_a_placement_is_on_one_device() -> None:
+    learner = TorchLearner(Network(build("llama")), Sampling(), TorchLearnerOptions())
+    assert learner.placement.leads and len(learner.placement.trained()) == len(learner.parameters)
