@@ -14,6 +14,7 @@ import pytest
 from strop import __version__, cli
 from strop.config import GrpoRunConfig
 from strop.config.schema import TRAINING_RUNS
+from strop.stopping import EndedEarly
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -96,8 +97,8 @@ def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[
 
 
 def test_a_warning_goes_to_stderr(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["grpo", *RUN, "cluster.gpus_per_node=8"]) == 0
-    assert "warning: command line: cluster.gpus_per_node: found 8" in capsys.readouterr().err
+    assert cli.main(["grpo", *RUN, "cluster.roles.learner.num_cpus=2"]) == 0
+    assert "warning: command line: cluster.roles.learner.num_cpus: it changes nothing" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_continue(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +106,17 @@ def test_an_interrupted_run_says_how_to_continue(assembly: SimpleNamespace, caps
     assert cli.main(["grpo", *RUN]) == 130
     error = capsys.readouterr().err
     assert "results/grpo" in error and "strop grpo policy.model_name=m" in error
+
+
+def test_a_run_that_was_told_to_end_says_why_and_how_to_continue(
+    assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assembly.raises = EndedEarly("SIGTERM: the run ended after step 7.")
+    assert cli.main(["grpo", *RUN]) == 143
+    error = capsys.readouterr().err
+    assert (
+        "SIGTERM: the run ended after step 7. Start the same command again" in error and "strop grpo policy.model_name=m" in error
+    )
 
 
 def test_an_interrupted_run_without_checkpoints_says_so(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

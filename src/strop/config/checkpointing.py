@@ -21,7 +21,31 @@ class CheckpointingConfig(Model):
     save_optimizer: bool = Field(
         True, description="Save optimizer and schedule too; without them a run cannot be resumed exactly."
     )
+    save_on_sigterm_within: float | None = Field(
+        120,
+        ge=0,
+        description="After SIGTERM the step in progress is finished and saved, if that takes no longer; null waits, 0 ends at once "
+        "(seconds).",
+    )
+    checkpoint_must_save_by: str | None = Field(
+        None,
+        pattern=r"^\d+:\d+:\d+:\d+$",
+        description="Once the run has lasted so long, it saves after the step in progress and ends; null is never (DD:HH:MM:SS).",
+    )
     resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")
+
+    @property
+    def must_save_after(self) -> float | None:
+        """``checkpoint_must_save_by`` in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved at all."""
+        return self.enabled and self.save_period > 0
 
 
 class RecordedCheckpointingConfig(CheckpointingConfig):

@@ -430,6 +430,18 @@ def no_validation_data(config: TrainingRunConfig) -> Problems:
         )
 
 
+def last_checkpoint(config: TrainingRunConfig) -> Problems:
+    saving = config.checkpointing
+    if saving.checkpoint_must_save_by is None or saving.saves:
+        return
+    off = "enabled" if not saving.enabled else "save_period"
+    yield Problem(
+        "checkpointing.checkpoint_must_save_by",
+        f"found {saving.checkpoint_must_save_by}, but nothing is saved: checkpointing.{off} is {getattr(saving, off)}",
+        f"Set it to null, or checkpointing.{off} so that checkpoints are saved.",
+    )
+
+
 def checkpoints_without_metric(config: TrainingRunConfig) -> Problems:
     saving, period = config.checkpointing, config.training.val_period
     ranked = saving.enabled and saving.save_period > 0 and saving.keep_top_k is not None
@@ -522,7 +534,15 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (RolloutRunConfig, (rollout_lengths, adapter_dropout, *engine_checks.REFUSED_IN_ROLLOUTS)),
     (
         TrainingRunConfig,
-        (token_budget, training_data, checkpoint_metric, trackers, *TRAINING_UNSUPPORTED, *cluster_checks.REFUSED),
+        (
+            token_budget,
+            training_data,
+            checkpoint_metric,
+            last_checkpoint,
+            trackers,
+            *TRAINING_UNSUPPORTED,
+            *cluster_checks.REFUSED,
+        ),
     ),
     (EvalRunConfig, (eval_lengths, sampling, cluster_checks.one_machine)),
     ((RolloutRunConfig, EvalRunConfig), (environments, inference_engine, *engine_checks.REFUSED_WHERE_SAMPLED)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from strop.config.devices import devices_of
 from strop.config.errors import Problem
 from strop.config.generation import GenerationConfig
 from strop.config.model import Model, targets_of
@@ -143,6 +144,8 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     given, options = generation.colocated.resources, generation.vllm_cfg
     if generation.colocated.enabled or generation.backend != "vllm":
         return
+    if isinstance(config, RolloutRunConfig) and devices_of(config).ray:
+        return  # nodes and devices are divided when the cluster is known (strop.cluster.placement)
     size = options.tensor_parallel_size
     needed = options.engines * size
     if given.gpus_per_node not in (None, needed):
@@ -155,8 +158,8 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if (given.num_nodes or 1) > 1:
         yield Problem(
             f"{key}.colocated.resources.num_nodes",
-            f"found {given.num_nodes}, but this version runs on one machine",
-            "Set it to 1.",
+            f"found {given.num_nodes}, but this run is on one machine",
+            "Set it to 1 or null, or raise cluster.num_nodes.",
         )
 
 

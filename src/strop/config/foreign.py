@@ -42,7 +42,6 @@ FOREIGN = (
     Foreign("grpo.malformed_thinking_advantage", f"{LATER}; give the reward in the environment"),
     Foreign("*.async_*.max_generation_failures", "use max_errors_in_a_row of the same section"),
     Foreign("reward_penalties", f"{LATER}; give the penalty in the environment"),
-    Foreign("checkpointing.checkpoint_must_save_by", LATER),
     Foreign("checkpointing.model_save_format", "weights are saved as safetensors", tuning=True),
     Foreign("checkpointing.save_consolidated", "every checkpoint can be exported to a Hugging Face folder"),
     Foreign("*.offload_optimizer_for_logprob", LATER),

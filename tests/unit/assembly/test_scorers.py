@@ -55,7 +55,7 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
 
 
 def learners(config: TrainingRunConfig, policy: Policy, algorithm: Algorithm) -> dict[str, Learner]:
-    return make_learners(config, policy, algorithm, SAMPLING, OPTIONS, None)
+    return make_learners(config, policy, algorithm, SAMPLING, optimizer_steps(OPTIONS, None))
 
 
 def asked(source: Any, batch: Batch, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ def test_a_schedule_is_as_long_as_steps_and_tasks_allow(max_steps: int, tasks: i
 def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_folder: Path) -> None:
     found = config("grpo", tiny_model_folder, "policy.scheduler={name: linear, kwargs: {min_ratio: 0.0}}")
     policy = load_training_policy(found.policy)
-    made = make_learners(found, policy, GRPO(), SAMPLING, OPTIONS, None)["policy"]
+    made = make_learners(found, policy, GRPO(), SAMPLING, optimizer_steps(OPTIONS, None))["policy"]
     assert isinstance(made, TorchLearner) and made.scheduler is not None
     rates = []
     for _ in range(30):

@@ -77,16 +77,19 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("~data.train", "nothing to train on"),
         ("policy.megatron_cfg.enabled=true", "Megatron Core learner backend is not in this version"),
         ("policy.dtensor_cfg.enabled=false", "nothing would train"),
-        ("policy.dtensor_cfg.tensor_parallel_size=8", "Tensor parallelism is not in it"),
-        ("policy.dtensor_cfg.context_parallel_size=2", "Context parallelism is not in it"),
-        ("policy.dtensor_cfg.sequence_parallel=True", "sequence parallelism is not in this version"),
-        ("policy.dtensor_cfg.cpu_offload=true", "offloading"),
+        ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
+        ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
+        ("policy.dtensor_cfg.sequence_parallel=True", "nobody to divide the sequence among"),
+        ("policy.dtensor_cfg.cpu_offload=true", "this run has one"),
         ("policy.dynamic_batching.enabled=true", "sequence_packing.enabled=true"),
         ("policy.generation.backend=sglang", "SGLang generation backend is not in this version"),
         ("policy.generation.backend=megatron", "Megatron generation backend is not in this version"),
         ("policy.generation.colocated.enabled=false", "runs on the learner's own module"),
-        ("cluster.num_nodes=2", "one machine"),
-        ("cluster.backend=ray", "Ray actors are not in this version"),
+        ("cluster.gpus_per_node=0", "nothing would train"),
+        ("cluster.environment_hosts=2", "this run is one process"),
+        ("cluster.segment_size=2", "does not divide cluster.num_nodes = 1"),
+        ("policy.dtensor_cfg.expert_parallel_size=3", "divide the 1 ranks of one copy"),
+        ("policy.dtensor_cfg.dp_replicate_size=2", "2 ranks do not divide the one device"),
     ],
 )
 def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
@@ -103,7 +106,7 @@ def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None
 
 def test_all_refusals_are_reported_together() -> None:
     assert (
-        len(refusal("cluster.num_nodes=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems) == 3
+        len(refusal("cluster.segment_size=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems) == 3
     )
 
 
@@ -174,7 +177,8 @@ def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pyte
         ("checkpointing.metric_name=val:accuracy", "the newest checkpoints are kept"),
         ("policy.generation_batch_size=32", "it changes nothing"),
         ("policy.generation.vllm_cfg.tensor_parallel_size=4", "the torch engine does not read"),
-        ("cluster.gpus_per_node=8", "the others stay idle"),
+        ("cluster.roles.learner.num_cpus=2", "this run is one process"),
+        ("policy.dtensor_cfg.custom_parallel_plan=plans:MINE", "tensor_parallel_size is 1"),
     ],
 )
 def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: str) -> None:

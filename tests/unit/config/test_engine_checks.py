@@ -83,7 +83,7 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
             [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],
             "Set it to 2 or null",
         ),
-        ([APART, f"{G}colocated.resources.num_nodes=2"], "this version runs on one machine"),
+        ([APART, f"{G}colocated.resources.num_nodes=2"], "this run is on one machine"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], reason: str) -> None:
@@ -105,7 +105,6 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], r
         ([f"{C}speculation.num_speculative_tokens=2"], ["speculation.method is null"]),
         ([f"{C}speculation.method=ngram", f"{C}speculation.model_name=draft"], ["speculation.method is ngram"]),
         ([f"{G}colocated.resources.gpus_per_node=1"], ["generation has no devices of its own"]),
-        ([APART, f"{C}num_engines=3", "cluster.gpus_per_node=8"], ["uses 4 devices with these engines: the others stay idle"]),
     ],
 )
 def test_what_changes_nothing_with_vllm_or_not_what_it_seems_to_is_said(overrides: list[str], said: list[str]) -> None:
