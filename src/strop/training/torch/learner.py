@@ -22,6 +22,7 @@ from strop.training.base import BackwardResult
 from strop.training.torch.averaging import AveragedWeights
 from strop.training.torch.master import MasterWeights
 from strop.training.torch.optimizers import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
+from strop.training.torch.parallel import checkpoint as divided
 from strop.training.torch.parallel.placement import OneDevice, Placement
 from strop.training.torch.parallel.share import Share, Shares, assemble, assemble_outputs, kept, present
 from strop.types import Batch
@@ -247,8 +248,9 @@ class TorchLearner:
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """``weights/`` as a Hugging Face folder, or adapters in PEFT's format; ``ema/`` with their average; and ``optimizer.pt``
-        with what it takes to go on."""
-        self.placement.check_files()
+        with what it takes to go on. On many ranks, all of which call it, pieces (``strop.training.torch.parallel.checkpoint``)."""
+        if not isinstance(self.placement, OneDevice):
+            return divided.save(self, folder, optimizer=optimizer)
         save_weights(self.model, folder / "weights")
         if self.average is not None:
             with self.average.swapped_in(self.trained):
@@ -263,8 +265,9 @@ class TorchLearner:
             torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, in place: whoever shares the module sees the restored weights."""
-        self.placement.check_files()
+        """Restore what ``save`` wrote, on any number of ranks, in place: whoever shares the module sees the restored weights."""
+        if not isinstance(self.placement, OneDevice) or divided.is_divided_checkpoint(folder):
+            return divided.load(self, folder)
         load_weights(self.model, folder / "weights")
         path = folder / "optimizer.pt"
         if not path.exists():
@@ -276,9 +279,10 @@ class TorchLearner:
         load_optimizer(self.optimizer, state["optimizer"])
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self._load_average(state.get("average"), path)
+        self.load_average(state.get("average"), path)
 
-    def _load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
+    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        """Restore the average's state, if there is an average; without a state it begins anew, with a warning."""
         if self.average is None:
             return
         if state is not None:

@@ -1,0 +1,398 @@
+"""A learner on many ranks in files: each writes the pieces it has, and any number of ranks reads them, divided in any way.
+
+    weights/           pieces (DCP) under the model's names, as the network computes with them; the model's configuration.
+                       A LoRA run has whole adapters there, in PEFT's format
+    ema/               the same of the averaged weights
+    optimizer/         pieces: state.NAME.KEY, masters.NAME (float32 shards of weights computed with in lower precision), average.NAME
+    optimizer/state.pt what is not divided: groups, counters, the schedule
+
+Numbers are moved, never computed with: a checkpoint of two ranks, read by four and written again, is the same to the bit. What one
+process saved (a Hugging Face folder and ``optimizer.pt``) is read here too, so that a run can grow; and one process reads pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strop.models.adapters import adapter_folder, load_adapters, low_rank_layers, save_adapters
+from strop.models.loading import quiet
+from strop.training.torch.optimizers import load_optimizer
+from strop.training.torch.parallel.pieces import (
+    Piece,
+    Stored,
+    StoredFiles,
+    StoredPieces,
+    StoredTensors,
+    is_divided,
+    names_in,
+    piece_of,
+    write_pieces,
+)
+
+if TYPE_CHECKING:
+    from strop.training.torch.learner import TorchLearner
+
+dist: Any = torch.distributed
+
+STATE_FILE = "state.pt"
+LIMIT = timedelta(minutes=60)  # for which ranks wait for each other's files
+
+
+def is_divided_checkpoint(folder: Path) -> bool:
+    """Whether many ranks saved a learner's folder."""
+    return is_divided(folder / "weights") or is_divided(folder / "optimizer")
+
+
+# --- saving ------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What this rank has of a learner at one moment. ``save`` may run beside training where it was made with copies."""
+
+    weights: Mapping[str, Piece]
+    average: Mapping[str, Piece] | None
+    optimizer: Mapping[str, Piece]
+    state: Mapping[str, Any]  # what is not divided
+    adapters: Mapping[str, Mapping[str, Tensor]]  # by folder, on the first rank alone
+    model: Any
+    group: Any | None
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Write it under ``folder``. All ranks call it, in the same order; when it returns on one, all files are written and flushed."""
+        first = self.group is None or dist.get_rank() == 0
+        if self.weights:
+            write_pieces(folder / "weights", self.weights, self.group)
+        if self.average is not None and self.weights:
+            write_pieces(folder / "ema", self.average, self.group)
+        if optimizer:
+            write_pieces(folder / "optimizer", self.optimizer, self.group)
+        if first:
+            for name, tensors in self.adapters.items():
+                save_adapters(self.model, folder / name, tensors)
+            for name in ("weights", "ema"):
+                if is_divided(folder / name):
+                    _save_config(self.model, folder / name, self.weights)
+            if optimizer:
+                torch.save(dict(self.state), folder / "optimizer" / STATE_FILE)
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+def save(learner: TorchLearner, folder: Path, *, optimizer: bool = True) -> None:
+    """Write a learner that many ranks have. All of them call it."""
+    snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+
+
+@torch.no_grad()
+def snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = True) -> Snapshot:
+    """A learner as it is now; all ranks call it at the same time. With ``copies``, in the CPU's memory, training may go on at once."""
+    keep: Callable[[Tensor], Tensor] = _copy if copies else _same
+    places = _trained_pieces(learner)
+    adapted = bool(low_rank_layers(learner.model))
+    average = learner.average.state_dict() if learner.average is not None else None
+    weights: dict[str, Piece] = {}
+    adapters: dict[str, Mapping[str, Tensor]] = {}
+    if adapted:
+        adapters = _whole_adapters(learner)
+    else:
+        rounded = _rounded(learner)
+        for name, piece in _own_weights(learner.model):
+            tensor = piece.tensor.to(rounded) if rounded is not None and name in places else piece.tensor
+            weights[name] = piece.like(keep(tensor))
+    averaged: dict[str, Piece] | None = None
+    pieces: dict[str, Piece] = {}
+    if average is not None:
+        kept = {name: places[name].like(keep(tensor)) for name, tensor in average["average"].items()}
+        pieces = {f"average.{name}": piece for name, piece in kept.items()}
+        averaged = {
+            name: piece.like(kept[name].tensor.to(piece.tensor.dtype)) if name in kept else piece
+            for name, piece in weights.items()
+        }
+    state: Mapping[str, Any] = {}
+    if optimizer:
+        found, state = _optimizer_state(learner, places, keep)
+        pieces |= found
+    group = _group(dist.group.WORLD) if dist.is_initialized() else None
+    return Snapshot(weights, averaged, pieces if optimizer else {}, state, adapters, learner.model, group)
+
+
+def _optimizer_state(
+    learner: TorchLearner, places: Mapping[str, Piece], keep: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Piece], dict[str, Any]]:
+    """What the optimizer, the masters, the average and the schedule keep: pieces, and what is not divided."""
+    saved = learner.optimizer.state_dict()
+    pieces: dict[str, Piece] = {}
+    undivided: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(_names(saved)):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                if value.shape != places[name].tensor.shape:
+                    raise ValueError(
+                        f"{type(learner.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, of which this rank "
+                        f"has {tuple(places[name].tensor.shape)}: other ranks could not read it. Choose torch.optim.AdamW, or set "
+                        "checkpointing.save_optimizer=false"
+                    )
+                pieces[f"state.{name}.{key}"] = places[name].like(keep(value))
+            else:
+                undivided.setdefault(name, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    for name, master in _masters(learner).items():
+        pieces[f"masters.{name}"] = places[name].like(keep(master))
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    return pieces, {
+        "groups": copy.deepcopy(groups),
+        "undivided": undivided,
+        "average_steps": learner.average.steps if learner.average is not None else None,
+        "scheduler": copy.deepcopy(learner.scheduler.state_dict()) if learner.scheduler is not None else None,
+    }
+
+
+def _whole_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
+    """Adapters put together, which all ranks do and the first keeps."""
+
+    def whole() -> dict[str, Tensor]:
+        found = {name: tensor.detach().cpu().clone() for name, tensor in learner.placement.adapters().items()}
+        return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+    adapters: dict[str, Mapping[str, Tensor]] = {"weights": whole()}
+    if learner.average is not None:
+        with learner.average.swapped_in(learner.trained):
+            adapters["ema"] = whole()
+    return adapters
+
+
+def _save_config(model: Any, folder: Path, weights: Mapping[str, Piece]) -> None:
+    """The configuration beside the pieces, which says what class of model they are."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if config is None:
+        return
+    config.architectures = [type(model).__name__]
+    config.dtype = next((piece.tensor.dtype for piece in weights.values() if piece.tensor.is_floating_point()), None)
+    with quiet():
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None and model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load(learner: TorchLearner, folder: Path) -> None:
+    """Restore in place what any number of ranks saved. Each rank reads what it needs; nothing is sent between them.
+
+    Raises FileNotFoundError without an optimizer's state, ValueError for what does not fit.
+    """
+    optimizer, state = _saved_optimizer(folder)
+    weights = folder / "weights"
+    if low_rank_layers(learner.model):
+        load_adapters(learner.model, weights, _fill)
+    else:
+        _load_weights(learner.model, weights)
+    _load_masters(learner, optimizer)
+    _load_optimizer(learner, optimizer, state)
+    if learner.scheduler is not None and state["scheduler"] is not None:
+        learner.scheduler.load_state_dict(state["scheduler"])
+    _load_average(learner, optimizer, state, folder)
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    if adapter_folder(str(folder)) is not None:
+        raise ValueError(
+            f"{folder} holds adapters, and this run trains all of the model; set dtensor_cfg.lora_cfg as it was when they were "
+            "saved, or start with another checkpointing.checkpoint_dir"
+        )
+    aliases = _aliases(model)
+    own = dict(_own_weights(model))
+    stored = _stored_weights(model, folder, {alias for names in aliases.values() for alias in names})
+    found = {name: next((alias for alias in aliases[name] if alias in stored.shapes), None) for name in own}
+    missing = [name for name, alias in found.items() if alias is None]
+    known = {alias for names in aliases.values() for alias in names}
+    unexpected = [name for name in stored.shapes if name not in known]
+    other = [name for name, alias in found.items() if alias is not None and stored.shapes[alias] != own[name].shape]
+    if missing or unexpected or other:
+        raise ValueError(
+            f"the weights in {folder} do not fit the model: missing {missing[:3]}, not of the model {unexpected[:3]}, of another shape "
+            f"{other[:3]}"
+        )
+    stored.read({alias: own[name] for name, alias in found.items() if alias is not None})
+
+
+def _stored_weights(model: Any, folder: Path, known: set[str]) -> Stored:
+    """The weights in a folder under the model's names.
+
+    Where a Hugging Face folder has others (experts apart, which the model has in one tensor), Transformers translates, for which each
+    rank reads all of the model.
+    """
+    if is_divided(folder):
+        return StoredPieces(folder)
+    stored = StoredFiles(folder)
+    if not stored.shapes:
+        raise FileNotFoundError(f"{folder} holds no weights: neither .metadata nor safetensors files")
+    if stored.shapes.keys() <= known:
+        return stored
+    with quiet():
+        return StoredTensors(type(model).from_pretrained(folder, dtype="auto").state_dict())
+
+
+def _load_masters(learner: TorchLearner, stored: Stored) -> None:
+    saved, own = names_in(stored, "masters."), _masters(learner)
+    if set(saved) != set(own):
+        raise ValueError(
+            f"the checkpoint has float32 masters of {len(saved)} weights, and this run keeps {len(own)}, which differ in "
+            f"{', '.join(sorted(set(saved) ^ set(own))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
+        )
+    places = _trained_pieces(learner)
+    stored.read(
+        {f"masters.{name}": _fitting(stored, f"masters.{name}", places[name].like(tensor)) for name, tensor in own.items()}
+    )
+    learner.masters.write_back()
+
+
+def _load_optimizer(learner: TorchLearner, stored: Stored, state: Mapping[str, Any]) -> None:
+    """Through ``load_optimizer``, which refuses the state of other groups."""
+    places = _trained_pieces(learner)
+    numbers = iter(range(len(places)))
+    groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in state["groups"]]
+    entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["undivided"].items()}
+    into: dict[str, Piece] = {}
+    for full in names_in(stored, "state."):
+        name, _, key = full.rpartition(".")
+        if name in places:
+            place = places[name]
+            room = torch.empty_like(place.tensor, dtype=stored.dtypes[f"state.{full}"])
+            into[f"state.{full}"] = _fitting(stored, f"state.{full}", place.like(room))
+            entries.setdefault(name, {})[key] = room
+    stored.read(into)
+    names = _names(learner.optimizer.state_dict())
+    numbered = {number: entries[name] for number, name in enumerate(names) if name in entries}
+    load_optimizer(learner.optimizer, {"state": numbered, "param_groups": groups})
+
+
+def _load_average(learner: TorchLearner, stored: Stored, state: Mapping[str, Any], folder: Path) -> None:
+    if learner.average is None or state["average_steps"] is None:
+        return learner.load_average(None, folder)
+    own, places = learner.average.state_dict()["average"], _trained_pieces(learner)
+    found: dict[str, Tensor] = {}
+    for name in names_in(stored, "average."):  # the average refuses those of other parameters by name
+        found[name] = torch.empty_like(own[name]) if name in own else torch.empty(0)
+    into = {f"average.{name}": places[name].like(room) for name, room in found.items() if name in own}
+    stored.read({name: _fitting(stored, name, piece) for name, piece in into.items()})
+    learner.load_average({"steps": state["average_steps"], "average": found}, folder)
+
+
+def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
+    """What many ranks or one process saved, in the form that many ranks save."""
+    pieces, file = folder / "optimizer", folder / "optimizer.pt"
+    if is_divided(pieces):
+        return StoredPieces(pieces), torch.load(pieces / STATE_FILE, map_location="cpu", weights_only=True)
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{pieces} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
+        )
+    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    names = _names(saved["optimizer"])
+    tensors = {f"masters.{name}": tensor for name, tensor in saved.get("masters", {}).items()}
+    undivided: dict[str, dict[str, Any]] = {}
+    for number, values in saved["optimizer"]["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                tensors[f"state.{names[number]}.{key}"] = value
+            else:
+                undivided.setdefault(names[number], {})[key] = value
+    average = saved.get("average")
+    if average is not None:
+        tensors |= {f"average.{name}": tensor for name, tensor in average["average"].items()}
+    return StoredTensors(tensors), {
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"} for group in saved["optimizer"]["param_groups"]
+        ],
+        "undivided": undivided,
+        "average_steps": None if average is None else average["steps"],
+        "scheduler": saved["scheduler"],
+    }
+
+
+# --- what a learner has -------------------------------------------------------------------------------------------------------------------
+
+
+def _trained_pieces(learner: TorchLearner) -> dict[str, Piece]:
+    """What the optimizer steps, or rounds into the model, as the pieces that they are."""
+    divided: Mapping[str, Tensor] = getattr(learner.placement, "sharded", {})
+    return {name: piece_of(divided.get(name, parameter)) for name, parameter in learner.trained}
+
+
+def _rounded(learner: TorchLearner) -> torch.dtype | None:
+    """What many ranks compute with, where their shards are more precise."""
+    dtype: torch.dtype | None = getattr(learner.placement, "rounded", None)
+    return dtype
+
+
+def _masters(learner: TorchLearner) -> Mapping[str, Tensor]:
+    """float32 weights behind ones of lower precision: the shards themselves, or a single process's copies."""
+    if _rounded(learner) is not None:
+        return {name: parameter.detach() for name, parameter in learner.trained}
+    return learner.masters.state_dict()
+
+
+def _own_weights(model: Any) -> Iterator[tuple[str, Piece]]:
+    """The model's weights, tied ones once, under the first of their names."""
+    names = _aliases(model)
+    for name, tensor in model.state_dict().items():
+        if name in names:
+            yield name, piece_of(tensor)
+
+
+def _aliases(model: Any) -> dict[str, list[str]]:
+    """All names of each weight, by the first one."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in model.state_dict().items():
+        piece = piece_of(tensor).tensor
+        key = (piece.untyped_storage().data_ptr(), piece.storage_offset(), tuple(tensor.shape))
+        found.setdefault(key if piece.untyped_storage().nbytes() else (name,), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def _names(saved: Mapping[str, Any]) -> list[str]:
+    """The names of an optimizer's parameters by their numbers."""
+    if any("param_names" not in group for group in saved["param_groups"]):
+        raise ValueError(
+            "the optimizer's state does not name its parameters, so that nobody knows which rank needs which: continue the run in one "
+            "process and save it anew"
+        )
+    return [name for group in saved["param_groups"] for name in group["param_names"]]
+
+
+def _fitting(stored: Stored, name: str, piece: Piece) -> Piece:
+    if stored.shapes[name] != piece.shape:
+        raise ValueError(f"the checkpoint has {name} of shape {stored.shapes[name]}, and this run's is {piece.shape}")
+    return piece
+
+
+def _fill(own: Tensor, whole: Tensor) -> None:
+    """This rank's piece of ``own`` from all of it."""
+    piece = piece_of(own)
+    piece.tensor.copy_(whole[piece.index])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@lru_cache(maxsize=1)
+def _group(world: Any) -> Any:
+    """Ranks that speak of files, on the CPU and apart from those that train, so that both can speak at once."""
+    return dist.new_group(backend="gloo", timeout=LIMIT)

@@ -1,0 +1,231 @@
+"""Tensors of which each rank has a piece, in files: written together, read back as any other pieces.
+
+The files are torch's distributed checkpoints (DCP): ``.metadata`` says which part of which tensor lies in whose file, so that they
+can be read by another number of ranks, divided in another way, or by one process without a process group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+dcp: Any = torch.distributed.checkpoint  # what is used of it is not declared as exported
+
+METADATA = ".metadata"  # of DCP; its presence makes a folder one
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A block of a whole tensor; all of it, where nothing is divided."""
+
+    tensor: Tensor
+    offset: tuple[int, ...]  # of its first number in the whole
+    shape: tuple[int, ...]  # of the whole
+
+    def like(self, tensor: Tensor) -> Piece:
+        """Another tensor's numbers at the same place."""
+        if tensor.shape != self.tensor.shape:
+            raise ValueError(f"a piece of shape {tuple(tensor.shape)} cannot take the place of one of {tuple(self.tensor.shape)}")
+        return Piece(tensor, self.offset, self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it lies in the whole."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.tensor.shape, strict=True))
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """This rank's piece of a tensor, sharing its memory. Raises ValueError for one that is divided in a way that has no blocks."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
+    local: Tensor = tensor.to_local().detach()
+    offset, size = [0] * tensor.dim(), list(tensor.shape)
+    place = tensor.device_mesh.get_coordinate() or ()
+    # FSDP cuts what tensor parallelism left: its cuts, named strided as they come first in the mesh, are the inner ones.
+    cuts = sorted(enumerate(tensor.placements), key=lambda cut: isinstance(cut[1], _StridedShard))
+    for dimension, placement in cuts:
+        if placement.is_replicate():
+            continue
+        along = getattr(placement, "dim", None)
+        if along is None:
+            raise ValueError(f"a tensor with placements {tensor.placements} is not divided into blocks")
+        length = -(-size[along] // tensor.device_mesh.size(dimension))
+        begin = min(place[dimension] * length, size[along])
+        offset[along] += begin
+        size[along] = min(length, size[along] - begin)
+    if tuple(size) != tuple(local.shape):
+        raise ValueError(
+            f"a tensor of {tuple(tensor.shape)} with placements {tensor.placements} has a piece of {tuple(local.shape)} here, where "
+            f"{size} was expected"
+        )
+    return Piece(local, tuple(offset), tuple(tensor.shape))
+
+
+def is_divided(folder: Path) -> bool:
+    """Whether a folder holds pieces."""
+    return (folder / METADATA).is_file()
+
+
+def write_pieces(folder: Path, pieces: Mapping[str, Piece], group: Any | None) -> None:
+    """Write tensors whose pieces the ranks of ``group`` have; all of them call it. What several have is written by one.
+
+    Files are flushed to disk, and ``.metadata`` comes last. None: this process has everything. Raises where pieces have gaps.
+    """
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    with _quiet():
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
+
+
+class Stored(Protocol):
+    """Whole tensors in files, to be read by pieces."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, into: Mapping[str, Piece]) -> None:
+        """Fill the tensors of pieces, in place."""
+        ...
+
+
+class StoredPieces:
+    """A folder that ``write_pieces`` wrote, on any number of ranks. Raises FileNotFoundError."""
+
+    def __init__(self, folder: Path) -> None:
+        if not is_divided(folder):
+            raise FileNotFoundError(f"{folder / METADATA} is missing")
+        self.folder = folder
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {name: data for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
+
+    def read(self, into: Mapping[str, Piece]) -> None:
+        with _quiet():
+            dcp.load({}, storage_reader=dcp.FileSystemReader(self.folder), planner=_LoadPlanner(into), no_dist=True)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensors:
+    """Tensors in memory, or mapped from a file."""
+
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]] = field(init=False)
+    dtypes: Mapping[str, torch.dtype] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shapes", {name: tuple(tensor.shape) for name, tensor in self.tensors.items()})
+        object.__setattr__(self, "dtypes", {name: tensor.dtype for name, tensor in self.tensors.items()})
+
+    def read(self, into: Mapping[str, Piece]) -> None:
+        for name, piece in into.items():
+            piece.tensor.copy_(self.tensors[name][piece.index])
+
+
+class StoredFiles:
+    """The safetensors files of a Hugging Face folder, of which no more is read than is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with _open(path) as file:
+                names: list[str] = file.keys()
+                for name in names:
+                    found = file.get_slice(name)
+                    self._files[name] = path
+                    self.shapes[name] = tuple(found.get_shape())
+                    self.dtypes[name] = _DTYPES[found.get_dtype()]
+
+    def read(self, into: Mapping[str, Piece]) -> None:
+        for path in sorted({self._files[name] for name in into}):
+            with _open(path) as file:
+                for name in (name for name in into if self._files[name] == path):
+                    found = file.get_slice(name)[into[name].index] if into[name].index else file.get_tensor(name)
+                    into[name].tensor.copy_(found)
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64} | {
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """What there is to write are pieces, wherever their tensors are."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(name, piece) for name, piece in self.pieces.items() if piece.tensor.numel()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.fqn].tensor
+
+
+def _write_item(name: str, piece: Piece) -> WriteItem:
+    data = TensorWriteData(_chunk(piece), TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
+    return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored: Mapping[str, Any] = self.metadata.state_dict_metadata
+        here = ((name, piece) for name, piece in self.pieces.items() if piece.tensor.numel())
+        return LoadPlan(
+            [item for name, piece in here for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])]
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.pieces[index.fqn].tensor
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Reading and writing in one process is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
+        yield
+
+
+def names_in(stored: Stored, prefix: str) -> Sequence[str]:
+    """The names below a prefix, without it."""
+    return [name.removeprefix(prefix) for name in stored.shapes if name.startswith(prefix)]
