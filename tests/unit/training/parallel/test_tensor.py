@@ -11,6 +11,7 @@ from tests.support.lora import adapted
 from tests.support.ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
+from strop.models.adapters import adapters_off
 from strop.training.torch.parallel.experts import apply_expert_parallel
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.tensor import apply_tensor_parallel
@@ -110,6 +111,27 @@ def every_case(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]
 def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
     for found in on_ranks(2, every_case, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
+
+
+def without_adapters(rank: int, sequence: bool) -> float:
+    """The largest difference of hidden states to those of a model that never had adapters."""
+    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
+    whole, divided = exact_model("llama", change=BIASES), model_of(CASES["llama, adapters"])
+    apply_tensor_parallel(divided, meshes)
+    with torch.no_grad(), adapters_off(divided):
+        found, wanted = hidden_states(divided, tokens_of(LENGTH, 0)), hidden_states(whole, tokens_of(LENGTH, 0))
+    if sequence:
+        wanted = wanted.chunk(2)[rank]
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def without_adapters_both_ways(rank: int) -> list[float]:
+    return [without_adapters(rank, sequence) for sequence in (False, True)]
+
+
+def test_a_divided_model_with_its_adapters_off_is_its_base() -> None:
+    for found in on_ranks(2, without_adapters_both_ways):
+        assert max(found) < BOUND
 
 
 def with_dropout(rank: int, sequence: bool, position: str) -> tuple[bool, bool, list[str]]:

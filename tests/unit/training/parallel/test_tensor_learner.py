@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.divided import widen
 from tests.support.ranks import on_ranks
+from tests.unit.training.parallel.test_tensor import LATENT
 
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from support.parity import FEW, Case, Trained, batch_of, compare, train
@@ -33,7 +34,8 @@ CASES: dict[int, dict[str, Case]] = {
             sizes=ParallelSizes(shard=2, expert=2), family="deepseek_v3", checkpointing=True
         ),
         "experts over tokens": Case(sizes=ParallelSizes(context=2, expert=2), family="qwen3_moe"),
-        "tensor, values": Case(sizes=ParallelSizes(tensor=2, sequence=True), value=True),
+        "tensor, values": Case(sizes=ParallelSizes(tensor=2), value=True),
+        "sequence, values": Case(sizes=ParallelSizes(tensor=2, sequence=True), value=True),
         "tensor, float32": Case(sizes=ParallelSizes(tensor=2), dtype=torch.float32),
     },
     4: {
@@ -44,6 +46,9 @@ CASES: dict[int, dict[str, Case]] = {
         "fsdp, sequence, more experts": Case(sizes=ParallelSizes(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
         "fsdp of experts": Case(sizes=ParallelSizes(shard=4, expert=2), family="qwen3_moe", checkpointing=True),
         "copies, experts": Case(sizes=ParallelSizes(replicate=2, shard=2, expert=2), family="deepseek_v3"),
+        "context, sequence, a plan by name": Case(
+            sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="deepseek_v3", tensor_plan=LATENT
+        ),
         "context, tensor": Case(sizes=ParallelSizes(context=2, tensor=2)),
         "context, sequence, experts, lora": Case(
             sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True
