@@ -1,7 +1,8 @@
 """The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop config``.
 
 Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
-mistake in a configuration answer at once. Exit codes: 0 done, 1 it failed, 2 a mistake in what was asked for, 130 interrupted.
+mistake in a configuration answer at once. Exit codes: 0 done, 1 it failed, 2 a mistake in what was asked for, 130 interrupted, 143
+ended because it was told to (SIGTERM, or its time is up), to be continued.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop import __version__
+from strop.stopping import ENDED_EARLY, EndedEarly
 
 if TYPE_CHECKING:
     from strop.config import ConfigError, EvalRunConfig, Loaded, TrainingRunConfig
@@ -100,18 +102,24 @@ def train_run(section: str, arguments: Sequence[str], typed: str, default_config
     except KeyboardInterrupt:
         if loaded is None:
             return _interrupted("Nothing had begun.")
-        saving = loaded.config.checkpointing
-        if saving.enabled and saving.save_period > 0 and saving.resume:
-            there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
-            where = (
-                f"from the newest checkpoint in {saving.checkpoint_dir}"
-                if there_is
-                else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
-            )
-            hint = f"Start the same command again to continue {where}:\n    {typed}"
-        else:
-            hint = "Checkpoints or checkpointing.resume are off, so the same command starts from the beginning."
-        return _interrupted(hint)
+        return _interrupted(_how_to_continue(loaded.config, typed))
+    except EndedEarly as ended:
+        assert loaded is not None
+        print(f"\n{ended} {_how_to_continue(loaded.config, typed)}", file=sys.stderr)
+        return ENDED_EARLY
+
+
+def _how_to_continue(config: TrainingRunConfig, typed: str) -> str:
+    saving = config.checkpointing
+    if not (saving.saves and saving.resume):
+        return "Checkpoints or checkpointing.resume are off, so the same command starts from the beginning."
+    there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
+    where = (
+        f"from the newest checkpoint in {saving.checkpoint_dir}"
+        if there_is
+        else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
+    )
+    return f"Start the same command again to continue {where}:\n    {typed}"
 
 
 def evaluate(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:

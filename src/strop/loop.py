@@ -20,7 +20,7 @@ from strop.evaluation import Validation
 from strop.mismatch import MismatchGuard, measure
 from strop.reports import batch_metrics, group_metrics
 from strop.rollouts.stream import EndOfTasks, GroupStream, StreamState
-from strop.stopping import EarlyStop
+from strop.stopping import EarlyStop, Stopper
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
 from strop.training.base import ColumnSource, Learner, token_outputs
@@ -80,10 +80,12 @@ class Run:
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
     evaluator: Validation | None = None
     early_stop: EarlyStop | None = None
+    stopper: Stopper = field(default_factory=Stopper)
     mismatch: MismatchGuard = field(default_factory=MismatchGuard)
     checkpoints: Checkpoints | None = None
     step: int = 0
     done: bool = False
+    leaving: bool = False  # it was asked to end, and goes on when it is started again
     errors_in_a_row: int = 0
     saved: int = -1  # the step of the newest checkpoint
     logged: Mapping[str, float] = field(default_factory=dict)  # what was measured in the last step
@@ -93,12 +95,17 @@ class Run:
     def finished(self) -> bool:
         return self.done or self.step >= self.options.max_steps
 
+    @property
+    def over(self) -> bool:
+        """No other step is begun."""
+        return self.finished or self.leaving
+
 
 async def train(run: Run) -> None:
-    """Train until the last step, the last task, or the metric that was to be reached."""
+    """Train until the last step, the last task, the metric that was to be reached, or until asked to end."""
     await run.weights.publish(run.step)
     await validate_before(run)
-    while not run.finished:
+    while not run.over:
         clock = Stopwatch()
         begun = run.stream.state()
         with clock("generation"):
@@ -292,8 +299,10 @@ def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, before: Out
 
 async def validate_before(run: Run) -> None:
     """The policy as it is before training, logged as step 0."""
-    if run.evaluator is not None and run.options.val_at_start and run.step == 0:
+    due = run.options.val_at_start and run.step == 0 and not leaves(run)
+    if run.evaluator is not None and due:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
+    leaves(run)
 
 
 async def validate_if_due(run: Run) -> dict[str, float]:
@@ -307,7 +316,7 @@ async def validate_if_due(run: Run) -> dict[str, float]:
 
 def save_if_due(run: Run, stream: StreamState) -> None:
     period = run.options.save_period
-    if run.checkpoints is None or not period or not (run.step % period == 0 or run.finished):
+    if run.checkpoints is None or not period or not (run.step % period == 0 or run.over):
         return
     run.tracker.progress("saving a checkpoint")
     state = RunState(step=run.step, stream=stream, logged=run.logged, early_stop=run.early_stop)
@@ -317,7 +326,8 @@ def save_if_due(run: Run, stream: StreamState) -> None:
 
 
 def stops(run: Run, logged: Mapping[str, float]) -> bool:
-    """Whether what was measured ends the run early; says so."""
+    """Whether what was measured ends the run early; says so. What ends it for now is looked for too."""
+    leaves(run)
     if run.early_stop is None:
         return False
     before, run.early_stop = run.early_stop, run.early_stop.seen(logged)
@@ -325,6 +335,14 @@ def stops(run: Run, logged: Mapping[str, float]) -> bool:
         return False
     run.tracker.note(f"{run.early_stop.reason}: training ends")
     return True
+
+
+def leaves(run: Run) -> bool:
+    """Whether the run was asked to end; says so once. It then ends as if it were killed here: what is due after the last step is not."""
+    if not run.leaving and (reason := run.stopper.asked()) is not None:
+        run.leaving = True
+        run.tracker.note(f"{reason}: this run ends after step {run.step}")
+    return run.leaving
 
 
 # Whose limits of the watchdog a phase has; the others take as long as they take, or have waits of their own inside.

@@ -1,9 +1,31 @@
-"""When a run stops before its last step: a metric reached a value, or has not improved for some validations."""
+"""When a run stops before its last step: a metric reached a value, or has not improved; or somebody asked it to, for now."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+
+ENDED_EARLY = 143  # exit code, whoever told it to: 128 + SIGTERM
+
+
+class EndedEarly(BaseException):
+    """A run that was told to end, and will go on when it is started again. No error: like KeyboardInterrupt."""
+
+
+@dataclass
+class Stopper:
+    """Whether a run is to end after the step in progress, to go on later: it was told to, or its time is up."""
+
+    deadline: float | None = None  # on ``time.monotonic``
+    reason: str | None = None  # set by whoever wants it to end
+
+    def asked(self) -> str | None:
+        """Why it is to end, if it is. Once it is, that stays so."""
+        if self.reason is None and self.deadline is not None and time.monotonic() >= self.deadline:
+            self.reason = "the time is up (checkpointing.checkpoint_must_save_by)"
+        return self.reason
 
 
 @dataclass(frozen=True, kw_only=True)

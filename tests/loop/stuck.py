@@ -12,7 +12,7 @@ from typing import Any, Literal
 from loop.killing import replace_function
 
 POINTS = {
-    "environment": "strop.rollouts.episode:score",
+    "environment": "strop.environments.base:score",
     "engine": "strop.generation.torch.engine:TorchEngine.generate",
     "learner": "strop.training.torch.learner:TorchLearner.step",
 }

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.stopping import EarlyStop
+from strop.stopping import EarlyStop, Stopper
 
 METRIC = "validation/loss"
 
@@ -79,3 +79,16 @@ def test_a_run_stops_at_the_first_stretch_without_improvement(values: list[float
         assert watched.best == values[first_best]
         assert watched.without_improvement == count - 1 - first_best
         assert (watched.reason is not None) == (watched.without_improvement >= patience)
+
+
+def test_nobody_asks_a_run_to_end_unless_told_or_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("strop.stopping.time.monotonic", lambda: clock[0])
+    assert Stopper().asked() is None and Stopper(reason="SIGTERM").asked() == "SIGTERM"
+    timed = Stopper(deadline=101.0)
+    assert timed.asked() is None
+    clock[0] = 101.0
+    assert timed.asked() == "the time is up (checkpointing.checkpoint_must_save_by)"
+    clock[0] = 50.0
+    assert timed.asked() is not None, "what was asked for stays so"
+    assert Stopper(deadline=10.0, reason="SIGTERM").asked() == "SIGTERM"

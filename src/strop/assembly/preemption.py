@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from strop.config.checkpointing import CheckpointingConfig
 from strop.stopping import ENDED_EARLY, Stopper
@@ -20,36 +21,43 @@ _imported = time.monotonic()
 
 
 @contextmanager
-def told_to_end(saving: CheckpointingConfig) -> Iterator[Stopper]:
-    """While it lasts, SIGTERM is heeded. What installs a handler of its own later (Ray does, in ``ray.init``) takes its place.
-
-    Where nothing is saved there is nothing to wait for: SIGTERM then ends the run as it ends any program.
-    """
+def told_to_end(saving: CheckpointingConfig) -> Iterator[Notice]:
+    """While it lasts, SIGTERM is heeded. Where nothing is saved there is nothing to wait for: it ends the run as it ends any program."""
     limit = saving.must_save_after
     stopper = Stopper(deadline=None if limit is None else time.monotonic() + limit - process_age())
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not saving.saves or saving.save_on_sigterm_within == 0 or not in_main_thread:
-        yield stopper
-        return
-    heed = _Heed(stopper, saving.save_on_sigterm_within)
-    before = signal.signal(signal.SIGTERM, heed)
+    waits = saving.saves and saving.save_on_sigterm_within != 0
+    notice = Notice(stopper, saving.save_on_sigterm_within, waits=waits and threading.current_thread() is threading.main_thread())
+    before = signal.getsignal(signal.SIGTERM)
+    notice.heed()
     try:
-        yield stopper
+        yield notice
     finally:
-        signal.signal(signal.SIGTERM, before)
-        heed.over()
+        notice.over(before)
 
 
-class _Heed:
-    """The handler. It runs between two instructions of whatever runs, so it takes no lock: it writes to the terminal as it is."""
+class Notice:
+    """What SIGTERM comes to. The handler runs between two instructions of whatever runs, so it takes no lock: it writes to the terminal as
+    it is."""
 
-    def __init__(self, stopper: Stopper, within: float | None) -> None:
-        self._stopper, self._within = stopper, within
+    def __init__(self, stopper: Stopper, within: float | None, *, waits: bool) -> None:
+        self.stopper = stopper
+        self._within, self._waits = within, waits
         self._process = os.getpid()
         self._told = False
         self._timer: threading.Timer | None = None
 
-    def __call__(self, *_: object) -> None:
+    def heed(self) -> None:
+        """From now on; again, where something else took the handler's place since (``ray.init`` does)."""
+        if self._waits:
+            signal.signal(signal.SIGTERM, self._come)
+
+    def over(self, before: Any) -> None:
+        if self._waits:
+            signal.signal(signal.SIGTERM, before)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _come(self, *_: object) -> None:
         if os.getpid() != self._process:  # a fork, which has no step to finish
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -57,17 +65,13 @@ class _Heed:
         if self._told:
             _end("A second SIGTERM")
         self._told = True
-        self._stopper.reason = self._stopper.reason or "SIGTERM"
+        self.stopper.reason = self.stopper.reason or "SIGTERM"
         within = "" if self._within is None else f", which may take {self._within:g} s (checkpointing.save_on_sigterm_within)"
         _say(f"SIGTERM: the run ends, and is saved, after the step in progress{within}. Another one ends it at once.")
         if self._within is not None:
             self._timer = threading.Timer(self._within, _end, (f"The step took longer than {self._within:g} s after SIGTERM",))
             self._timer.daemon = True
             self._timer.start()
-
-    def over(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 def _end(why: str) -> None:
