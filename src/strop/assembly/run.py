@@ -7,6 +7,7 @@ from functools import partial
 from strop.assembly.clusters import cluster_of, with_restarts
 from strop.assembly.describe import describe
 from strop.assembly.mistakes import run_to_end
+from strop.assembly.preemption import Notice, told_to_end
 from strop.assembly.recorded import build_recorded_run
 from strop.assembly.rollouts import build_rollout_run
 from strop.assembly.training import make_tracker, seed_everything
@@ -15,6 +16,7 @@ from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.generation.base import Generator
 from strop.loop import Run, train
+from strop.stopping import EndedEarly
 from strop.tracking.base import Tracker
 
 
@@ -26,22 +28,26 @@ def run_training(config: TrainingRunConfig) -> int:
 async def _run(config: TrainingRunConfig) -> None:
     tracker = make_tracker(config)
     try:
-        with watched(config, tracker) as told:
-            await with_restarts(config, told, partial(_live, config, told))
+        with told_to_end(config.checkpointing) as notice, watched(config, tracker) as told:
+            await with_restarts(config, told, partial(_live, config, told, notice))
     finally:
         tracker.close()
 
 
-async def _live(config: TrainingRunConfig, tracker: Tracker) -> None:
-    """One life of a run: from its newest checkpoint to its end."""
+async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> None:
+    """One life of a run: from its newest checkpoint to its end. Raises EndedEarly where it was told to end."""
     async with cluster_of(config, tracker) as cluster:
+        notice.heed()
         run, generator = await build_run(config, tracker, cluster)
+        run.stopper = notice.stopper
         try:
             await train(run)
         finally:
             await run.stream.close()
             if generator is not None:
                 await generator.close()
+        if not run.finished:
+            raise EndedEarly(f"{notice.stopper.reason}: the run ended after step {run.step}.")
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
 
 
