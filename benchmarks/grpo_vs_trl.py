@@ -385,7 +385,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
 
     tracker = make_tracker(config)
     seed_everything(config.grpo.seed)
-    run, generator = await build_rollout_run(config, Turns())
+    run, generator = asyncio.run(build_rollout_run(config, Turns()))
     run.stream, run.weights = Stream(run.stream), Weights(run.weights)
     run.learners = {"policy": Learner(run.learners["policy"])}
     assert isinstance(generator, TorchEngine)
