@@ -102,25 +102,13 @@ def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself)
     ``whole`` makes a whole tensor of each, where the model holds pieces. Whoever rounds them to bfloat16 loses what is smaller than half a
     step of the weight: send adapters beside the base instead.
     """
-    for name, tensor, adapter in plain_weights(model):
+    for name, tensor, adapter in layers_and_weights(model):
         yield name, whole(tensor) if adapter is None else adapter.merged(whole)
-
-
-def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank | None]]:
-    """(name without adapters, the weight, the layer whose adapter changes it, if there is one). No copies."""
-    layers = {layer.name: layer for layer in low_rank_layers(model)}
-    for name, tensor in model.state_dict().items():
-        owner, inside = _split(name, layers)
-        if owner is None:
-            yield name, tensor, None
-        elif inside.startswith("base_layer."):
-            plain = f"{owner.name}.{inside.removeprefix('base_layer.')}"
-            yield plain, tensor, owner if inside == "base_layer.weight" else None
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's weights under the names they have without adapters, and without what adapters add. No copies."""
-    for name, tensor, _ in plain_weights(model):
+    for name, tensor, _ in layers_and_weights(model):
         yield name, tensor
 
 

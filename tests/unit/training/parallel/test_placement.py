@@ -13,19 +13,31 @@ from tests.support.ranks import on_ranks
 from torch import nn
 
 from strop import metrics
+from strop.algorithms.base import CANDIDATES
 from strop.models.network import Network
-from strop.sampling import Sampling
+from strop.sampling import KEPT, Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.loading import is_shell, load_once, network_once
 from strop.training.torch.parallel.sharding import check_divisible, decoder_layers, parallelize
 from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
 from strop.types import Batch
-from support.models import build
-from support.parity import Case, batch_of, frozen_scores, loss_of, network_of, train
+from support.models import VOCABULARY, build
+from support.parity import Case, batch_of, frozen_scores, loss_of, network_of
 
 CASE = Case(sizes=ParallelSizes(shard=2), family="qwen2")
 ROUNDED = replace(CASE, dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16)
+
+
+def with_sets(batch: Batch) -> Batch:
+    """Every token with other ones that are asked for too, and those it was drawn from."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randint(4, VOCABULARY, (len(batch.target), 3), generator=generator)
+    return batch.with_extras({CANDIDATES: drawn, KEPT: torch.cat([batch.target[:, None], drawn[:, 1:]], dim=1).int()})
+
+
+def without_signal(batch: Batch) -> Batch:
+    return replace(batch, idle=torch.ones(batch.num_sequences, dtype=torch.bool))
 
 
 def everything(rank: int, batch: Batch) -> dict[str, Any]:
@@ -33,6 +45,7 @@ def everything(rank: int, batch: Batch) -> dict[str, Any]:
     return {
         "frozen": frozen_scores(CASE, batch, meshes),
         "frozen, bfloat16": frozen_scores(ROUNDED, batch, meshes),
+        "sets": frozen_scores(CASE, with_sets(batch), Meshes(ParallelSizes(context=2), "cpu")),
         "loading": loading(rank),
         **learning(rank, batch, meshes),
     }
@@ -72,17 +85,18 @@ def learning(rank: int, batch: Batch, meshes: Meshes) -> dict[str, Any]:
         """Not finite where rank 0 alone computes."""
         return outputs.logprobs.sum() * (float("inf") if rank == 0 else 1.0), {}
 
+    learner.forward_backward_shares(without_signal(batch), loss_of(CASE))
+    found["zero"] = [float(parameter.grad.abs().max()) for parameter in learner.parameters if parameter.grad is not None]
+    found["idle"] = metrics.values(asyncio.run(learner.step()))["grad_norm"]
     before = [parameter.detach().clone() for parameter in learner.parameters]
     learner.forward_backward_shares(batch, broken)
     found["skipped"] = metrics.values(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
     found["kept"] = all(torch.equal(old, new) for old, new in zip(before, learner.parameters, strict=True))
     learner.forward_backward_shares(batch, loss_of(CASE))
     asyncio.run(learner.step())
-    held = {name: learner.optimizer.state[parameter]["exp_avg"] for name, parameter in learner.trained}
-    found["moments"] = {name: placement.as_sharded(name, moment).full_tensor() for name, moment in held.items()}
-    late = placement.late_weights()
-    found["late"] = [(one.name, one.like.shape, one.like.dtype, one.storage) for one in late]
-    found["taken"] = {one.name: one.take() for one in late}
+    weights = list(learner.weights())
+    found["weights"] = dict(weights)
+    found["tensors"] = len({id(tensor) for _, tensor in weights})
     found["rows"] = sum(parameter.numel() for parameter in learner.parameters)
     found["same memory"] = all(
         placement.local[name].untyped_storage().data_ptr() == piece.to_local().untyped_storage().data_ptr()
@@ -120,6 +134,20 @@ def test_a_frozen_network_on_many_ranks_scores_as_in_one_process(name: str, case
     assert torch.allclose(scores.logprobs, wanted.logprobs.float(), atol=1e-6 if name == "frozen" else 0.05)
 
 
+def test_ranks_that_share_a_micro_batch_share_out_every_column_of_it() -> None:
+    batch, ranks = found()
+    scores: Any = assemble_outputs([rank["sets"] for rank in ranks], len(batch.target))
+    wanted: Any = assemble_outputs([frozen_scores(CASE, with_sets(batch), None)], len(batch.target))
+    for name in ("logprobs", "entropy", "candidates"):
+        assert torch.allclose(getattr(scores, name), getattr(wanted, name), atol=1e-6), name
+    assert wanted.candidates.isinf().any() and not wanted.candidates.isinf().all()
+
+
+def test_a_batch_without_signal_still_steps_the_optimizer_of_every_rank() -> None:
+    for rank in found()[1]:
+        assert rank["idle"] == 0 and len(rank["zero"]) > 0 and max(rank["zero"]) == 0
+
+
 def test_the_first_rank_alone_loads_a_model() -> None:
     _, (first, second) = found()
     assert not first["loading"]["shell"] and second["loading"]["shell"]
@@ -141,26 +169,19 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
         assert rank["skipped"] == 1 and rank["kept"]
 
 
-def test_the_optimizers_state_is_that_of_one_process_in_pieces() -> None:
-    batch, ranks = found()
-    alone = train(replace(CASE, steps=1), batch)
-    assert sum(rank["rows"] for rank in ranks) == sum(parameter.numel() for parameter in network_of(CASE).model.parameters()), (
-        "each rank steps its pieces alone"
-    )
-    assert all(rank["same memory"] for rank in ranks)
-    for name, moment in ranks[0]["moments"].items():
-        assert torch.equal(moment, ranks[1]["moments"][name])
-        assert moment.shape == alone.weights[name].shape
-
-
-def test_weights_can_be_announced_before_they_are_gathered() -> None:
+def test_each_rank_steps_its_own_pieces_in_the_memory_they_are_gathered_from() -> None:
     _, ranks = found()
-    storages = {name: storage for name, _, _, storage in ranks[0]["late"]}
-    assert storages["lm_head.weight"] == storages["model.embed_tokens.weight"], "tied"
-    assert len(set(storages.values())) == len(storages) - 1
-    for name, shape, dtype, _ in ranks[0]["late"]:
-        assert ranks[0]["taken"][name].shape == shape and ranks[0]["taken"][name].dtype == dtype
-        assert torch.equal(ranks[0]["taken"][name], ranks[1]["taken"][name])
+    whole = sum(parameter.numel() for parameter in network_of(CASE).model.parameters())
+    assert sum(rank["rows"] for rank in ranks) == whole
+    assert all(rank["same memory"] for rank in ranks)
+
+
+def test_every_rank_has_all_weights_and_tied_ones_are_one_tensor() -> None:
+    _, (first, second) = found()
+    assert first["weights"].keys() == second["weights"].keys() == network_of(CASE).model.state_dict().keys()
+    assert first["tensors"] == len(first["weights"]) - 1
+    for name, tensor in first["weights"].items():
+        assert torch.equal(tensor, second["weights"][name])
 
 
 def test_an_optimizer_that_must_see_whole_weights_is_refused() -> None:

@@ -24,15 +24,16 @@ def load_once(load: Callable[[], Any]) -> Any:
     """
     model: Any = None
 
-    def loaded() -> tuple[Any, Any, dict[str, tuple[torch.dtype, bool]]]:
+    def loaded() -> tuple[Any, Any, bool, dict[str, tuple[torch.dtype, bool]]]:
         nonlocal model
         model = load()
-        return type(model), model.config, {name: (one.dtype, one.requires_grad) for name, one in model.named_parameters()}
+        parameters = {name: (one.dtype, one.requires_grad) for name, one in model.named_parameters()}
+        return type(model), model.config, model.training, parameters
 
-    kind, config, parameters = from_first(loaded)
+    kind, config, training, parameters = from_first(loaded)
     if model is None:
         with torch.device("meta"):
-            model = kind(config)
+            model = kind(config).train(training)
         for name, parameter in model.named_parameters():
             dtype, trained = parameters[name]
             parameter.data = parameter.data.to(dtype)

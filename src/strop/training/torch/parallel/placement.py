@@ -69,10 +69,6 @@ class Placement(Protocol):
         """What a LoRA run trains, whole, under the names of PEFT's files."""
         ...
 
-    def check_files(self) -> None:
-        """Raises NotImplementedError where the model cannot be saved as one folder by one process."""
-        ...
-
 
 class OneDevice:
     """All of the network is here, and all of every batch is read here."""
@@ -111,6 +107,3 @@ class OneDevice:
 
     def adapters(self) -> Mapping[str, Tensor]:
         return adapter_weights(self.network.model)
-
-    def check_files(self) -> None:
-        pass

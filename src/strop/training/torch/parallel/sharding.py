@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from strop.algorithms.base import Outputs
 from strop.data.balance import divide
 from strop.data.packing import select
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_weights, low_rank_layers, plain_weights
+from strop.models.adapters import adapter_weights, layers_and_weights, low_rank_layers, merged_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
@@ -64,6 +63,8 @@ def parallelize(
     policy = _round(model, weights_dtype)
     shells = anywhere(is_shell(model))
     weights = hollow(model) if shells and not is_shell(model) else {}
+    if not shells and meshes.sizes.tensor * meshes.sizes.expert > 1:
+        model.to(_own_device(meshes))  # what is divided by tensor and expert must lie where its mesh is
     partial, experts = _divide_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "shard_placement_fn": _dimension(meshes)}
@@ -188,16 +189,6 @@ class Root(nn.Module):
         return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
 
 
-@dataclass(frozen=True, eq=False)
-class LateWeight:
-    """A weight of the model that is in pieces until it is taken."""
-
-    name: str  # without adapters
-    like: Tensor  # of its shape and data type, on the meta device
-    take: Callable[[], Tensor]  # the whole of it, gathered by all ranks together
-    storage: tuple[int, ...]  # equal for tied weights
-
-
 class ManyRanks:
     """A ``Placement`` over the ranks of ``meshes``. Made by ``parallelize``."""
 
@@ -281,7 +272,9 @@ class ManyRanks:
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         for name in self._partial:
             if (gradient := self.local[name].grad) is not None:
-                dist.all_reduce(gradient, group=self.meshes.tensor)
+                summed = gradient.to(self.device)  # which it may wait for on the CPU
+                dist.all_reduce(summed, group=self.meshes.tensor)
+                gradient.copy_(summed)
         held = [parameter for parameter in parameters if parameter.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in held:
@@ -300,56 +293,30 @@ class ManyRanks:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gathered by all ranks together: all must read on to the end. Tied weights are one tensor under several names."""
-        late = self.late_weights()
-        left = Counter(weight.storage for weight in late)
-        tied: dict[tuple[int, ...], Tensor] = {}
-        for weight in late:
-            left[weight.storage] -= 1
-            tensor = tied.pop(weight.storage) if weight.storage in tied else weight.take()
-            if left[weight.storage]:
-                tied[weight.storage] = tensor
-            yield weight.name, tensor
+        model = self.network.model
+        left = Counter(_memory(tensor) for _, tensor, _ in layers_and_weights(model))
+        tied: dict[int, Tensor] = {}
 
-    def late_weights(self) -> list[LateWeight]:
-        """What ``weights`` gives, each of them gathered when it is asked for."""
-        found: list[LateWeight] = []
-        for name, tensor, adapter in plain_weights(self.network.model):
-            if adapter is not None:
-                dtype = torch.promote_types(tensor.dtype, torch.float32)
-                take, storage = partial(adapter.merged, self.gathered), (-1, len(found))
-            else:
-                dtype = self._gathered_dtype(tensor)
-                take, storage = partial(self.gathered, tensor), (_memory(tensor), *tensor.shape)
-            found.append(LateWeight(name, torch.empty(tensor.shape, dtype=dtype, device="meta"), take, storage))
-        return found
+        def whole(tensor: Tensor) -> Tensor:
+            if (memory := _memory(tensor)) not in tied:
+                if left[memory] <= 1:
+                    return self.gathered(tensor)
+                tied[memory] = self.gathered(tensor)
+            return tied[memory]
+
+        return merged_weights(model, whole)
 
     def adapters(self) -> Mapping[str, Tensor]:
         return {name: self.gathered(tensor) for name, tensor in adapter_weights(self.network.model).items()}
-
-    def check_files(self) -> None:
-        raise NotImplementedError(
-            "a model on many ranks is saved and loaded by strop.checkpointing.sharded, every rank its own shards, and not as one folder"
-        )
-
-    # --- what writes and reads shards ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole of one of the model's tensors, on this rank's device and as the network computes with it. All ranks call it."""
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        piece = _piece(tensor).to(self.device, self._gathered_dtype(tensor))
-        whole: Tensor = like(tensor, piece).full_tensor()
+        dtype = self.rounded if self.rounded is not None and tensor.is_floating_point() else tensor.dtype
+        whole: Tensor = like(tensor, _piece(tensor).to(self.device, dtype)).full_tensor()
         return whole
-
-    def _gathered_dtype(self, tensor: Tensor) -> torch.dtype:
-        """Of a weight as the network computes with it, which its shards may be finer than."""
-        divided = isinstance(tensor, DTensor) and tensor.is_floating_point()
-        return self.rounded if divided and self.rounded is not None else tensor.dtype
-
-    def as_sharded(self, name: str, local: Tensor) -> DTensor:
-        """A tensor of the optimizer's or the average's that has the shape of ``self.local[name]``, as the piece of a whole that it is."""
-        return like(self.sharded[name], local)
 
 
 def _plain_name(kind: type) -> str:
