@@ -27,7 +27,7 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.base import RunState
+from strop.checkpointing.base import RunState, Savable
 from strop.training.base import Learner
 
 _STEP = re.compile(r"step_(\d+)")
@@ -50,6 +50,10 @@ class CheckpointFolders:
     save_optimizer: bool = True
 
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
+        return self.write(state, random_states(), learners)
+
+    def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Savable]) -> Path:
+        """The checkpoint of ``state`` with what its learners held then, and the random states (``random_states``) of that moment."""
         target = self.folder / f"step_{state.step}"
         draft = self.folder / f".tmp_step_{state.step}"
         self._clear_leftovers()
@@ -60,7 +64,7 @@ class CheckpointFolders:
             if weights.is_dir():
                 self.save_tokenizer(weights)
         (draft / "config.yaml").write_text(self.config_text)
-        torch.save({"state": state, "random": _random_states()}, draft / "state.pt")
+        torch.save({"state": state, "random": randomness}, draft / "state.pt")
         value = state.logged.get(self.metric) if self.metric else None
         (draft / "files.json").write_text(json.dumps(_sizes(draft, ["state.pt", *learners]), indent=1))
         (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))
@@ -182,7 +186,8 @@ def _flush_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Of everyone who has such a state."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()

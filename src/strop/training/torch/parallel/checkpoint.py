@@ -13,6 +13,7 @@ process saved (a Hugging Face folder and ``optimizer.pt``) is read here too, so 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,6 +87,32 @@ class Snapshot:
                 torch.save(dict(self.state), folder / "optimizer" / STATE_FILE)
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+class Writing:
+    """A snapshot on its way to disk, in a thread of its own. All ranks begin it, one at a time."""
+
+    def __init__(self, snapshot: Snapshot, folder: Path, *, optimizer: bool = True) -> None:
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, folder, optimizer), name="strop-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, folder: Path, optimizer: bool) -> None:
+        torch.set_num_threads(1)  # what is left of the processor is the trainer's
+        try:
+            snapshot.save(folder, optimizer=optimizer)
+        except BaseException as error:
+            self._failed = error
+
+    def done(self) -> bool:
+        """Whether all ranks' files are written and flushed. Raises what went wrong."""
+        if self._thread.is_alive():
+            return False
+        if self._failed is not None:
+            raise self._failed
+        return True
 
 
 def save(learner: TorchLearner, folder: Path, *, optimizer: bool = True) -> None:

@@ -1,0 +1,90 @@
+"""From the pieces of many ranks to one Hugging Face folder, in one process.
+
+The weights are read once, into memory, and written from there: one copy of them and no process group.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop.models.adapters import adapter_folder
+from strop.models.export import config_of, export_weights
+from strop.models.loading import load_tokenizer
+from strop.training.torch.parallel.pieces import METADATA, Piece, StoredPieces, is_divided
+
+OF_PIECES = (METADATA, ".distcp")  # endings of the files that are not copied
+
+
+class ConversionError(ValueError):
+    """What cannot be converted; the message says why and what to do."""
+
+
+def convert_pieces(source: Path, target: Path, *, model_name: str | None = None) -> None:
+    """Write the pieces in ``source`` as a model that ``from_pretrained`` reads, with its tokenizer. ``target`` is whole or not there.
+
+    ``model_name`` says where configuration and tokenizer come from, if they do not lie beside the pieces. Raises ConversionError.
+    """
+    _check(source, target)
+    draft = target.with_name(f".tmp_{target.name}")
+    if draft.exists():
+        shutil.rmtree(draft)
+    config = _config(source, model_name)
+    try:
+        export_weights(config, _weights(source), draft)
+    except ValueError as error:
+        raise ConversionError(f"{source}: {error}") from error
+    _add_tokenizer(source, draft, model_name)
+    if target.exists():
+        target.rmdir()
+    draft.rename(target)
+
+
+def _weights(source: Path) -> dict[str, torch.Tensor]:
+    stored = StoredPieces(source)
+    weights = {name: torch.empty(shape, dtype=stored.dtypes[name]) for name, shape in stored.shapes.items()}
+    stored.read({name: Piece(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in weights.items()})
+    return weights
+
+
+def _check(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise ConversionError(f"there is no folder {source}; weights lie in <checkpoint_dir>/step_<N>/policy/weights")
+    if adapter_folder(str(source)) is not None:
+        raise ConversionError(
+            f"{source} holds LoRA adapters in PEFT's format, which are no model by themselves; merge them into their base: "
+            f"python -m strop.models.lora merge {source} {target}"
+        )
+    if not is_divided(source):
+        inner = next((path for path in (source / "weights", source / "policy" / "weights") if is_divided(path)), None)
+        if inner is not None:
+            raise ConversionError(f"{source} holds no weights itself; name {inner}")
+        if any(source.glob("*.safetensors")):
+            raise ConversionError(
+                f"{source} is a Hugging Face folder already (one process saved it): use it as it is, or copy it"
+            )
+        raise ConversionError(f"{source} is no checkpoint of pieces: it has no {METADATA}, which is written last")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionError(f"{target} is there already; remove it, or name another folder")
+
+
+def _config(source: Path, model_name: str | None) -> Any:
+    name = str(source) if (source / "config.json").exists() else model_name
+    if name is None:
+        raise ConversionError(
+            f"{source} has no config.json; name the run's config.yaml, whose policy.model_name says what model this is"
+        )
+    return config_of(name)
+
+
+def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
+    """What lies beside the pieces: tokenizer and template."""
+    written = {path.name for path in draft.iterdir()}
+    for path in source.iterdir():
+        if path.is_file() and path.name not in written and not path.name.endswith(OF_PIECES):
+            shutil.copyfile(path, draft / path.name)
+    if not (draft / "tokenizer_config.json").exists() and model_name is not None:
+        load_tokenizer(model_name).save_pretrained(draft)

@@ -1,0 +1,49 @@
+"""Weights as a Hugging Face folder, under the names that other programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.models.loading import locate, quiet
+
+
+def config_of(name: str) -> Any:
+    """A model's configuration, by its folder or hub name. Raises ModelNotFound."""
+    from transformers import AutoConfig
+
+    folder, gguf = locate(name)
+    return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+
+
+def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write ``weights``, under the names of the model that ``config`` describes, as ``save_pretrained`` does; nothing is copied.
+
+    ``config`` names the class in ``architectures``. Raises ValueError for weights that are not
+    those of such a model.
+    """
+    import transformers
+
+    kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if kind is None:
+        raise ValueError(
+            f"config.json names the architecture {config.architectures}, which this version of Transformers ({transformers.__version__}) "
+            "does not have"
+        )
+    with torch.device("meta"), quiet():
+        model = kind(config)
+    names = set(model.state_dict())
+    unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    model.tie_weights()
+    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if left or unexpected:
+        raise ValueError(
+            f"the weights do not fit {kind.__name__}: of {len(names)} there, missing {left[:3]}, not of the model {unexpected[:3]}"
+        )
+    model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
+    with quiet():
+        model.save_pretrained(folder)
