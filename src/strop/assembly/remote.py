@@ -19,14 +19,17 @@ from strop.assembly.engines import Generation, GenerationNeeds, published, vllm_
 from strop.assembly.ranks import ExportOptions, Filled, LearnerRank, RankFacts, engine_precision
 from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
 from strop.assembly.scorers import complete, stored_reference
+from strop.assembly.tasks import descriptions
 from strop.cluster.base import Cluster, HostOptions, Remote
 from strop.cluster.engines import RemoteEngine
+from strop.cluster.environments import host_environments
 from strop.cluster.group import WorkerGroup
 from strop.cluster.placement import Division, Place, divide
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster import RoleConfig
 from strop.config.devices import devices_of
 from strop.config.schema import DistillationRunConfig, DpoRunConfig
+from strop.environments.hosted import RemoteEnvironment
 from strop.metrics import Metrics
 from strop.models.loading import load_tokenizer
 from strop.rollouts.template import ChatTemplate
@@ -335,6 +338,23 @@ def division_of(config: TrainingRunConfig, cluster: Cluster) -> Division:
         engine_devices=found.engine_devices,
         engine_nodes=found.engine_nodes,
     )
+
+
+def hosted_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:
+    """By alias, environments in processes of their own, dealt out over the nodes; none where ``cluster.environment_hosts`` is 0."""
+    count, role = config.cluster.environment_hosts, config.cluster.roles.environment
+    if not count:
+        return {}
+    described = descriptions(config.data.train, config.data.validation, config.env, seed=config.rollouts.seed)
+    threads = {"OMP_NUM_THREADS": "1"}
+    options = {
+        alias: tuple(
+            host_options(f"environment-{alias}-{number}", Place(number % cluster.nodes, ()), role, threads, kind="async")
+            for number in range(count)
+        )
+        for alias in described
+    }
+    return host_environments(cluster, described, options)
 
 
 def _processes(hosts: Sequence[Remote]) -> str:

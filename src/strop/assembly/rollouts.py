@@ -11,6 +11,7 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
 from strop.assembly.engines import GenerationNeeds
 from strop.assembly.home import make_home
+from strop.assembly.remote import hosted_environments
 from strop.assembly.roles import tokenizer_saver
 from strop.assembly.scorers import optimizer_steps
 from strop.assembly.settings import settings_of
@@ -42,10 +43,16 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
     """Everything of a run, restored from its newest checkpoint if there is one."""
     training = config.rollouts
     algorithm = algorithm_of(config)
+    hosted = {} if cluster is None else hosted_environments(config, cluster)
     train_source = training_tasks(
-        config.data.train, config.env, seed=training.seed, shuffle=config.data.shuffle, max_epochs=training.max_num_epochs
+        config.data.train,
+        config.env,
+        seed=training.seed,
+        shuffle=config.data.shuffle,
+        max_epochs=training.max_num_epochs,
+        hosted=hosted,
     )
-    validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed)
+    validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed, hosted=hosted)
     home = await make_home(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = loop_options(

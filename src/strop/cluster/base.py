@@ -70,6 +70,10 @@ class Cluster(Protocol):
         """``make(*arguments)``, in a process of its own. Raises HostDied, and what ``make`` raises."""
         ...
 
+    def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+        """As ``host``, with everything in this process standing still meanwhile."""
+        ...
+
     def share(self, value: Any) -> Any:
         """Put something where every node finds it, once; a reference, to be given as an argument."""
         ...

@@ -74,6 +74,24 @@ class RayCluster:
         self._hosts: list[RayRemote] = []
 
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+        remote = self._begun(options)
+        try:
+            remote.process, remote.address = await remote.ask("about")
+            await remote.ask("make", make, *arguments)
+        except BaseException:
+            await remote.kill()
+            self._hosts.remove(remote)
+            raise
+        return remote
+
+    def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+        remote = self._begun(options)
+        remote.process, remote.address = remote.ask_now("about")
+        remote.ask_now("make", make, *arguments)
+        return remote
+
+    def _begun(self, options: HostOptions) -> RayRemote:
+        """A process that is on its way. Raises NodeLost."""
         if options.node is not None and not self.node_lives(options.node):
             node = self.members[options.node]
             raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
@@ -82,13 +100,6 @@ class RayCluster:
         actor = kind.options(**self._actor_options(options)).remote(options.name, output)
         remote = RayRemote(options.name, actor)
         self._hosts.append(remote)
-        try:
-            remote.process, remote.address = await remote.ask("about")
-            await remote.ask("make", make, *arguments)
-        except BaseException:
-            await remote.kill()
-            self._hosts.remove(remote)
-            raise
         return remote
 
     def _actor_options(self, options: HostOptions) -> dict[str, Any]:
@@ -159,6 +170,10 @@ class RayRemote:
     def ask(self, what: str, *arguments: Any) -> Awaitable[Any]:
         """Of the process itself: ``about``, ``make``."""
         return self._answer(getattr(self._actor, what).remote(*arguments))
+
+    def ask_now(self, what: str, *arguments: Any) -> Any:
+        with self._errors():
+            return ray.get(getattr(self._actor, what).remote(*arguments))
 
     def wait(self, method: str, *arguments: Any) -> Callable[[], Any]:
         reference = self.submit(method, *arguments)
@@ -337,6 +352,7 @@ def _join(options: ClusterOptions) -> bool:
         raise RuntimeError(
             "this process is connected to a Ray cluster already; leave it with ray.shutdown() before a run is started"
         )
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that it takes no signals, which are the run's to take
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     running = options.address or os.environ.get("RAY_ADDRESS") or _started_here()
     if running and running != "local":
