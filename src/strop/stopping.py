@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-
 ENDED_EARLY = 143  # exit code, whoever told it to: 128 + SIGTERM
 
 
