@@ -41,6 +41,7 @@ from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.training.base import ColumnSource
 from strop.training.torch.learner import FrozenScorer, NetworkScorer, TorchLearner
+from strop.training.torch.parallel import checkpoint
 from strop.training.torch.parallel.export import exported
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.sharding import ManyRanks, parallelize
@@ -119,6 +120,7 @@ class LearnerRank:
         self.columns: dict[str, ColumnSource] = {}
         self._store: Any = None
         self._export: WeightExport | None = None
+        self._staged: dict[str, checkpoint.Snapshot] = {}
 
     # --- coming together --------------------------------------------------------------------------------------------------
 
@@ -315,10 +317,18 @@ class LearnerRank:
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, folder: Path, optimizer: bool) -> None:
-        self.learners[name].save(folder, optimizer=optimizer)
+        checkpoint.save(self.learners[name], folder, optimizer=optimizer)
+
+    def stage(self, name: str, optimizer: bool) -> None:
+        """Put a learner as it is now aside, in the CPU's memory."""
+        self._staged[name] = checkpoint.snapshot(self.learners[name], optimizer=optimizer)
+
+    def write(self, name: str, folder: Path, optimizer: bool) -> None:
+        """What was put aside; may run beside training."""
+        self._staged.pop(name).save(folder, optimizer=optimizer)
 
     def load_checkpoint(self, name: str, folder: Path) -> None:
-        self.learners[name].load(folder)
+        checkpoint.load(self.learners[name], folder)
 
     def process(self) -> int:
         return os.getpid()

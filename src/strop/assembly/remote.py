@@ -95,10 +95,26 @@ class RemoteLearner:
         raise RuntimeError("the weights of a learner on many ranks stay there; its exporter sends them to engines")
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        self.group.now("save", self.name, folder, optimizer)
+        self.group.now("save", self.name, folder.resolve(), optimizer)
+
+    def stage(self, *, optimizer: bool = True) -> StagedLearner:
+        """Put aside by the ranks, in their memory, to be written beside training."""
+        self.group.now("stage", self.name, optimizer)
+        return StagedLearner(self.name, self.group)
 
     def load(self, folder: Path) -> None:
-        self.group.now("load_checkpoint", self.name, folder)
+        self.group.now("load_checkpoint", self.name, folder.resolve())
+
+
+@dataclass(frozen=True)
+class StagedLearner:
+    """A learner as it was when its ranks put it aside."""
+
+    name: str
+    group: WorkerGroup
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        self.group.now("write", self.name, folder.resolve(), optimizer, urgent=True)
 
 
 @dataclass(frozen=True)

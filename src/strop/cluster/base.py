@@ -54,7 +54,7 @@ class Remote(Protocol):
         """Whether nothing is known of its end."""
         ...
 
-    def wait(self, method: str, *arguments: Any) -> Callable[[], Any]:
+    def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         """Submit a call; the answer is waited for, with everything else standing still, when the result is called. Raises as ``call``."""
         ...
 

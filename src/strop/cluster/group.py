@@ -46,11 +46,11 @@ class WorkerGroup:
         except HostDied as error:
             raise self._dead(error) from error
 
-    def now(self, method: str, *arguments: Any) -> list[Any]:
-        """As ``all``, with everything in this process standing still meanwhile. Raises GroupDied."""
+    def now(self, method: str, *arguments: Any, urgent: bool = False) -> list[Any]:
+        """As ``all``, with this thread standing still meanwhile. Raises GroupDied."""
         if self._died is not None:
             raise self._died
-        answers = [member.wait(method, *arguments) for member in self.members]
+        answers = [member.wait(method, *arguments, urgent=urgent) for member in self.members]
         try:
             return [answer() for answer in answers]
         except HostDied as error:

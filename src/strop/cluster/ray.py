@@ -175,8 +175,8 @@ class RayRemote:
         with self._errors():
             return ray.get(getattr(self._actor, what).remote(*arguments))
 
-    def wait(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        reference = self.submit(method, *arguments)
+    def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
+        reference = self.submit(method, *arguments, urgent=urgent)
 
         def answer() -> Any:
             with self._errors():
