@@ -20,6 +20,7 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, LossFn
 from strop.algorithms.kl import REFERENCE
+from strop.assembly.divisions import sizes_of
 from strop.assembly.engines import describe_model, sender_maker
 from strop.assembly.roles import (
     Policy,
@@ -31,7 +32,7 @@ from strop.assembly.roles import (
 from strop.assembly.teachers import make_teachers
 from strop.assembly.training import seed_everything
 from strop.config import TrainingRunConfig
-from strop.config.policy import DtensorConfig, ModelConfig
+from strop.config.policy import ModelConfig
 from strop.config.schema import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.data.packing import select
 from strop.metrics import Metrics
@@ -43,7 +44,7 @@ from strop.training.base import ColumnSource
 from strop.training.torch.learner import FrozenScorer, NetworkScorer, TorchLearner
 from strop.training.torch.parallel import checkpoint
 from strop.training.torch.parallel.export import exported
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.layout import Meshes
 from strop.training.torch.parallel.sharding import ManyRanks, parallelize
 from strop.training.torch.parallel.share import Shares
 from strop.training.torch.reference import AdapterOffScorer
@@ -93,19 +94,6 @@ class ExportOptions:
     adapters: bool
     near: bool  # every engine is on the machine of rank 0
     folder: Path  # for weights that go through files
-
-
-def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
-    """Raises ValueError for sizes that do not fit."""
-    tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
-    return ParallelSizes(
-        replicate=copies,
-        shard=world // (tensor * context * copies),
-        context=context,
-        tensor=tensor,
-        expert=config.expert_parallel_size,
-        sequence=config.sequence_parallel,
-    )
 
 
 class LearnerRank:

@@ -15,6 +15,7 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm, LossFn, Outputs
 from strop.algorithms.gae import VALUES
 from strop.algorithms.kl import REFERENCE
+from strop.assembly.divisions import division_of
 from strop.assembly.engines import Generation, GenerationNeeds, published, vllm_options
 from strop.assembly.ranks import ExportOptions, Filled, LearnerRank, RankFacts, engine_precision
 from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
@@ -24,10 +25,9 @@ from strop.cluster.base import Cluster, HostOptions, Remote
 from strop.cluster.engines import RemoteEngine
 from strop.cluster.environments import host_environments
 from strop.cluster.group import WorkerGroup
-from strop.cluster.placement import Division, Place, divide
+from strop.cluster.placement import Division, Place
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.cluster import RoleConfig
-from strop.config.devices import devices_of
 from strop.config.schema import DistillationRunConfig, DpoRunConfig
 from strop.environments.hosted import RemoteEnvironment
 from strop.metrics import Metrics
@@ -321,7 +321,7 @@ def threads_of(wanted: int | None, on_cpu: bool, division: Division) -> dict[str
 
 async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> ClusterHome:
     """The ranks, with the policy loaded in each. Raises ModelNotFound, ValueError, GroupDied."""
-    division = division_of(config, cluster)
+    division = division_of(config, on_cpu=cluster.on_cpu)
     on_cpu = cluster.on_cpu
     role, world = config.cluster.roles.learner, len(division.training)
     threads = threads_of(config.policy.num_threads, on_cpu, division)
@@ -340,20 +340,6 @@ async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker
     if facts.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {facts.fallback}")
     return ClusterHome(config, cluster, division, group, facts, tracker)
-
-
-def division_of(config: TrainingRunConfig, cluster: Cluster) -> Division:
-    found = devices_of(config)
-    engines = found.engines if found.engines is not None else 1 if cluster.on_cpu else None
-    return divide(
-        found.nodes,
-        found.per_node,
-        engine_size=found.engine_size,
-        engines=engines,
-        colocated=config.policy.generation.colocated.enabled or engines == 0,
-        engine_devices=found.engine_devices,
-        engine_nodes=found.engine_nodes,
-    )
 
 
 def hosted_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:

@@ -70,7 +70,7 @@ class RayCluster:
         self._group = group
         self._keepers = tuple(keepers)
         self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
-        self._owned = owned
+        self.owned = owned  # it was started by connect, and ends with this process
         self._hosts: list[RayRemote] = []
 
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:

@@ -1,0 +1,105 @@
+"""Which devices of which node train and which generate, and how the ranks share a model, before there is a cluster."""
+
+from __future__ import annotations
+
+from strop.cluster.placement import Division, divide
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.devices import devices_of
+from strop.config.policy import DtensorConfig
+from strop.config.schema import PpoRunConfig
+from strop.training.torch.parallel.layout import ParallelSizes
+
+
+def division_of(config: TrainingRunConfig, *, on_cpu: bool) -> Division:
+    """Of a run on a cluster. Raises PlacementError."""
+    found = devices_of(config)
+    engines = found.engines if found.engines is not None else 1 if on_cpu else None
+    return divide(
+        found.nodes,
+        found.per_node,
+        engine_size=found.engine_size,
+        engines=engines,
+        colocated=config.policy.generation.colocated.enabled or engines == 0,
+        engine_devices=found.engine_devices,
+        engine_nodes=found.engine_nodes,
+    )
+
+
+def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
+    """Of ``world`` ranks. Raises ValueError for sizes that do not fit."""
+    tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
+    if world % (tensor * context * copies):
+        raise ValueError(
+            f"tensor_parallel_size {tensor} x context_parallel_size {context} x dp_replicate_size {copies} do not divide the {world} "
+            "devices that train; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
+        )
+    return ParallelSizes(
+        replicate=copies,
+        shard=world // (tensor * context * copies),
+        context=context,
+        tensor=tensor,
+        expert=config.expert_parallel_size,
+        sequence=config.sequence_parallel,
+    )
+
+
+def layout(sizes: ParallelSizes) -> str:
+    """Copies x shards x context x tensor, in words."""
+    copies = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate} copies"
+    experts = f", experts {sizes.expert_ways} ways" if sizes.expert > 1 else ""
+    return f"{copies} x {sizes.shard} shards x {sizes.context} context x {sizes.tensor} tensor{experts}"
+
+
+def placement_lines(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
+    """Of a run on a cluster: ranks, layout, engines, hosts of environments. Raises PlacementError, ValueError."""
+    division, found = division_of(config, on_cpu=on_cpu), devices_of(config)
+    kind = "processes in a GPU's place" if on_cpu else "GPUs"
+    world, nodes = len(division.training), {place.node for place in division.training}
+    lines = [
+        f"cluster     {_count(found.nodes, 'node')}, {found.per_node} {kind} on each, by Ray",
+        f"learner     {_count(world, 'rank')} on {_count(len(nodes), 'node')}: {layout(sizes_of(config.policy.dtensor_cfg, world))}",
+    ]
+    if isinstance(config, PpoRunConfig) and not config.value.head_only:
+        critic = sizes_of(config.value.dtensor_cfg, world)
+        if critic != sizes_of(config.policy.dtensor_cfg, world):
+            lines.append(f"            the critic: {layout(critic)}")
+    if isinstance(config, RolloutRunConfig):
+        lines += [f"engines     {_engines(division, found.engine_size)}", f"hosts       {_hosts(config)}"]
+    return lines
+
+
+def _engines(division: Division, size: int) -> str:
+    count, nodes = len(division.generation), sorted({place.node for place in division.generation})
+    where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
+    turns = "on devices that train, in turns with the learner" if division.shared else "on devices of their own"
+    return f"{_count(count, 'engine')} of {_count(size, 'device')} on {where}, {turns}"
+
+
+def _hosts(config: RolloutRunConfig) -> str:
+    count = config.cluster.environment_hosts
+    if not count:
+        return "environments are in the driver's process"
+    nodes = min(count, config.cluster.num_nodes)
+    return f"{_count(count, 'process')} for each environment, dealt out over {_count(nodes, 'node')}"
+
+
+def device_rows(division: Division, nodes: int) -> list[tuple[str, str, str]]:
+    """(node, devices that train, devices that generate), for each node."""
+    rows = []
+    for node in range(nodes):
+        trains = [place.devices[0] for place in division.training if place.node == node]
+        engines = [
+            f"engine {number}: {_span(place.devices)}" for number, place in enumerate(division.generation) if place.node == node
+        ]
+        rows.append((str(node), _span(trains) if trains else "none", ", ".join(engines) or "none"))
+    return rows
+
+
+def _span(numbers: list[int] | tuple[int, ...]) -> str:
+    """0-7, or 3."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

