@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_folder, load_adapters, low_rank_layers, save_adapters
+from strop.models.adapters import load_adapters, low_rank_layers, save_adapters
 from strop.models.loading import quiet
 from strop.models.memory import give_back_freed_memory
 from strop.sampling import Sampling
@@ -306,24 +306,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     A weight that is tied to another is stored once.
     """
-    from safetensors.torch import load_file
-
     if low_rank_layers(model):
         return load_adapters(model, folder)
-    if adapter_folder(str(folder)) is not None:
-        raise ValueError(
-            f"{folder} holds adapters, and this run trains all of the model; set dtensor_cfg.lora_cfg as it was when they were "
-            "saved, or start with another checkpointing.checkpoint_dir"
-        )
-    stored = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-    missing, unexpected = model.load_state_dict(stored, strict=False)
-    own = model.state_dict()
-    filled = {own[name].data_ptr() for name in stored if name in own}
-    missing = [name for name in missing if own[name].data_ptr() not in filled]
-    if missing or unexpected:
-        raise ValueError(
-            f"the weights in {folder} do not fit the model: missing {missing[:3]}, not of the model {unexpected[:3]}"
-        )
+    divided.load_weights(model, folder)
 
 
 def _nothing(outputs: Outputs) -> tuple[Tensor, Metrics]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.training.torch.master import round_weights
-from strop.training.torch.parallel.checkpoint import snapshot
+from strop.training.torch.parallel.checkpoint import Writing, snapshot
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.pieces import Piece, StoredPieces, piece_of
 from strop.training.torch.parallel.sharding import parallelize
@@ -152,6 +153,20 @@ def load_and_say(rank: int, reads: list[Read], folder: Path) -> list[dict[str, A
     return states if rank == 0 else []
 
 
+def save_beside_training(rank: int, folder: Path) -> tuple[list[str], bool]:
+    """What the files of a snapshot differ in from the learner at that moment, though it was trained on meanwhile."""
+    learner = learner_of(FORMS["tied"], ParallelSizes(shard=2))
+    train(learner)
+    wanted = whole_state(learner)
+    writing = Writing(snapshot(learner), folder)
+    train(learner, 3)
+    moved = bool(differences(whole_state(learner), wanted))
+    while not writing.done():
+        time.sleep(0.01)
+    learner.load(folder)
+    return differences(whole_state(learner), wanted), moved
+
+
 # --- tests -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +207,23 @@ def test_pieces_have_no_gaps_and_are_written_once(tmp_path: Path) -> None:
     assert sum(torch.Size(shape).numel() for shape in stored.shapes.values()) == sum(p.numel() for p in model.parameters())
     on_disk = sum(path.stat().st_size for path in stored.folder.glob("*.distcp"))
     assert on_disk == sum(place.length for place in FileSystemReader(stored.folder).read_metadata().storage_data.values())
+
+
+def test_a_checkpoint_written_beside_training_is_of_the_moment_it_was_taken(tmp_path: Path) -> None:
+    assert on_ranks(2, save_beside_training, tmp_path) == [([], True), ([], True)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_one_process_goes_on_from_files_whose_names_are_not_the_models(tmp_path: Path, family: str) -> None:
+    learner = learner_of(Form(family=family), ONE)
+    train(learner)
+    learner.save(tmp_path)
+    again = learner_of(Form(family=family), ONE, seed=1)
+    again.load(tmp_path)
+    assert differences(whole_state(again), whole_state(learner)) == []
+    for other in ("llama", "qwen2"):
+        with pytest.raises(ValueError, match="do not fit the model"):
+            learner_of(Form(family=other), ONE).load(tmp_path)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def load(learner: TorchLearner, folder: Path) -> None:
     if low_rank_layers(learner.model):
         load_adapters(learner.model, weights, _fill)
     else:
-        _load_weights(learner.model, weights)
+        load_weights(learner.model, weights)
     _load_masters(learner, optimizer)
     _load_optimizer(learner, optimizer, state)
     if learner.scheduler is not None and state["scheduler"] is not None:
@@ -232,7 +232,9 @@ def load(learner: TorchLearner, folder: Path) -> None:
     _load_average(learner, optimizer, state, folder)
 
 
-def _load_weights(model: Any, folder: Path) -> None:
+@torch.no_grad()
+def load_weights(model: Any, folder: Path) -> None:
+    """Fill a module, in place, from pieces or a Hugging Face folder. Raises ValueError unless every weight is there, tied ones once."""
     if adapter_folder(str(folder)) is not None:
         raise ValueError(
             f"{folder} holds adapters, and this run trains all of the model; set dtensor_cfg.lora_cfg as it was when they were "
@@ -268,7 +270,11 @@ def _stored_weights(model: Any, folder: Path, known: set[str]) -> Stored:
     if stored.shapes.keys() <= known:
         return stored
     with quiet():
-        return StoredTensors(type(model).from_pretrained(folder, dtype="auto").state_dict())
+        config = copy.deepcopy(model.config)
+        whole, found = type(model).from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
+    if odd := {kind: sorted(names)[:3] for kind, names in found.items() if names}:
+        raise ValueError(f"the weights in {folder} do not fit the model: {odd}")
+    return StoredTensors(whole.state_dict())
 
 
 def _load_masters(learner: TorchLearner, stored: Stored) -> None:
