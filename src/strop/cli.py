@@ -1,4 +1,5 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop config``.
+"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop cluster
+check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
 mistake in a configuration answer at once. Exit codes: 0 done, 1 it failed, 2 a mistake in what was asked for, 130 interrupted, 143
@@ -62,7 +63,8 @@ def _top_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate), plot (draw a run's curves), doctor (how a run stands), config (list the keys)",
+        + "; eval (evaluate), plot (draw a run's curves), doctor (how a run stands), "
+        "cluster check (whether machines are fit for a run), config (list the keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
@@ -190,6 +192,43 @@ def doctor(arguments: Sequence[str], typed: str) -> int:
     return 0 if found.healthy else 1
 
 
+def cluster(arguments: Sequence[str], typed: str) -> int:
+    """Say whether a cluster is fit for a run; 0 if it is, 1 if not, 2 after a mistake in the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="strop cluster",
+        description="check: join the Ray cluster that a run would join, or start one here as it would, and look at every node: versions, "
+        "GPUs, memory, shared folders, models, clocks, how fast the nodes reach each other, and whether the layout fits.",
+        epilog="Exit codes: 0 a run can start, 1 there are problems, 2 a mistake in the configuration.\n\n"
+        "  strop cluster check cluster.num_nodes=2 cluster.gpus_per_node=8\n"
+        "  strop cluster check --config examples/configs/grpo_math_1B.yaml cluster.num_nodes=2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=("check",), metavar="check", help="the only thing there is to do")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the run's YAML configuration (default: none, only key=value about the machines)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+    options = parser.parse_intermixed_args(arguments)
+    from strop.config import ConfigError
+    from strop.config.kinds import load_any
+
+    try:
+        loaded = load_any(options.config, options.overrides)
+        _warn(loaded)
+    except ConfigError as error:
+        return _refuse(error)
+    try:
+        from strop.assembly.cluster_check import check_cluster
+
+        return check_cluster(loaded.config)
+    except KeyboardInterrupt:
+        return _interrupted("Nothing was left behind.")
+
+
 def _log_folder(run: Path) -> Path:
     """The log folder of a run that is named by it, by its configuration, or by a checkpoint, which holds one."""
     from strop.config import yaml_text
@@ -234,6 +273,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "eval": evaluate,
     "plot": plot,
     "doctor": doctor,
+    "cluster": cluster,
     "config": config,
 }
 

@@ -33,7 +33,7 @@ class Question:
     packages: tuple[str, ...] = ()  # whose versions
     models: tuple[str, ...] = ()  # folders or names on the hub
     folders: tuple[str, ...] = ()  # that are to be shared
-    token: str = ""  # what the driver wrote into each folder
+    token: str = ""  # what the driver wrote, into a folder of this name in each
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Survey:
 
     driver: Mapping[str, str]  # versions
     nodes: Sequence[NodeReport]
-    wanted_nodes: int
     devices: int  # wanted on each node
     on_cpu: bool
     written: Mapping[str, frozenset[int]] = field(default_factory=dict)  # folder -> nodes whose files the driver found in it
+    unwritable: Mapping[str, str] = field(default_factory=dict)  # folder -> why the driver cannot write there
     folder_keys: Mapping[str, str] = field(default_factory=dict)  # folder -> its key in the configuration
     links: Links | None = None
     links_failure: str = ""
@@ -193,6 +193,9 @@ def devices(survey: Survey) -> Iterator[Finding]:
 
 def folders(survey: Survey) -> Iterator[Finding]:
     free: dict[str, float] = {}
+    for folder, reason in survey.unwritable.items():
+        key = survey.folder_keys.get(folder, "the folder")
+        yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a folder that can.")
     for node, facts in _answered(survey):
         for folder, seen in facts.folders.items():
             key = survey.folder_keys.get(folder, "the folder")

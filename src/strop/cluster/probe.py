@@ -20,6 +20,7 @@ from strop.cluster.check import FolderSeen, Gpu, NodeFacts, Question
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
+FOLDER_SECONDS = 5.0  # in which the driver's file has to be seen
 PACKAGES = ("torch", "transformers", "ray")
 
 
@@ -94,17 +95,23 @@ def why_not(name: str) -> str:
 
 def see(folder: Path, token: str) -> FolderSeen:
     """Read what the driver wrote into a folder, and write a file of this node's own beside it."""
+    inside, own = folder / token, f"node-{uuid.uuid4().hex}"
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while not (inside / TOKEN_FILE).exists():  # a network's file system may take its time
+        if time.monotonic() > deadline:
+            return FolderSeen(False, error="what it wrote is not there" if folder.exists() else "there is no such folder")
+        time.sleep(0.2)
     try:
-        if (folder / TOKEN_FILE).read_text() != token:
+        if (inside / TOKEN_FILE).read_text() != token:
             return FolderSeen(False, error="another file is in its place")
+        (inside / own).write_text(token)
     except OSError as error:
-        return FolderSeen(False, error=error.strerror or type(error).__name__)
-    own = f"node-{uuid.uuid4().hex}"
-    try:
-        (folder / own).write_text(token)
-    except OSError as error:
-        return FolderSeen(True, free=_free(folder), error=error.strerror or type(error).__name__)
+        return FolderSeen(True, free=_free(folder), error=reason(error))
     return FolderSeen(True, own, _free(folder))
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__
 
 
 def now() -> float:

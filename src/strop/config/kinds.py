@@ -1,0 +1,29 @@
+"""Of which kind a configuration is that was named without saying so: by the section about its training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from strop.config import cluster_checks
+from strop.config.errors import ConfigError
+from strop.config.load import Loaded, load_config
+from strop.config.schema import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
+from strop.config.source import read_file
+
+MODEL, NO_MODEL = "policy.model_name", "none"  # the schema wants one
+
+
+def load_any(path: Path | None, overrides: Sequence[str] = ()) -> Loaded[TrainingRunConfig]:
+    """A training run's configuration of whichever kind; without a file, as much of one as is about the machines. Raises ConfigError."""
+    written = dict(read_file(path).values) if path is not None else {}
+    words = [*written, *(override.lstrip("~+").split(".")[0] for override in overrides)]
+    root = next((TRAINING_RUNS[word] for word in words if word in TRAINING_RUNS), GrpoRunConfig)
+    if path is not None:
+        return load_config(path, overrides, root=root)
+    unnamed = [] if any(override.startswith(f"{MODEL}=") for override in overrides) else [f"{MODEL}={NO_MODEL}"]
+    loaded = load_config(None, [*overrides, *unnamed], root=root, check=False)
+    problems = [problem for check in cluster_checks.REFUSED for problem in check(loaded.config)]
+    if problems:
+        raise ConfigError(problems)
+    return loaded
