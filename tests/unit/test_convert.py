@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strop.environments.registry import import_attribute
+from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
@@ -104,6 +105,12 @@ def test_weights_of_another_model_than_its_configuration_are_refused(script: Mod
     said = str(convert(script, tmp_path, tmp_path / "hf"))
     assert "do not fit LlamaForCausalLM" in said and "not of the model ['odd']" in said
     assert not (tmp_path / "hf").exists()
+
+
+def test_pieces_named_as_a_model_say_how_to_make_one_of_them(tmp_path: Path, tokenizer: Any) -> None:
+    saved(tmp_path, "llama", tokenizer)
+    with pytest.raises(ModelNotFound, match=r"convert_dcp_to_hf\.py --dcp-ckpt-path"):
+        load_model(str(tmp_path / "policy" / "weights"))
 
 
 def test_pieces_without_a_configuration_take_the_runs(script: ModuleType, tmp_path: Path, tokenizer: Any) -> None:

@@ -16,6 +16,8 @@ def config_of(name: str) -> Any:
     """A model's configuration, by its folder or hub name. Raises ModelNotFound."""
     from transformers import AutoConfig
 
+    if (Path(name) / "config.json").exists():  # pieces have one beside them, and are no model
+        return AutoConfig.from_pretrained(name)
     folder, gguf = locate(name)
     return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 

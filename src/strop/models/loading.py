@@ -100,6 +100,11 @@ def locate(name: str) -> tuple[str, str | None]:
     """(what from_pretrained takes, a GGUF file in it): a folder, else the hub or its cache, else a package. Raises ModelNotFound."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if (path / ".metadata").exists():
+            raise ModelNotFound(
+                f"policy.model_name: {name} holds pieces that many ranks saved; make a model of them first: "
+                f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
+            )
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
             raise ModelNotFound(f"policy.model_name: the folder {name} holds no model (no config.json, no .gguf file)")
