@@ -33,7 +33,10 @@ class EnvironmentProcess:
         """Raises ``hosted.HostDied``."""
         async with self._starting:
             if self._remote is None:
-                self._remote = await self._cluster.host(self.options, EnvironmentHost, self._description)
+                try:
+                    self._remote = await self._cluster.host(self.options, EnvironmentHost, self._description)
+                except HostDied as error:
+                    raise hosted.HostDied(str(error)) from error
         remote = self._remote
         try:
             reply: Reply = await remote.call("answer", method, arguments)
@@ -44,7 +47,10 @@ class EnvironmentProcess:
     def blocking(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
         """The same, with everything in this process standing still."""
         if self._remote is None:
-            self._remote = self._cluster.host_now(self.options, EnvironmentHost, self._description)
+            try:
+                self._remote = self._cluster.host_now(self.options, EnvironmentHost, self._description)
+            except HostDied as error:
+                raise hosted.HostDied(str(error)) from error
         remote = self._remote
         try:
             reply: Reply = remote.wait("answer", method, arguments)()

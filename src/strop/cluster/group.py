@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from strop.cluster.base import HostDied, Remote
@@ -50,11 +52,14 @@ class WorkerGroup:
         """As ``all``, with this thread standing still meanwhile. Raises GroupDied."""
         if self._died is not None:
             raise self._died
-        answers = [member.wait(method, *arguments, urgent=urgent) for member in self.members]
-        try:
-            return [answer() for answer in answers]
-        except HostDied as error:
-            raise self._dead(error) from error
+        waiters = ThreadPoolExecutor(len(self.members), thread_name_prefix="strop-group")
+        answers = [waiters.submit(member.wait(method, *arguments, urgent=urgent)) for member in self.members]
+        waiters.shutdown(wait=False)
+        done, _ = futures.wait(answers, return_when=futures.FIRST_EXCEPTION)
+        if all(answer.exception() is None for answer in done):
+            return [answer.result() for answer in answers]
+        futures.wait(answers, timeout=REASONS)  # one that waits in a collective for a dead one may wait long
+        raise self._cause([answer.exception() for answer in answers if answer.done()])
 
     async def _end(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Where one failed the others may wait for it for ever: the group is of no more use."""

@@ -89,12 +89,16 @@ class PublishedWeights:
         self._lent = False
 
     async def lend_to_learner(self) -> None:
+        """One that dies holds nothing back and no device: the next publish starts it."""
         if self.options.apart:
             return
         self._lent = True
         for engine in self.engines:
-            await engine.pause(keep_running=False)
-            await engine.sleep()
+            try:
+                await engine.pause(keep_running=False)
+                await engine.sleep()
+            except EngineDied as error:
+                self._note(f"{error}; it is started anew for the next publish")
 
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
