@@ -1,0 +1,604 @@
+"""Whole runs over Ray in each of which somebody is killed, and what becomes of them.
+
+    python benchmarks/fault_campaign.py --runs 60 --seed 1 --output campaign.json       # about an hour on two cores
+    python benchmarks/fault_campaign.py --runs 3 --roles engine learner --modes synchronous
+
+Each run is the ``strop`` command on a tiny model: two learner ranks, an engine, a host of environments and the driver, each in a process of
+its own. At a moment drawn from the seed one of them gets SIGKILL. A run that lost a worker has to go on by itself; one that lost its driver
+or its node is started again with the same command. Then the run is looked through: how it ended, every step and every rollout in its
+records once, no process left, and in synchronous mode the metrics of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from loop.runs import Environ, Running, metrics_of, overrides, start, tiny_config
+from loop.tiny import build_tiny
+
+STEPS, GROUPS, SAMPLES = 8, 4, 8
+RUN_SECONDS = 240.0  # after which a run counts as hung
+GONE_SECONDS = 20.0  # within which processes of a run that ended must be gone
+NOISE = 2e-4  # relative: ranks and batches of requests add float32 numbers in another order
+MARK = "STROP_CAMPAIGN_RUN"  # an environment variable that all processes of a run inherit
+COMPARED = ("train/", "validation/")
+
+LEARNERS = {"cluster.gpus_per_node": 2, "policy.device": "cpu"}
+AHEAD = {
+    "grpo.async_grpo.enabled": True,
+    "grpo.async_grpo.max_trajectory_age_steps": 1,
+    "loss_fn.use_importance_sampling_correction": True,
+}
+LORA = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
+VLLM = {
+    "policy.generation.backend": "vllm",
+    "policy.generation.vllm_cfg.kv_cache_memory_gb": 0.125,
+    "policy.generation.vllm_cfg.num_threads": 1,
+    "policy.generation.torch_cfg.kv_cache_memory_gb": ...,
+}
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "asynchronous": AHEAD,
+    "synchronous, LoRA": LORA,
+    "asynchronous, LoRA": {**AHEAD, **LORA},
+    "synchronous, vLLM": VLLM,
+    "asynchronous, vLLM": {**AHEAD, **VLLM},
+}
+OFTEN = {
+    "synchronous": 7,
+    "asynchronous": 6,
+    "synchronous, LoRA": 3,
+    "asynchronous, LoRA": 2,
+    "synchronous, vLLM": 1,
+    "asynchronous, vLLM": 1,
+}
+ROLES = ("driver", "learner rank 0", "learner rank 1", "engine", "environment host", "vLLM's engine process", "node")
+BY_COMMAND = ("driver", "node")  # whose death ends the run, which the same command continues
+
+# What the log must say after a death.
+ACCOUNTS = {
+    "learner rank 0": r"learner-0 \(process \d+.*starts anew, from",
+    "learner rank 1": r"learner-1 \(process \d+.*starts anew, from",
+    "engine": r"engine[- ]0.*(is started anew|is tried again|another process takes)",
+    "vLLM's engine process": r"engine[- ]0.*(is started anew|is tried again|another process takes)",
+    "environment host": r"environment-arithmetic-0.*(another process takes its place|process in its place)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run: who dies in it, and when."""
+
+    number: int
+    mode: str
+    role: str
+    after: int  # steps that were logged; -1: while the run is starting, once the process is there
+    delay: float  # seconds more
+    save_period: int
+    joins: bool  # a cluster that runs already, rather than one of its own
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What became of a run."""
+
+    case: Case
+    struck: str = ""  # the process that was killed, and the step that had been logged; "" where the run was over before
+    lives: int = 1  # starts of the command
+    codes: list[int] = field(default_factory=list)  # exit codes, one a start
+    lost: float | None = None  # seconds from the kill until a step more was logged
+    gone: float = 0.0  # the longest it took until no process was left after a driver ended
+    deviation: float | None = None  # largest relative difference from the undisturbed run's metrics
+    failures: list[str] = field(default_factory=list)
+    folder: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.failures
+
+
+def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str]) -> list[Case]:
+    """Roles in turn, so that each has its share; mode and moment at random."""
+    draw = random.Random(seed)
+    cases: list[Case] = []
+    turn = 0
+    while len(cases) < runs:
+        role = roles[turn % len(roles)]
+        turn += 1
+        fitting = [mode for mode in modes if ("vLLM" in mode) or role != "vLLM's engine process"]
+        if role == "vLLM's engine process":
+            fitting = [mode for mode in fitting if "vLLM" in mode]
+            if turn > len(roles) and draw.random() < 0.6:  # each of these takes twice as long
+                continue
+        if not fitting:
+            raise SystemExit(f"no mode of {', '.join(modes)} has the role {role}")
+        mode = draw.choices(fitting, [OFTEN[name] for name in fitting])[0]
+        starting = draw.random() < 0.25
+        cases.append(
+            Case(
+                number=len(cases) + 1,
+                mode=mode,
+                role=role,
+                after=-1 if starting else draw.randint(0, STEPS - 2),
+                delay=draw.uniform(0, 12) if starting else draw.uniform(0, 1.2),
+                save_period=draw.choice((1, 2)),
+                joins=role != "node" and draw.random() < 0.7,
+            )
+        )
+    return cases
+
+
+# --- processes -------------------------------------------------------------------------------------------------------------------------
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """All that carry the mark in the environment they were started with."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def find(role: str, running: Running, mark: str) -> psutil.Process | None:
+    """The process of a role, told by the file it writes to; the node's by their programs."""
+    if role == "driver":
+        return psutil.Process(running.process.pid)
+    logs = {
+        "learner rank 0": "learner-0",
+        "learner rank 1": "learner-1",
+        "engine": "engine-0",
+        "environment host": "environment-arithmetic-0",
+    }
+    for process in processes_of(mark):
+        with suppress(psutil.Error, OSError):
+            if role == "node" and process.name() in ("raylet", "gcs_server"):
+                return process
+            if role == "vLLM's engine process" and (
+                "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
+            ):
+                return process
+            if role in logs and Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem == logs[role]:
+                return process
+    return None
+
+
+def guests(head: psutil.Process | None) -> list[psutil.Process]:
+    """Actors of runs in the cluster that outlives them."""
+    found = []
+    with suppress(psutil.Error):
+        for process in [] if head is None else head.children(recursive=True):
+            with suppress(psutil.Error):
+                title = " ".join(process.cmdline())
+                if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title:
+                    found.append(process)
+    return found
+
+
+def left_over(
+    mark: str, known: Sequence[psutil.Process], head: psutil.Process | None, seconds: float
+) -> tuple[list[psutil.Process], float]:
+    """Processes of a run that are there ``seconds`` after it ended; and after how many seconds there was none."""
+    began = time.monotonic()
+    while True:
+        alive = {process.pid: process for process in [*processes_of(mark), *guests(head)]}
+        for process in known:
+            with suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive[process.pid] = process
+        waited = time.monotonic() - began
+        if not alive or waited > seconds:
+            return list(alive.values()), waited
+        time.sleep(0.1)
+
+
+def described(processes: Sequence[psutil.Process]) -> str:
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found.append(f"{process.pid} {' '.join(process.cmdline())[:100] or process.name()}")
+    return "; ".join(found)
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the runs of a campaign take place."""
+
+    folder: Path
+    model: Path
+    address: str  # of a cluster that runs
+    head: psutil.Process  # its first process
+    undisturbed: dict[str, Path] = field(default_factory=dict)  # by mode
+
+    def settings(self, case: Case, mark: str) -> dict[str, Any]:
+        marks = {f"cluster.roles.{role}.env_vars": {MARK: mark} for role in ("learner", "generator", "environment")}
+        return {
+            **tiny_config(self.model),
+            **LEARNERS,
+            **MODES[case.mode],
+            **marks,
+            "cluster.address": self.address if case.joins else "local",
+            "cluster.environment_hosts": 1,
+            "checkpointing.save_period": case.save_period,
+            "checkpointing.metric_name": None,
+            "grpo.max_num_steps": STEPS,
+            "grpo.val_period": 0,
+            "logger.console": "plain",
+        }
+
+
+def launch(stage: Stage, case: Case, folder: Path) -> Running:
+    mark = str(folder)
+    return start(["grpo", *overrides(stage.settings(case, mark))], folder, before=Environ({MARK: mark}))
+
+
+def steps_logged(folder: Path) -> int:
+    file = folder / "logs" / "metrics.jsonl"
+    if not file.exists():
+        return 0
+    lines = file.read_text(errors="replace").splitlines()
+    steps = [int(found[1]) for line in lines if (found := re.search(r'"step": ?(\d+)', line))]
+    return max(steps, default=0)
+
+
+def strike(case: Case, running: Running, result: Result) -> tuple[float, list[psutil.Process]]:
+    """Kill at the moment of the case. Returns when that was, and the processes of the driver's family then."""
+    folder, mark = running.folder, str(running.folder)
+    deadline = time.monotonic() + RUN_SECONDS
+    while running.process.is_alive() and time.monotonic() < deadline:
+        ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case.role, running, mark) is not None
+        if ready and case.after == 0:  # between the weights' first publish and the first step
+            ready = "weights: version 0 is in" in (folder / ".out").read_text(errors="replace")
+        if ready:
+            break
+        time.sleep(0.02)
+    time.sleep(case.delay)
+    victim = find(case.role, running, mark)
+    while victim is None and running.process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+        victim = find(case.role, running, mark)
+    if victim is None or not running.process.is_alive():
+        return time.monotonic(), []
+    family: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        family = psutil.Process(running.process.pid).children(recursive=True)
+    reached = steps_logged(folder)
+    with suppress(psutil.Error):
+        result.struck = f"{victim.name()} {victim.pid} after step {reached}"
+        victim.kill()
+    return time.monotonic(), family
+
+
+def wait(running: Running, result: Result, struck: float, goal: int) -> int | None:
+    """The exit code; None where the run hangs. Notes when step ``goal`` is logged."""
+    deadline = time.monotonic() + RUN_SECONDS
+    while running.process.is_alive() and time.monotonic() < deadline:
+        if result.lost is None and steps_logged(running.folder) >= goal:
+            result.lost = time.monotonic() - struck
+        time.sleep(0.05)
+    if running.process.is_alive():
+        return None
+    running.process.join()
+    if result.lost is None and steps_logged(running.folder) >= goal:
+        result.lost = time.monotonic() - struck
+    return int(running.process.exitcode)
+
+
+def perform(stage: Stage, case: Case) -> Result:
+    """One run, to its end, and what is wrong with it."""
+    folder = stage.folder / f"run_{case.number}"
+    result = Result(case=case, folder=str(folder))
+    running = launch(stage, case, folder)
+    family: list[psutil.Process] = []
+    struck = time.monotonic()
+    if case.role:
+        struck, family = strike(case, running, result)
+    goal = min(steps_logged(folder) + 1, STEPS)
+    said = ""
+    while True:
+        code = wait(running, result, struck, goal)
+        said += _output(folder)
+        if code is None:
+            result.failures.append(f"start {result.lives} hung")
+            end(running, str(folder))
+            return result
+        result.codes.append(code)
+        left, seconds = left_over(str(folder), family, stage.head if case.joins else None, GONE_SECONDS)
+        result.gone = max(result.gone, seconds)
+        if left:
+            result.failures.append(f"left over after start {result.lives}: {described(left)}")
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+        if code == 0 or case.role not in BY_COMMAND or result.lives > 1:
+            break
+        result.lives += 1
+        running = launch(stage, case, folder)
+    (folder / "said.txt").write_text(said)
+    inspect(stage, case, result, said)
+    return result
+
+
+def _output(folder: Path) -> str:
+    return "".join((folder / name).read_text(errors="replace") for name in (".out", ".err") if (folder / name).exists())
+
+
+def end(running: Running, mark: str) -> None:
+    """Everything that a run that hangs has started."""
+    running.process.kill()
+    running.process.join()
+    for process in processes_of(mark):
+        with suppress(psutil.Error):
+            process.kill()
+
+
+# --- what is looked for ----------------------------------------------------------------------------------------------------------------
+
+
+def inspect(stage: Stage, case: Case, result: Result, said: str) -> None:
+    folder, failures = Path(result.folder), result.failures
+    if result.codes[-1] != 0:
+        failures.append(f"exit code {result.codes[-1]}: {' / '.join(said.strip().splitlines()[-2:])[:400]}")
+        return
+    for check in (steps_stand_once, rollouts_stand_once):
+        if (wrong := check(folder)) is not None:
+            failures.append(wrong)
+    if result.struck and case.role in ACCOUNTS and not re.search(ACCOUNTS[case.role], said, re.DOTALL):
+        failures.append("the log does not say who died and how it went on")
+    if (
+        result.lives > 1
+        and case.role in BY_COMMAND
+        and not re.search("continuing after step|no checkpoint to continue from|step 1/", said)
+    ):
+        failures.append("the log does not say where it went on")
+    if "asynchronous" not in case.mode and case.mode in stage.undisturbed and not failures:
+        result.deviation = deviation(folder, stage.undisturbed[case.mode])
+        if result.deviation > NOISE:
+            failures.append(f"metrics differ from the undisturbed run's by {result.deviation:.2g}")
+
+
+def steps_stand_once(folder: Path) -> str | None:
+    lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    return None if steps == list(range(1, STEPS + 1)) else f"metrics.jsonl has the steps {steps}"
+
+
+def rollouts_stand_once(folder: Path) -> str | None:
+    """Tasks are begun in order: those that were trained on and those that were dropped are the first ones, each rollout once."""
+    from strop.tracking.rollouts import RolloutStore
+
+    records = list(RolloutStore(folder / "logs").read_all())
+    twice = [key for key, count in Counter((record.group, record.sample) for record in records).items() if count > 1]
+    if twice:
+        return f"rollouts stand twice: {twice[:5]}"
+    trained = Counter(record.group for record in records if record.kept)
+    if set(trained.values()) != {SAMPLES} or len(trained) != STEPS * GROUPS:
+        return f"{len(trained)} groups were trained on, of {sorted(set(trained.values()))} rollouts"
+    seen = {record.group for record in records}
+    if seen != set(range(len(seen))):
+        return f"groups are missing: {sorted(set(range(max(seen) + 1)) - seen)[:5]}"
+    return None
+
+
+def deviation(folder: Path, wanted: Path) -> float:
+    """The largest difference of what was measured, relative where it is larger than 1."""
+    own, other = metrics_of(folder / "logs"), metrics_of(wanted / "logs")
+    worst = 0.0
+    for step, line in other.items():
+        for name, value in line.items():
+            if not name.startswith(COMPARED) or "rank" in name or "seconds" in name:
+                continue
+            found = own[step].get(name, math.nan)
+            gap = abs(found - value) / max(1.0, abs(value))
+            worst = max(worst, math.inf if math.isnan(gap) and not (math.isnan(found) and math.isnan(value)) else gap)
+    return worst
+
+
+# --- the campaign ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The address and the first process of a Ray cluster that outlives runs, in a folder of its own, so that nobody else finds it."""
+    environment = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    port = 20000 + os.getpid() % 10000
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    command = [*ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--num-gpus=0", "--include-dashboard=false", "--block"]
+    with open(folder / "ray.log", "w") as output:
+        head = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        address = f"127.0.0.1:{port}"
+        deadline = time.monotonic() + 90
+        while "Ray runtime started" not in (folder / "ray.log").read_text():
+            if head.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"Ray did not start: {(folder / 'ray.log').read_text()}")
+            time.sleep(0.2)
+        yield address, psutil.Process(head.pid)
+    finally:
+        family = psutil.Process(head.pid).children(recursive=True) if head.poll() is None else []
+        head.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(20)
+        for process in [*family, head]:
+            with suppress(psutil.Error, OSError):
+                process.kill()
+
+
+class Turns:
+    """Takes turns at the machine with others who hold the same lock, some minutes each; without a file it is alone."""
+
+    def __init__(self, file: Path | None, seconds: float = 240.0) -> None:
+        self._file: IO[str] | None = None if file is None else open(file, "a")  # noqa: SIM115
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def take(self) -> None:
+        if self._file is None:
+            return
+        if self._since is not None and time.monotonic() - self._since > self._seconds:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._since = None
+            time.sleep(1)
+        if self._since is None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.monotonic()
+
+
+def undisturbed(stage: Stage, mode: str, turns: Turns) -> None:
+    """The run that others of this mode are compared with."""
+    turns.take()
+    number = 1000 + len(stage.undisturbed)
+    case = Case(number=number, mode=mode, role="", after=0, delay=0, save_period=2, joins=True)
+    result = perform(stage, case)
+    if not result.good:
+        raise SystemExit(f"the undisturbed run failed, {mode}: {result.failures}; see {result.folder}")
+    stage.undisturbed[mode] = Path(result.folder)
+
+
+def campaign(
+    cases: Sequence[Case], stage: Stage, turns: Turns, report: Callable[[Sequence[Result]], None], *, keep: bool
+) -> list[Result]:
+    results: list[Result] = []
+    for case in cases:
+        if "asynchronous" not in case.mode and case.mode not in stage.undisturbed:
+            undisturbed(stage, case.mode, turns)
+        turns.take()
+        began = time.monotonic()
+        result = perform(stage, case)
+        results.append(result)
+        print(_line(result, time.monotonic() - began), flush=True)
+        if result.good and not keep:
+            shutil.rmtree(result.folder, ignore_errors=True)
+        report(results)
+    return results
+
+
+def _line(result: Result, seconds: float) -> str:
+    case = result.case
+    when = "while starting" if case.after < 0 else f"after step {case.after}"
+    where = "joined" if case.joins else "own"
+    how = "ok" if result.good else "FAILED: " + " | ".join(result.failures)
+    lost = "" if result.lost is None else f", {result.lost:.1f} s lost"
+    return (
+        f"{case.number:3d} {case.mode}, {where} cluster: {case.role} {when} + {case.delay:.1f} s [{result.struck or 'not struck'}] "
+        f"-> {result.codes} in {seconds:.0f} s{lost}, gone in {result.gone:.1f} s, deviation {result.deviation}: {how}"
+    )
+
+
+def outcome_table(results: Sequence[Result]) -> str:
+    """A row for each role and mode."""
+    rows = []
+    for role in ROLES:
+        for mode in MODES:
+            own = [result for result in results if result.case.role == role and result.case.mode == mode and result.struck]
+            if not own:
+                continue
+            good = [result for result in own if result.good]
+            lost = [result.lost for result in own if result.lost is not None]
+            rows.append(
+                [
+                    role,
+                    mode,
+                    str(len(own)),
+                    str(sum(result.lives == 1 for result in good)),
+                    str(sum(result.lives > 1 for result in good)),
+                    str(len(own) - len(good)),
+                    f"{median(lost):.0f}" if lost else "",
+                ]
+            )
+    struck = [result for result in results if result.struck]
+    good = [result for result in struck if result.good]
+    lost = [result.lost for result in struck if result.lost is not None]
+    rows.append(
+        [
+            "**all**",
+            "",
+            str(len(struck)),
+            str(sum(result.lives == 1 for result in good)),
+            str(sum(result.lives > 1 for result in good)),
+            str(len(struck) - len(good)),
+            f"{median(lost):.0f}" if lost else "",
+        ]
+    )
+    head = ["killed", "mode", "runs", "went on by itself", "went on by command", "failed", "seconds lost, median"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill every role of short runs over Ray and see what becomes of them.")
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--only", nargs="+", type=int, help="numbers of the drawn runs to perform")
+    parser.add_argument("--output", type=Path, help="JSON with every run, rewritten after each")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of runs that went well, too")
+    parser.add_argument("--turns", type=Path, help="a file whose lock is held while runs are going, a few minutes at a time")
+    options = parser.parse_args()
+    cases = draw_cases(options.runs, options.seed, options.roles, options.modes)
+    if options.only:
+        cases = [case for case in cases if case.number in options.only]
+    folder = Path(tempfile.mkdtemp(prefix="strop-faults-"))
+    began = time.time()
+
+    def report(results: Sequence[Result]) -> None:
+        if options.output is not None:
+            found = {
+                "seed": options.seed,
+                "began": began,
+                "seconds": time.time() - began,
+                "runs": [{**asdict(result), "good": result.good} for result in results],
+            }
+            options.output.write_text(json.dumps(found, indent=1))
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    turns = Turns(options.turns)
+    with ExitStack() as stack:
+        turns.take()
+        address, head = stack.enter_context(running_cluster(folder))
+        stage = Stage(folder, build_tiny(folder / "model", head_dim=32), address, head)
+        results = campaign(cases, stage, turns, report, keep=options.keep)
+    print()
+    print(outcome_table(results))
+    bad = [result for result in results if not result.good]
+    missed = [result for result in results if not result.struck]
+    print(
+        f"\n{len(results)} runs in {time.time() - began:.0f} s; {len(missed)} were over before the kill; {len(bad)} failed; in {folder}"
+    )
+    for result in bad:
+        print(f"  {result.case.number}: {' | '.join(result.failures)}; {result.folder}")
+    if not bad and not options.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
