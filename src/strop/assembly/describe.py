@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from strop.assembly.algorithms import outline
+from strop.assembly.divisions import placement_lines
 from strop.assembly.recorded import recorded_algorithm_of
 from strop.assembly.roles import choose_device
 from strop.assembly.rollouts import algorithm_of
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.config.devices import devices_of
 from strop.config.distillation import TeacherConfig
 from strop.config.generation import GenerationConfig
 from strop.config.policy import ModelConfig
@@ -14,28 +18,60 @@ from strop.config.schema import DistillationRunConfig, PpoRunConfig
 from strop.config.training import AsyncConfig
 
 
-def describe(config: TrainingRunConfig | EvalRunConfig) -> str:
-    match config:
-        case EvalRunConfig():
-            return _describe_evaluation(config)
-        case RolloutRunConfig():
-            return _describe_rollouts(config)
-        case RecordedRunConfig():
-            return _describe_recorded(config)
+def describe(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None = None) -> str:
+    """``on_cpu``: whether devices are processes on CPUs, where the cluster has said so; None: what there is here decides.
+
+    Raises ValueError for what cannot be composed, PlacementError for what does not fit the devices."""
+    if isinstance(config, EvalRunConfig):
+        return _describe_evaluation(config)
+    machines = _machines(config, on_cpu)
+    if isinstance(config, RolloutRunConfig):
+        return _describe_rollouts(config, machines)
+    if isinstance(config, RecordedRunConfig):
+        return _describe_recorded(config, machines)
     raise TypeError(f"{type(config).__name__} is no kind of run")
 
 
-def _describe_recorded(config: RecordedRunConfig) -> str:
+@dataclass(frozen=True)
+class Machines:
+    """Where a run is: in this process, or spread over the nodes of a cluster."""
+
+    lines: tuple[str, ...] = ()  # who is where; none in one process
+    on_cpu: bool = True
+
+    @property
+    def many(self) -> bool:
+        return bool(self.lines)
+
+    def where(self, model: ModelConfig) -> str:
+        if not self.many:
+            return _where(model.device, model.num_threads)
+        return "the CPUs of the learner's ranks" if self.on_cpu else "the GPUs of the learner's ranks"
+
+
+def _machines(config: TrainingRunConfig, on_cpu: bool | None) -> Machines:
+    if not devices_of(config).ray:
+        return Machines()
+    if on_cpu is None:
+        import torch
+
+        wanted = config.policy.device
+        on_cpu = wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available())
+    return Machines(tuple(placement_lines(config, on_cpu=on_cpu)), on_cpu)
+
+
+def _describe_recorded(config: RecordedRunConfig, machines: Machines) -> str:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
     lines = [
-        f"policy      {_trained(policy)}",
+        f"policy      {_trained(policy, machines)}",
         f"algorithm   {outline(config.algorithm.name, recorded_algorithm_of(config))}",
         f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
         f"data        {', '.join(str(entry.dataset_name) for entry in config.data.train) or 'none'}",
+        *machines.lines,
         _folders(config),
     ]
-    return "\n".join([*lines, *_unused_gpus(config)])
+    return "\n".join(lines)
 
 
 def _folders(config: TrainingRunConfig) -> str:
@@ -44,22 +80,23 @@ def _folders(config: TrainingRunConfig) -> str:
     return f"folders     logs in {config.logger.log_dir}, checkpoints {where}"
 
 
-def _describe_rollouts(config: RolloutRunConfig) -> str:
+def _describe_rollouts(config: RolloutRunConfig, machines: Machines) -> str:
     training, policy = config.rollouts, config.policy
     global_batch = policy.train_global_batch_size or training.rollouts_per_step
     steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
     ahead = _ahead(training.asynchronous) if training.max_staleness else "synchronous"
     lines = [
         f"algorithm   {outline(config.algorithm.name, algorithm_of(config))}",
-        f"policy      {_trained(policy)}",
-        *_other_models(config),
-        f"generation  {_engine(policy.generation)}, {ahead}",
+        f"policy      {_trained(policy, machines)}",
+        *_other_models(config, machines),
+        f"generation  {_engine(policy.generation, machines)}, {ahead}",
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
         f"tasks       {', '.join(_entry(entry) for entry in config.data.train) or 'none'}",
+        *machines.lines,
         _folders(config),
     ]
-    return "\n".join([*lines, *_unused_gpus(config)])
+    return "\n".join(lines)
 
 
 def _ahead(section: AsyncConfig) -> str:
@@ -68,29 +105,32 @@ def _ahead(section: AsyncConfig) -> str:
     return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}"
 
 
-def _engine(generation: GenerationConfig) -> str:
+def _engine(generation: GenerationConfig, machines: Machines) -> str:
     if generation.backend != "vllm":
-        return f"embedded torch engine in this process, {generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
+        cache = f"{generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
+        return f"torch engines, {cache} each" if machines.many else f"embedded torch engine in this process, {cache}"
     options = generation.vllm_cfg
+    draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
+    if machines.many:
+        return f"vLLM engines, {options.precision}{draft}"
     several = f"{options.engines} vLLM engines" if options.engines > 1 else "a vLLM engine"
     own = "processes of their own" if options.engines > 1 else "a process of its own"
     ranks = f" of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
-    draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
     return f"{several}{ranks} in {own}, {options.precision}{draft}"
 
 
-def _trained(model: ModelConfig) -> str:
+def _trained(model: ModelConfig, machines: Machines) -> str:
     """A trained model, where it is, and in what precision."""
     lora = model.dtensor_cfg.lora_cfg
     adapters = f", adapters of rank {lora.dim}" if lora.enabled else ""
     precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _precision(model.precision)
-    return f"{model.model_name} on {_where(model.device, model.num_threads)}, {precision}{adapters}"
+    return f"{model.model_name} on {machines.where(model)}, {precision}{adapters}"
 
 
-def _other_models(config: RolloutRunConfig) -> list[str]:
+def _other_models(config: RolloutRunConfig, machines: Machines) -> list[str]:
     """The critic and the teachers of a run, a line each."""
     if isinstance(config, PpoRunConfig):
-        return [f"critic      {'a head on the policy' if config.value.head_only else _trained(config.value)}"]
+        return [f"critic      {'a head on the policy' if config.value.head_only else _trained(config.value, machines)}"]
     if isinstance(config, DistillationRunConfig):
         return [f"teacher     {_teacher(teacher)}" for teacher in (config.teacher, *config.teachers.values())]
     return []
@@ -131,12 +171,12 @@ def _entry(entry: object) -> str:
     return f"{name} ({environment})" if name and environment else str(name or environment or "the only environment")
 
 
-def _unused_gpus(config: TrainingRunConfig | EvalRunConfig) -> list[str]:
+def _unused_gpus(config: EvalRunConfig) -> list[str]:
     import torch
 
     wanted, found = config.cluster.gpus_per_node, torch.cuda.device_count()
     if wanted > 1:
         return [
-            f"warning     cluster.gpus_per_node is {wanted}; {found} found here, and this version trains in one process on one device"
+            f"warning     cluster.gpus_per_node is {wanted}; {found} found here, and an evaluation runs in one process on one device"
         ]
     return []

@@ -53,10 +53,10 @@ def layout(sizes: ParallelSizes) -> str:
 def placement_lines(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     """Of a run on a cluster: ranks, layout, engines, hosts of environments. Raises PlacementError, ValueError."""
     division, found = division_of(config, on_cpu=on_cpu), devices_of(config)
-    kind = "processes in a GPU's place" if on_cpu else "GPUs"
+    each = f"{_count(found.per_node, 'process')} in a GPU's place" if on_cpu else _count(found.per_node, "GPU")
     world, nodes = len(division.training), {place.node for place in division.training}
     lines = [
-        f"cluster     {_count(found.nodes, 'node')}, {found.per_node} {kind} on each, by Ray",
+        f"cluster     {_count(found.nodes, 'node')} of a Ray cluster, {each} on each",
         f"learner     {_count(world, 'rank')} on {_count(len(nodes), 'node')}: {layout(sizes_of(config.policy.dtensor_cfg, world))}",
     ]
     if isinstance(config, PpoRunConfig) and not config.value.head_only:

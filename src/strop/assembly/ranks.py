@@ -10,7 +10,7 @@ import copy
 import datetime
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +45,8 @@ from strop.training.torch.learner import FrozenScorer, NetworkScorer, TorchLearn
 from strop.training.torch.parallel import checkpoint
 from strop.training.torch.parallel.export import exported
 from strop.training.torch.parallel.layout import Meshes
-from strop.training.torch.parallel.sharding import ManyRanks, parallelize
+from strop.training.torch.parallel.loading import load_once, network_once
+from strop.training.torch.parallel.sharding import ManyRanks, parallelize, parallelize_head
 from strop.training.torch.parallel.share import Shares
 from strop.training.torch.reference import AdapterOffScorer
 from strop.training.torch.reference_store import weights_fingerprint
@@ -57,6 +58,16 @@ log = logging.getLogger(__name__)
 dist: Any = torch.distributed
 
 POLICY = "policy"
+
+
+class Together:
+    """``Bring`` for ranks: the first one loads a model, the others have its shell until it is divided."""
+
+    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        return load_once(lambda: load("cpu"))
+
+    def network(self, model: Any, make: Callable[..., Any]) -> Any:
+        return network_once(model, make)
 
 
 class SharedScorer(Protocol):
@@ -138,14 +149,14 @@ class LearnerRank:
         config = self.config
         seed_everything(config.training.seed)
         if isinstance(config, RmRunConfig):
-            self.policy: Policy = load_reward_policy(config)
+            self.policy: Policy = load_reward_policy(config, Together())
         else:
-            self.policy = load_training_policy(config.policy, config.training.seed)
+            self.policy = load_training_policy(config.policy, config.training.seed, Together())
         network = self.policy.network
         return RankFacts(
             packed=network.packed,
             fallback=network.fallback,
-            on_cpu=network.device.type == "cpu",
+            on_cpu=self._device() == "cpu",
             stop_ids=self.policy.stop_ids,
             fingerprint=weights_fingerprint(network.model) if self.rank == 0 else "",
             address=host,
@@ -155,14 +166,9 @@ class LearnerRank:
         """Everything in place, each rank with its pieces; the names of what is trained. Raises ValueError for what does not go together."""
         config, policy = self.config, self.policy
         self.sampling = sampling
-        critic = make_critic(config, policy) if isinstance(config, PpoRunConfig) else None
-        if isinstance(critic, ValueHead):
-            raise ValueError(
-                "value.head_only is true, and a head on the policy's hidden states is trained in one process only; set it to false, or "
-                "cluster.backend=local"
-            )
+        critic = make_critic(config, policy, Together()) if isinstance(config, PpoRunConfig) else None
         reference = self._reference_model() if REFERENCE in algorithm.requires else None
-        device = policy.network.device.type
+        device = self._device()
         placed = self._divided(policy.network, config.policy, Meshes(sizes_of(config.policy.dtensor_cfg, self.world), device))
         self.placement = placed
         self.learners[POLICY] = make_learner(
@@ -174,8 +180,12 @@ class LearnerRank:
             placement=placed,
         )
         if critic is not None:
-            assert isinstance(config, PpoRunConfig) and isinstance(critic, Network)
-            critics = self._divided(critic, config.value, Meshes(sizes_of(config.value.dtensor_cfg, self.world), device))
+            assert isinstance(config, PpoRunConfig)
+            if isinstance(critic, ValueHead):
+                critics = parallelize_head(critic, placed)
+            else:
+                assert isinstance(critic, Network)
+                critics = self._divided(critic, config.value, Meshes(sizes_of(config.value.dtensor_cfg, self.world), device))
             self.learners["value"] = make_learner(
                 critic, config.value, sampling, total_steps=total_steps, section="value", placement=critics
             )
@@ -214,7 +224,7 @@ class LearnerRank:
         if low_rank_layers(network.model):
             self.readers["reference"] = AdapterOffScorer(network, self.sampling, score_tokens=tokens, placement=self.placement)
         elif reference is not None:
-            meshes = Meshes(sizes_of(config.policy.dtensor_cfg, self.world), network.device.type)
+            meshes = Meshes(sizes_of(config.policy.dtensor_cfg, self.world), self._device())
             placed = parallelize(
                 reference,
                 meshes,

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +79,31 @@ def prepare_device(wanted: str, threads: int | None) -> torch.device:
     return chosen
 
 
+class Bring(Protocol):
+    """How a model comes into this process, which may be one of many that share it."""
+
+    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        """What ``load(device)`` gives."""
+        ...
+
+    def network(self, model: Any, make: Callable[..., Any]) -> Any:
+        """``make(model)``, or where it is known how the model reads ``make(model, packed=...)``."""
+        ...
+
+
+class Alone:
+    """This process has the model for itself."""
+
+    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        return load(str(device))
+
+    def network(self, model: Any, make: Callable[..., Any]) -> Any:
+        return make(model)
+
+
+ALONE = Alone()
+
+
 def load_policy(
     model_name: str,
     *,
@@ -91,19 +117,21 @@ def load_policy(
     chunk: int | None = 1024,
     packed: bool = True,
     weights_dtype: str = "float32",
+    bring: Bring = ALONE,
 ) -> Policy:
     """Raises ModelNotFound, ValueError."""
     chosen = prepare_device(device, threads)
-    model = load_model(model_name, overrides=overrides, device=str(chosen))
+    model = bring.model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
     for name in disable_dropout(model):
         log.warning("dropout of %s is off: it would make sampler and learner disagree", name)
     tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
-    network = Network(model, precision=PRECISIONS[precision], chunk=chunk or 1 << 40, packed=None if packed else False)
+    make = partial(Network, precision=PRECISIONS[precision], chunk=chunk or 1 << 40)
+    network = bring.network(model, make) if packed else make(model, packed=False)
     round_weights(model, PRECISIONS[weights_dtype])
     return Policy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), stop_tokens(model, tokenizer))
 
 
-def load_training_policy(config: PolicyConfig, seed: int = 0) -> Policy:
+def load_training_policy(config: PolicyConfig, seed: int = 0, bring: Bring = ALONE) -> Policy:
     """``seed`` is that of the run: adapters begin with it."""
     policy = load_policy(
         config.model_name,
@@ -117,6 +145,7 @@ def load_training_policy(config: PolicyConfig, seed: int = 0) -> Policy:
         chunk=config.logprob_chunk_size,
         packed=config.sequence_packing.enabled,
         weights_dtype=config.weights_dtype,
+        bring=bring,
     )
     adapt(policy.network, config, seed)
     return policy
@@ -169,23 +198,22 @@ def make_learner(
     return TorchLearner(network, sampling, options, placement)
 
 
-def load_reward_policy(config: RmRunConfig) -> Policy:
+def load_reward_policy(config: RmRunConfig, bring: Bring = ALONE) -> Policy:
     """The model of a reward model: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
     settings = config.policy
     device = prepare_device(settings.device, settings.num_threads)
     tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
-    model = load_classifier(settings.model_name, overrides=settings.hf_config_overrides, device=str(device), seed=config.rm.seed)
+    load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.rm.seed)
+    model = bring.model(lambda device: load(device=device), device)
     stop_ids = stop_tokens(model, tokenizer)
     set_pad_token(model, tokenizer, stop_ids)
     disable_dropout(model)
-    packed = None if settings.sequence_packing.enabled else False
-    network = ValueNetwork(model, precision=PRECISIONS[settings.precision], packed=packed)
-    round_weights(model, PRECISIONS[settings.weights_dtype])
+    network = _value_network(model, settings, bring)
     adapt(network, settings, config.rm.seed)
     return Policy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
 
 
-def make_critic(config: PpoRunConfig, policy: Policy) -> TrainableNetwork:
+def make_critic(config: PpoRunConfig, policy: Policy, bring: Bring = ALONE) -> TrainableNetwork:
     """A head on the policy's hidden states, or a sequence classifier with one label of its own. Raises ValueError."""
     settings = config.value
     if settings.head_only:
@@ -193,14 +221,18 @@ def make_critic(config: PpoRunConfig, policy: Policy) -> TrainableNetwork:
     if settings.tokenizer.name != config.policy.tokenizer.name:
         _refuse_other_tokens(policy.tokenizer, settings.tokenizer.name)
     device = prepare_device(settings.device, settings.num_threads)
-    model = load_classifier(
-        settings.model_name, overrides=settings.hf_config_overrides, device=str(device), seed=config.ppo.seed, spread=0.0
-    )
+    load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.ppo.seed, spread=0.0)
+    model = bring.model(lambda device: load(device=device), device)
     disable_dropout(model)
-    packed = None if settings.sequence_packing.enabled else False
-    network = ValueNetwork(model, precision=PRECISIONS[settings.precision], packed=packed)
-    round_weights(model, PRECISIONS[settings.weights_dtype])
+    network = _value_network(model, settings, bring)
     adapt(network, settings, config.ppo.seed)
+    return network
+
+
+def _value_network(model: Any, settings: ModelConfig, bring: Bring) -> ValueNetwork:
+    make = partial(ValueNetwork, precision=PRECISIONS[settings.precision])
+    network: ValueNetwork = bring.network(model, make) if settings.sequence_packing.enabled else make(model, packed=False)
+    round_weights(model, PRECISIONS[settings.weights_dtype])
     return network
 
 

@@ -55,7 +55,7 @@ async def build_run(config: TrainingRunConfig, tracker: Tracker, cluster: Cluste
     """Everything of a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one; and its engine, if it
     samples."""
     seed_everything(config.training.seed)
-    for line in describe(config).splitlines():
+    for line in describe(config, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)
     if isinstance(config, RolloutRunConfig):
         return await build_rollout_run(config, tracker, cluster)
