@@ -322,7 +322,7 @@ def save_if_due(run: Run, stream: StreamState) -> None:
     state = RunState(step=run.step, stream=stream, logged=run.logged, early_stop=run.early_stop)
     path = run.checkpoints.save(state, run.learners)
     run.saved = run.step
-    run.tracker.note(f"checkpoint: {path}")
+    run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, being written beside training: {path}")
 
 
 def stops(run: Run, logged: Mapping[str, float]) -> bool:

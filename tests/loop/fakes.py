@@ -212,6 +212,9 @@ class FakeCheckpoints:
         self.saved.append(state)
         return Path(f"step_{state.step}")
 
+    def finish(self) -> None:
+        pass
+
 
 @dataclass
 class Tasks:

@@ -14,7 +14,7 @@ from strop.assembly.roles import Speech, tokenizer_saver
 from strop.assembly.scorers import optimizer_steps
 from strop.assembly.settings import settings_of
 from strop.assembly.tasks import data_source
-from strop.assembly.training import continued, early_stop, make_checkpoints, restore
+from strop.assembly.training import continued, early_stop, make_checkpoints, restore, saving_with
 from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig
 from strop.config.data import DataEntryConfig
@@ -121,7 +121,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
         rollouts=store,
         evaluator=validation,
         early_stop=early_stop(config),
-        checkpoints=checkpoints if config.checkpointing.enabled else None,
+        checkpoints=saving_with(config, checkpoints),
     )
     return continued(run, state)
 

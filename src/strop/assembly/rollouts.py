@@ -16,7 +16,7 @@ from strop.assembly.roles import tokenizer_saver
 from strop.assembly.scorers import optimizer_steps
 from strop.assembly.settings import settings_of
 from strop.assembly.tasks import reward_names, training_tasks, validation_tasks
-from strop.assembly.training import continued, early_stop, make_checkpoints, restore
+from strop.assembly.training import continued, early_stop, make_checkpoints, restore, saving_with
 from strop.cluster.base import Cluster
 from strop.config import RolloutRunConfig
 from strop.config.devices import devices_of
@@ -116,7 +116,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         evaluator=make_evaluator(config, validation_source, engine, speech.template, rules, tracker),
         early_stop=early_stop(config),
         mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
-        checkpoints=checkpoints if config.checkpointing.enabled else None,
+        checkpoints=saving_with(config, checkpoints),
     )
     return continued(run, state), engine
 

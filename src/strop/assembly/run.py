@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from strop.assembly.clusters import cluster_of, with_restarts
@@ -42,6 +43,8 @@ async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> 
         run.stopper = notice.stopper
         try:
             await train(run)
+            if run.checkpoints is not None:
+                await asyncio.to_thread(run.checkpoints.finish)
         finally:
             await run.stream.close()
             if generator is not None:

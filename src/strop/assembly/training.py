@@ -10,7 +10,8 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.base import RunState
+from strop.checkpointing.background import BackgroundCheckpoints
+from strop.checkpointing.base import Checkpoints, RunState
 from strop.checkpointing.folders import CheckpointFolders
 from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
 from strop.loop import Run
@@ -79,6 +80,13 @@ def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path],
         higher_is_better=saving.higher_is_better,
         save_optimizer=saving.save_optimizer,
     )
+
+
+def saving_with(config: TrainingRunConfig, folders: CheckpointFolders) -> Checkpoints | None:
+    """How a run saves; None where it does not."""
+    if not config.checkpointing.enabled:
+        return None
+    return BackgroundCheckpoints(folders) if config.checkpointing.async_save else folders
 
 
 def restore(

@@ -39,5 +39,10 @@ class Stages(Protocol):
 
 class Checkpoints(Protocol):
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
-        """Save atomically; when this returns the checkpoint outlives a kill."""
+        """Save atomically; the checkpoint outlives a kill when this returns, or where it is written in the background when ``finish``
+        does or another save returns."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what is written in the background. Raises what went wrong with it."""
         ...

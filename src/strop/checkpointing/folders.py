@@ -76,6 +76,9 @@ class CheckpointFolders:
         self._prune(newest=state.step)
         return target
 
+    def finish(self) -> None:
+        """Nothing is written in the background."""
+
     def newest(self) -> Path | None:
         steps = self.steps()
         return self.folder / f"step_{steps[-1]}" if steps else None

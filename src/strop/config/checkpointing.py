@@ -21,6 +21,11 @@ class CheckpointingConfig(Model):
     save_optimizer: bool = Field(
         True, description="Save optimizer and schedule too; without them a run cannot be resumed exactly."
     )
+    async_save: bool = Field(
+        False,
+        description="Learners on several ranks put aside what is to be saved, and train on while it is written; one process saves first "
+        "and then goes on.",
+    )
     save_on_sigterm_within: float | None = Field(
         120,
         ge=0,

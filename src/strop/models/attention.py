@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from strop.sampling import at_least_float32
@@ -80,6 +81,11 @@ def strop_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, strop_attention)
+
+
+def mixes_tokens(module: nn.Module) -> bool:
+    """Attention and its like are told their layer's index; so are decoder layers, which only contain them."""
+    return hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
 
 
 # Scores up to this many elements are computed by plain products where that is faster than the fused kernel.

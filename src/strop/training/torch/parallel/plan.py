@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from strop.models.attention import mixes_tokens
 from strop.training.torch.parallel.experts import check_experts, experts_of
 from strop.training.torch.parallel.layout import ParallelSizes
 
@@ -232,7 +233,7 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
     mixers = {
         name: module
         for name, module in model.named_modules()
-        if _mixes_tokens(module) and not any(_inside(inner, [name]) for inner in experts)
+        if mixes_tokens(module) and not any(_inside(inner, [name]) for inner in experts)
     }
     outside = [name for name in mixers if not _inside(name, [region.name for region in regions])]
     if outside or not mixers:
@@ -241,10 +242,3 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
             f"sequence_parallel is true, and the tensor-parallel plan of {type(model).__name__} leaves the attention of {where} whole, "
             f"which would see only its own rank's tokens; set sequence_parallel=false, or name a plan that divides it in {KEY}"
         )
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    """Attention and its like are told their layer's index; so are decoder layers, which only contain them."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
