@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.cluster.things import AsyncThing, Thing
 
 from strop.cluster.base import HostDied, HostOptions
 from strop.cluster.group import GroupDied, WorkerGroup
 from strop.cluster.placement import PlacementError
 from strop.cluster.ray import ClusterOptions, RayCluster, connect, on_every_node, process_lives
-from tests.unit.cluster.things import AsyncThing, Thing
 
 
 class Room:
@@ -133,5 +133,5 @@ def test_more_nodes_than_there_are_are_refused_with_what_was_found(room: Room) -
     from strop.cluster.placement import choose_nodes
     from strop.cluster.ray import nodes_of_cluster
 
-    with pytest.raises(PlacementError, match="cluster.num_nodes is 4"):
+    with pytest.raises(PlacementError, match=r"cluster\.num_nodes is 4"):
         choose_nodes(nodes_of_cluster(), 4, 2, on_cpu=True)

@@ -61,7 +61,7 @@ class Region:
 
     @property
     def mixes_tokens(self) -> bool:
-        return _mixes_tokens(self.module)
+        return mixes_tokens(self.module)
 
 
 def load_plan(name: str) -> Plan:
