@@ -10,7 +10,9 @@ import copy
 import datetime
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,6 +119,7 @@ class LearnerRank:
         self.learners: dict[str, TorchLearner] = {}
         self.readers: dict[str, SharedScorer] = {}
         self.columns: dict[str, ColumnSource] = {}
+        self.worked = 0.0
         self._store: Any = None
         self._export: WeightExport | None = None
         self._staged: dict[str, checkpoint.Snapshot] = {}
@@ -248,17 +251,31 @@ class LearnerRank:
     # --- training ---------------------------------------------------------------------------------------------------------
 
     def score(self, name: str, batch: Batch) -> Shares:
-        return self.readers[name].score_shares(batch)
+        with self._at_work():
+            return self.readers[name].score_shares(batch)
 
     def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> Shares:
-        return self.learners[name].forward_backward_shares(batch, loss)
+        with self._at_work():
+            return self.learners[name].forward_backward_shares(batch, loss)
 
     def measure(self, name: str, batch: Batch, loss: LossFn) -> Shares:
-        return self.learners[name].measure_shares(batch, loss)
+        with self._at_work():
+            return self.learners[name].measure_shares(batch, loss)
 
     def step(self, name: str) -> Metrics:
-        metrics: Metrics = _now(self.learners[name].step())
-        return metrics
+        with self._at_work():
+            metrics: Metrics = _now(self.learners[name].step())
+            return metrics
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.worked += time.perf_counter() - started
+
+    def seconds_worked(self) -> float:
+        """In which this rank scored and trained, since it began."""
+        return self.worked
 
     def fill(self, name: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
         """The columns of a source for this rank's groups; None where another rank has them."""

@@ -1,0 +1,145 @@
+"""What the loop itself costs: the part of a step that is not generation, rewards, training or weight sync.
+
+    python benchmarks/controller_overhead.py [--steps 8] [--ranks 1 2] [--model NAME]
+
+The quickstart's recipe (8 prompts x 8 samples), in one process and over Ray, in turns. In one process the overhead is the step's time less
+its phases of generation, log-probabilities, training and weight sync. Over Ray the driver also waits for calls to travel: that is the time
+of its training phases less the time in which the busiest rank worked, and it is counted as overhead too. What generation loses to calls is
+shown by its own time, beside that of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import MODEL, spread, table
+
+CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
+WORK = ("generation", "logprobs", "policy_training", "weight_sync", "validation", "checkpointing")
+PHASES = ("drain", "packing", "storing")
+
+
+@dataclass(frozen=True)
+class Step:
+    seconds: float
+    phases: Mapping[str, float]
+    worked: float | None  # seconds in which the busiest rank scored and trained; None in one process
+
+    @property
+    def loop(self) -> float:
+        """Seconds outside of all work."""
+        return self.seconds - sum(self.phases.get(phase, 0.0) for phase in WORK)
+
+    @property
+    def calls(self) -> float:
+        """Seconds in which the driver waited for ranks that did not work."""
+        if self.worked is None:
+            return 0.0
+        return max(0.0, self.phases["policy_training"] + self.phases.get("logprobs", 0.0) - self.worked)
+
+    @property
+    def share(self) -> float:
+        return (self.loop + self.calls) / self.seconds
+
+
+def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
+    from strop.config import TRAINING_RUNS, load_config
+
+    settings: dict[str, Any] = {
+        "policy.model_name": options.model,
+        "grpo.max_num_steps": options.steps,
+        "grpo.val_at_start": False,
+        "grpo.val_at_end": False,
+        "checkpointing.enabled": False,
+        "logger.log_dir": str(folder),
+        "logger.console": "none",
+    }
+    if ranks:
+        settings |= {"cluster.backend": "ray", "cluster.gpus_per_node": ranks}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return load_config(CONFIG, overrides, root=TRAINING_RUNS["grpo"]).config
+
+
+async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
+    """A run on so many ranks; 0 is one process."""
+    from strop.assembly.clusters import cluster_of
+    from strop.assembly.run import build_run
+    from strop.assembly.training import make_tracker
+    from strop.loop import train
+    from strop.tracking.jsonl import read_metrics
+
+    config = recipe(options, folder, ranks)
+    tracker = make_tracker(config)
+    worked: list[float] = []
+    async with cluster_of(config, tracker) as cluster:
+        run, generator = await build_run(config, tracker, cluster)
+        if ranks:
+            group = run.learners["policy"].group  # type: ignore[attr-defined]
+            release = run.stream.release
+
+            def noted(count: int) -> None:
+                release(count)
+                worked.append(max(group.now("seconds_worked")))
+
+            run.stream.release = noted  # type: ignore[method-assign]
+        try:
+            await train(run)
+        finally:
+            await run.stream.close()
+            if generator is not None:
+                await generator.close()
+    tracker.close()
+    found = []
+    for place, (_, line) in enumerate(read_metrics(folder / "metrics.jsonl")):
+        phases = {phase: line.get(f"timing/train/{phase}", 0.0) for phase in (*WORK, *PHASES)}
+        before = worked[place - 1] if place and worked else 0.0
+        found.append(Step(line["timing/train/total_step_time"], phases, worked[place] - before if worked else None))
+    return found[options.warmup :]
+
+
+def report(found: Mapping[int, list[Step]]) -> None:
+    rows = []
+    for ranks, steps in found.items():
+        rows.append(
+            [
+                "one process" if not ranks else f"Ray, {ranks} rank{'s' if ranks > 1 else ''}",
+                str(spread([step.seconds for step in steps])),
+                str(spread([step.phases["generation"] for step in steps])),
+                str(spread([1000 * step.loop for step in steps])),
+                str(spread([1000 * step.calls for step in steps])),
+                f"{100 * median(step.share for step in steps):.2f} % (to {100 * max(step.share for step in steps):.2f} %)",
+            ]
+        )
+    print(table(["where", "step, s", "generation, s", "loop, ms", "calls, ms", "overhead"], rows))
+    for ranks, steps in found.items():
+        parts = ", ".join(f"{phase} {1000 * median(step.phases[phase] for step in steps):.1f} ms" for phase in PHASES)
+        print(f"{'one process' if not ranks else f'Ray, {ranks}'}: {parts}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found: dict[int, list[Step]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for ranks in (0, *options.ranks):
+            found[ranks] = asyncio.run(measure(options, Path(name) / str(ranks), ranks))
+    report(found)
+    if options.output:
+        options.output.write_text(json.dumps({str(ranks): [vars(step) for step in steps] for ranks, steps in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
