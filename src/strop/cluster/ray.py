@@ -30,6 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from strop.cluster.base import HostDied, HostOptions, NodeLost, Remote
+from strop.cluster.guardian import Guardian
 from strop.cluster.placement import Node, PlacementError, choose_nodes, domain_of
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,12 @@ class RayCluster:
     """A ``Cluster`` of Ray actors. Made by ``connect``."""
 
     def __init__(
-        self, options: ClusterOptions, nodes: Sequence[Node], group: Any, keepers: Sequence[Any], *, owned: bool
+        self,
+        options: ClusterOptions,
+        nodes: Sequence[Node],
+        group: Any,
+        keepers: Sequence[Any],
+        guardian: Guardian | None,
     ) -> None:
         self.options = options
         self.members = tuple(nodes)
@@ -70,7 +76,8 @@ class RayCluster:
         self._group = group
         self._keepers = tuple(keepers)
         self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
-        self.owned = owned  # it was started by connect, and ends with this process
+        self.owned = guardian is not None  # it was started by connect, and ends with this process
+        self._guardian = guardian
         self._hosts: list[RayRemote] = []
 
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
@@ -143,6 +150,8 @@ class RayCluster:
         with suppress(Exception):  # the cluster may be what went away
             remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
 
 
 class RayRemote:
@@ -329,7 +338,7 @@ def _write_to(path: Path) -> None:
 
 async def connect(options: ClusterOptions) -> RayCluster:
     """Join the running cluster, or start one on this machine, and reserve its nodes. Raises PlacementError, ConnectionError."""
-    owned = await asyncio.to_thread(_join, options)
+    guardian = await asyncio.to_thread(_join, options)
     try:
         if options.on_cpu is None:
             options = replace(options, on_cpu=not any(node.gpus for node in nodes_of_cluster()))
@@ -340,14 +349,16 @@ async def connect(options: ClusterOptions) -> RayCluster:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
             gpus = 0 if options.on_cpu else options.devices_per_node
             keepers.append(KEEPER.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
-        return RayCluster(options, nodes, group, keepers, owned=owned)
+        return RayCluster(options, nodes, group, keepers, guardian)
     except BaseException:
         ray.shutdown()
+        if guardian is not None:
+            guardian.close()
         raise
 
 
-def _join(options: ClusterOptions) -> bool:
-    """Returns whether a cluster was started, which will end with this process."""
+def _join(options: ClusterOptions) -> Guardian | None:
+    """Returns the guardian of a cluster that was started, which will end with this process."""
     if ray.is_initialized():
         raise RuntimeError(
             "this process is connected to a Ray cluster already; leave it with ray.shutdown() before a run is started"
@@ -363,11 +374,13 @@ def _join(options: ClusterOptions) -> bool:
                 f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on the others ray start --address=...), or "
                 "take away cluster.address and RAY_ADDRESS to start one on this machine"
             ) from error
-        return False
+        return None
     gpus = 0 if options.on_cpu else None
     cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
-    ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
-    return True
+    guardian = Guardian()
+    with guardian.marking():
+        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+    return guardian
 
 
 def _started_here() -> str | None:
