@@ -1,0 +1,154 @@
+"""Runs over Ray whose processes are killed. ``benchmarks/fault_campaign.py`` does the same to every role at random moments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from loop.runs import Running, grpo, metrics_of, overrides, start, tiny_config
+from loop.victims import Marked, described, left_over, worker
+from strop.tracking.rollouts import RolloutStore
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 5
+SHORT = {
+    "grpo.max_num_steps": STEPS,
+    "grpo.val_period": 0,
+    "checkpointing.save_period": 1,
+    "checkpointing.metric_name": None,
+    "logger.console": "plain",
+}
+TWO_RANKS = {"cluster.gpus_per_node": 2, "cluster.address": "local"}
+NOISE = 2e-4  # relative: ranks and batches of requests add float32 numbers in another order
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process, undisturbed."""
+    folder = tmp_path_factory.mktemp("alone")
+    outcome = grpo(tiny, folder, **SHORT)
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def begin(tiny: Path, folder: Path, **changes: Any) -> Running:
+    settings = {**tiny_config(tiny), **SHORT, **TWO_RANKS, **changes}
+    return start(["grpo", *overrides(settings)], folder, before=Marked(str(folder)))
+
+
+def wait_for(running: Running, ready: Callable[[], Any], seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := ready()):
+        assert running.process.is_alive() and time.monotonic() < deadline, said_by(running)
+        time.sleep(0.02)
+    return found
+
+
+def said_by(running: Running) -> str:
+    files = [running.folder / name for name in (".out", ".err")]
+    return "".join(file.read_text() for file in files if file.exists())
+
+
+def steps_logged(running: Running) -> int:
+    file = running.folder / "logs" / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def kill(running: Running, name: str) -> int:
+    process: psutil.Process = wait_for(running, lambda: worker(name, str(running.folder)))
+    process.kill()
+    return int(process.pid)
+
+
+def assert_as_if_undisturbed(folder: Path, alone: Path) -> None:
+    """Each step and each rollout once, the metrics of the run in one process, and nobody left."""
+    steps = [json.loads(line)["step"] for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    identities = [(record.group, record.sample) for record in RolloutStore(folder / "logs").read_all()]
+    assert sorted(identities) == [(group, sample) for group in range(STEPS * 4) for sample in range(8)]
+    own, other = metrics_of(folder / "logs"), metrics_of(alone / "logs")
+    for step, line in other.items():
+        for name, value in line.items():
+            if name.startswith("train/") and "rank" not in name:
+                assert math.isclose(own[step][name], value, rel_tol=NOISE, abs_tol=NOISE), (step, name, value, own[step][name])
+    assert_nobody_left(folder)
+
+
+def assert_nobody_left(folder: Path) -> None:
+    left, _ = left_over(str(folder))
+    assert not left, described(left)
+
+
+def test_an_engine_that_is_killed_is_started_anew_and_the_run_goes_on(tiny: Path, alone: Path, tmp_path: Path) -> None:
+    running = begin(tiny, tmp_path, **{"cluster.environment_hosts": 1})
+    wait_for(running, lambda: steps_logged(running) >= 1)
+    process = kill(running, "engine-0")
+    wait_for(running, lambda: steps_logged(running) >= 3)
+    host = kill(running, "environment-arithmetic-0")
+    outcome = running.finish(200)
+    assert outcome.code == 0, outcome.err
+    said = outcome.out + outcome.err
+    assert f"process {process}, on" in said and f"process {host}, on" in said and "another process takes its place" in said
+    assert max(line["generation/restarts"] for line in metrics_of(tmp_path / "logs").values()) <= 1
+    assert_as_if_undisturbed(tmp_path, alone)
+
+
+def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint(tiny: Path, alone: Path, tmp_path: Path) -> None:
+    running = begin(tiny, tmp_path)
+    wait_for(running, lambda: steps_logged(running) >= 2)
+    process = kill(running, "learner-1")
+    outcome = running.finish(200)
+    assert outcome.code == 0, outcome.err
+    assert f"the learner group lost a member: learner-1 (process {process}, on" in outcome.out
+    assert "The learner starts anew, from the checkpoint of step" in outcome.out
+    assert "continuing after step" in outcome.out
+    assert_as_if_undisturbed(tmp_path, alone)
+
+
+def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look(tiny: Path, tmp_path: Path) -> None:
+    running = begin(tiny, tmp_path, **{"cluster.max_restarts": 1})
+    first = kill(running, "learner-0")
+    wait_for(running, lambda: "starts anew, from the beginning" in said_by(running))
+    wait_for(running, lambda: (found := worker("learner-0", str(tmp_path))) is not None and found.pid != first)
+    kill(running, "learner-0")
+    outcome = running.finish(200)
+    assert outcome.code == 1
+    assert "started anew 1 times without one more saved step (cluster.max_restarts)" in outcome.err
+    assert "learner-0" in outcome.err and str(Path("logs") / "workers") in outcome.err and "Traceback" not in outcome.err
+    assert_nobody_left(tmp_path)
+
+
+def test_a_run_that_is_interrupted_or_loses_its_driver_leaves_nobody_and_goes_on_by_the_same_command(
+    tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    running = begin(tiny, tmp_path)
+    wait_for(running, lambda: steps_logged(running) >= 1)
+    os.kill(running.process.pid, signal.SIGINT)
+    outcome = running.finish(60)
+    assert outcome.code == 130 and "Start the same command again" in outcome.err and "Traceback" not in outcome.err
+    assert_nobody_left(tmp_path)
+
+    before = steps_logged(running)
+    running = begin(tiny, tmp_path)
+    wait_for(running, lambda: steps_logged(running) > before)
+    family = psutil.Process(running.process.pid).children(recursive=True)
+    running.process.kill()
+    assert running.finish(10).code == -signal.SIGKILL
+    left, _ = left_over(str(tmp_path), family)
+    assert not left, described(left)
+
+    outcome = begin(tiny, tmp_path).finish(200)
+    assert outcome.code == 0, outcome.err
+    assert "continuing after step" in outcome.out
+    assert_as_if_undisturbed(tmp_path, alone)

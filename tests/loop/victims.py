@@ -1,0 +1,82 @@
+"""Processes of a run over Ray: who is who, and who is left when it has ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from loop.runs import heed_interrupts
+
+MARK = "STROP_TEST_RUN"  # an environment variable that all processes of a run inherit
+
+
+@dataclass(frozen=True)
+class Marked:
+    """For ``before``: the mark, and Ctrl-C is heeded."""
+
+    mark: str
+
+    def __call__(self) -> None:
+        os.environ[MARK] = self.mark
+        heed_interrupts()
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """All that carry the mark in the environment they were started with."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and lives(process):
+                found.append(process)
+    return found
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def worker(name: str, mark: str) -> psutil.Process | None:
+    """A process of a run by its name, such as learner-0: that of the file it writes to."""
+    for process in processes_of(mark):
+        with suppress(psutil.Error, OSError):
+            if Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem == name:
+                return process
+    return None
+
+
+def named(names: Sequence[str], mark: str) -> psutil.Process | None:
+    """A process of a run by the program it is."""
+    for process in processes_of(mark):
+        with suppress(psutil.Error):
+            told = f"{process.name()} {' '.join(process.cmdline())}"
+            if any(name in told for name in names):
+                return process
+    return None
+
+
+def left_over(mark: str, known: Iterable[psutil.Process] = (), seconds: float = 15.0) -> tuple[list[psutil.Process], float]:
+    """Processes of a run, ``known`` ones among them, that are there ``seconds`` after it ended; and how long it took to see that."""
+    began, others = time.monotonic(), list(known)
+    while True:
+        alive = {process.pid: process for process in [*processes_of(mark), *filter(lives, others)]}
+        waited = time.monotonic() - began
+        if not alive or waited > seconds:
+            return list(alive.values()), waited
+        time.sleep(0.1)
+
+
+def described(processes: Sequence[psutil.Process]) -> str:
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            found.append(f"{process.pid} {' '.join(' '.join(process.cmdline()).split())[:100] or process.name()}")
+    return "; ".join(found)
