@@ -36,14 +36,14 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from loop.runs import Environ, Running, metrics_of, overrides, start, tiny_config
+from loop.runs import Running, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from loop.victims import MARK, Marked, described, left_over, named, processes_of, worker
 
 STEPS, GROUPS, SAMPLES = 8, 4, 8
 RUN_SECONDS = 240.0  # after which a run counts as hung
 GONE_SECONDS = 20.0  # within which processes of a run that ended must be gone
 NOISE = 2e-4  # relative: ranks and batches of requests add float32 numbers in another order
-MARK = "STROP_CAMPAIGN_RUN"  # an environment variable that all processes of a run inherit
 COMPARED = ("train/", "validation/")
 
 LEARNERS = {"cluster.gpus_per_node": 2, "policy.device": "cpu"}
@@ -76,6 +76,12 @@ OFTEN = {
     "asynchronous, vLLM": 1,
 }
 ROLES = ("driver", "learner rank 0", "learner rank 1", "engine", "environment host", "vLLM's engine process", "node")
+WORKERS = {
+    "learner rank 0": "learner-0",
+    "learner rank 1": "learner-1",
+    "engine": "engine-0",
+    "environment host": "environment-arithmetic-0",
+}
 BY_COMMAND = ("driver", "node")  # whose death ends the run, which the same command continues
 
 # What the log must say after a death.
@@ -154,37 +160,15 @@ def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str])
 # --- processes -------------------------------------------------------------------------------------------------------------------------
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """All that carry the mark in the environment they were started with."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 def find(role: str, running: Running, mark: str) -> psutil.Process | None:
-    """The process of a role, told by the file it writes to; the node's by their programs."""
-    if role == "driver":
-        return psutil.Process(running.process.pid)
-    logs = {
-        "learner rank 0": "learner-0",
-        "learner rank 1": "learner-1",
-        "engine": "engine-0",
-        "environment host": "environment-arithmetic-0",
-    }
-    for process in processes_of(mark):
-        with suppress(psutil.Error, OSError):
-            if role == "node" and process.name() in ("raylet", "gcs_server"):
-                return process
-            if role == "vLLM's engine process" and (
-                "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
-            ):
-                return process
-            if role in logs and Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem == logs[role]:
-                return process
-    return None
+    match role:
+        case "driver":
+            return psutil.Process(running.process.pid)
+        case "node":
+            return named(["raylet", "gcs_server"], mark)
+        case "vLLM's engine process":
+            return named(["EngineCore"], mark)
+    return worker(WORKERS[role], mark)
 
 
 def guests(head: psutil.Process | None) -> list[psutil.Process]:
@@ -197,31 +181,6 @@ def guests(head: psutil.Process | None) -> list[psutil.Process]:
                 if title.startswith("ray::") and "IDLE" not in title and "Agent" not in title:
                     found.append(process)
     return found
-
-
-def left_over(
-    mark: str, known: Sequence[psutil.Process], head: psutil.Process | None, seconds: float
-) -> tuple[list[psutil.Process], float]:
-    """Processes of a run that are there ``seconds`` after it ended; and after how many seconds there was none."""
-    began = time.monotonic()
-    while True:
-        alive = {process.pid: process for process in [*processes_of(mark), *guests(head)]}
-        for process in known:
-            with suppress(psutil.Error):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive[process.pid] = process
-        waited = time.monotonic() - began
-        if not alive or waited > seconds:
-            return list(alive.values()), waited
-        time.sleep(0.1)
-
-
-def described(processes: Sequence[psutil.Process]) -> str:
-    found = []
-    for process in processes:
-        with suppress(psutil.Error):
-            found.append(f"{process.pid} {' '.join(process.cmdline())[:100] or process.name()}")
-    return "; ".join(found)
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------------------------
@@ -256,7 +215,7 @@ class Stage:
 
 def launch(stage: Stage, case: Case, folder: Path) -> Running:
     mark = str(folder)
-    return start(["grpo", *overrides(stage.settings(case, mark))], folder, before=Environ({MARK: mark}))
+    return start(["grpo", *overrides(stage.settings(case, mark))], folder, before=Marked(mark))
 
 
 def steps_logged(folder: Path) -> int:
@@ -330,7 +289,7 @@ def perform(stage: Stage, case: Case) -> Result:
             end(running, str(folder))
             return result
         result.codes.append(code)
-        left, seconds = left_over(str(folder), family, stage.head if case.joins else None, GONE_SECONDS)
+        left, seconds = left_over(str(folder), [*family, *guests(stage.head if case.joins else None)], GONE_SECONDS)
         result.gone = max(result.gone, seconds)
         if left:
             result.failures.append(f"left over after start {result.lives}: {described(left)}")
