@@ -368,8 +368,9 @@ def _join(options: ClusterOptions) -> Guardian | None:
     running = options.address or os.environ.get("RAY_ADDRESS") or _started_here()
     if running and running != "local":
         try:
+            _knock(running)
             ray.init(address=running, **quiet)
-        except ConnectionError as error:
+        except OSError as error:  # ConnectionError is one
             raise ConnectionError(
                 f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on the others ray start --address=...), or "
                 "take away cluster.address and RAY_ADDRESS to start one on this machine"
@@ -381,6 +382,13 @@ def _join(options: ClusterOptions) -> Guardian | None:
     with guardian.marking():
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
     return guardian
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for minutes. Raises OSError where nobody listens at host:port."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():  # else a word of Ray's own, such as auto
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _started_here() -> str | None:
