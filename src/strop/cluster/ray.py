@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray writes a token file into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # what runs in its processes is the work itself
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
 
 import ray as ray_package
