@@ -243,3 +243,55 @@ def test_the_evaluation_script_is_strop_eval_with_a_configuration(
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path("examples/run_eval.py", run_name="__main__")
     assert assembly.evaluation[0].data.dataset_name == "AIME2024"
+
+
+CLUSTER = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "policy.device=cpu"]
+
+
+def test_a_dry_run_on_a_cluster_says_who_is_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *RUN, *CLUSTER, "policy.dtensor_cfg.context_parallel_size=2", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "learner     8 ranks on 2 nodes: 1 copy x 4 shards x 2 context x 1 tensor" in output
+    assert "engines     1 engine of 1 device on node 0" in output and "warning" not in output
+
+
+def test_a_layout_that_does_not_fit_is_a_mistake_in_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", *RUN, *CLUSTER, "policy.generation.torch_cfg.num_engines=9", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "num_engines is 9" in error and "Traceback" not in error
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations that a cluster was checked for, by a stand-in that finds problems."""
+    configs: list[Any] = []
+    module: Any = ModuleType("strop.assembly.cluster_check")
+    module.check_cluster = lambda config: configs.append(config) or 1
+    monkeypatch.setitem(sys.modules, "strop.assembly.cluster_check", module)
+    return configs
+
+
+def test_a_cluster_is_checked_for_a_file_or_for_a_few_keys(checked: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("sft: {seed: 5, val_period: 0}\npolicy: {model_name: m}\ndata: {train: {dataset_name: squad}}\n")
+    assert cli.main(["cluster", "check", *CLUSTER]) == 1
+    assert cli.main(["cluster", "check", "cluster.num_nodes=3", "--config", str(path)]) == 1
+    assert [type(config).section for config in checked] == ["grpo", "sft"]
+    assert [config.cluster.num_nodes for config in checked] == [2, 3]
+
+
+def test_a_mistake_about_the_machines_is_found_before_they_are_asked(
+    checked: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["cluster", "check", "cluster.num_node=2"]) == 2
+    assert "Did you mean cluster.num_nodes?" in capsys.readouterr().err
+    assert cli.main(["cluster", "check", *CLUSTER, "policy.dtensor_cfg.tensor_parallel_size=3"]) == 2
+    assert checked == []
+
+
+def test_help_of_the_cluster_command_says_what_it_looks_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["cluster", "--help"])
+    assert "shared folders" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["cluster", "mend"])

@@ -27,6 +27,7 @@ def folder(room: Path, name: str) -> Path:
     return room / name
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_started_here_is_looked_at_and_nothing_is_left(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster", "check", "cluster.address=local", "cluster.gpus_per_node=2", "policy.device=cpu"]
     assert cli.main([*words, "logger.log_dir=logs", "policy.model_name=/no/such/model"]) == 1
@@ -102,6 +103,7 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     assert list(room.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from strop.assembly import cluster_check
     from strop.cluster.ray import on_every_node
