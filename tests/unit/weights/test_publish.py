@@ -298,6 +298,19 @@ def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_ar
     asyncio.run(weights.close())
 
 
+@pytest.mark.parametrize("call", ["pause", "sleep"])
+def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next_publish(tmp_path: Path, call: str) -> None:
+    engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(Learner(), engines, tmp_path, apart=False)
+    asyncio.run(weights.publish(0))
+    engines[0].dies_in = [call]
+    asyncio.run(weights.lend_to_learner())
+    assert "sleep" in engines[1].calls and not engines[0].alive
+    asyncio.run(weights.publish(1))
+    assert all(engine.alive and engine.open and engine.label == 1 for engine in engines)
+    asyncio.run(weights.close())
+
+
 def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
     engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
     weights = publisher(Learner(), engines, tmp_path, apart=False)
