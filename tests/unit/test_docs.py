@@ -20,6 +20,7 @@ import torch
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.assembly.rollouts import algorithm_of
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config.kinds import load_any
 from strop.data.packing import micro_batches, pack
 from strop.environments.base import Environment
 from strop.environments.registry import import_attribute
@@ -165,6 +166,10 @@ def test_commands_name_configurations_that_load(
         return
     if words[0] == "python" and words[1] not in SCRIPTS:
         assert (ROOT / words[1]).is_file()
+        return
+    if words[1:3] == ["cluster", "check"]:
+        named = words[3] == "--config"
+        load_any(Path(words[4]) if named else None, words[5 if named else 3 :])
         return
     kind, config = SCRIPTS[words[1]] if words[0] == "python" else (words[1], None)
     rest = words[2:]
