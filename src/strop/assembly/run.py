@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 
 from strop.assembly.clusters import cluster_of, with_restarts
@@ -46,6 +47,9 @@ async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> 
             if run.checkpoints is not None:
                 await asyncio.to_thread(run.checkpoints.finish)
         finally:
+            if run.checkpoints is not None:
+                with suppress(Exception):  # whatever ended this life may end that too; but it is not written beside the next one
+                    await asyncio.to_thread(run.checkpoints.finish)
             await run.stream.close()
             if generator is not None:
                 await generator.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from strop.cluster.base import Cluster, HostDied, HostOptions, Remote
+from strop.cluster.base import Cluster, HostDied, HostOptions, NodeLost, Remote
 from strop.environments import hosted
 from strop.environments.hosted import EnvironmentHost, HostedDescription, Link, Method, RemoteEnvironment, Reply
 
@@ -33,10 +35,8 @@ class EnvironmentProcess:
         """Raises ``hosted.HostDied``."""
         async with self._starting:
             if self._remote is None:
-                try:
+                with self._placing():
                     self._remote = await self._cluster.host(self.options, EnvironmentHost, self._description)
-                except HostDied as error:
-                    raise hosted.HostDied(str(error)) from error
         remote = self._remote
         try:
             reply: Reply = await remote.call("answer", method, arguments)
@@ -47,16 +47,25 @@ class EnvironmentProcess:
     def blocking(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
         """The same, with everything in this process standing still."""
         if self._remote is None:
-            try:
+            with self._placing():
                 self._remote = self._cluster.host_now(self.options, EnvironmentHost, self._description)
-            except HostDied as error:
-                raise hosted.HostDied(str(error)) from error
         remote = self._remote
         try:
             reply: Reply = remote.wait("answer", method, arguments)()
             return reply
         except HostDied as error:
             raise self._dead(remote, error) from error
+
+    @contextmanager
+    def _placing(self) -> Iterator[None]:
+        """One that does not come up died as well. Where its node is lost the next one goes to any other."""
+        try:
+            yield
+        except HostDied as error:
+            if isinstance(error, NodeLost):
+                self.options = replace(self.options, node=None)
+                log.warning("%s; the next one may live on any node", error)
+            raise hosted.HostDied(str(error)) from error
 
     def _dead(self, remote: Remote, error: HostDied) -> hosted.HostDied:
         if self._remote is remote:  # the first of its callers to notice
