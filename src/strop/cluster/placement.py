@@ -162,7 +162,7 @@ def _engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> t
         return tuple(fitting)
     if count > len(fitting):
         raise PlacementError(
-            f"num_engines of policy.generation.vllm_cfg (or torch_cfg) is {count}, and {len(fitting)} engines of {size} devices fit; "
+            f"num_engines is {count} (policy.generation.vllm_cfg, or torch_cfg), and {len(fitting)} engines of {size} devices fit; "
             "lower it, or set it to null for as many as fit"
         )
     return tuple(fitting[:count])
