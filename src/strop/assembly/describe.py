@@ -138,7 +138,8 @@ def _other_models(config: RolloutRunConfig, machines: Machines) -> list[str]:
 
 def _teacher(teacher: TeacherConfig) -> str:
     name = f"the policy ({teacher.self_weights}), shown a demonstration" if teacher.model_name == "self" else teacher.model_name
-    return f"{name}, for {', '.join(teacher.environments)}" if teacher.environments else name
+    where = f", in {teacher.hosts} {'process' if teacher.hosts == 1 else 'processes'} of its own" if teacher.hosts else ""
+    return f"{name}{where}, for {', '.join(teacher.environments)}" if teacher.environments else name + where
 
 
 def _describe_evaluation(config: EvalRunConfig) -> str:

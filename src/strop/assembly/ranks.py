@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from strop.algorithms.base import Algorithm, LossFn
 from strop.algorithms.kl import REFERENCE
+from strop.assembly.columns import Filled, group_share
 from strop.assembly.divisions import sizes_of
 from strop.assembly.engines import describe_model, sender_maker
 from strop.assembly.roles import (
@@ -31,12 +31,11 @@ from strop.assembly.roles import (
     make_critic,
     make_learner,
 )
-from strop.assembly.teachers import make_teachers
+from strop.assembly.teachers import load_teacher, student_of, teachers_of, wanted_columns
 from strop.assembly.training import seed_everything
 from strop.config import TrainingRunConfig
 from strop.config.policy import ModelConfig
 from strop.config.schema import DistillationRunConfig, PpoRunConfig, RmRunConfig
-from strop.data.packing import select
 from strop.metrics import Metrics
 from strop.models.adapters import low_rank_layers
 from strop.models.network import Network
@@ -87,15 +86,8 @@ class RankFacts:
     on_cpu: bool
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
+    vocabulary: int  # token ids that the output layer has; 0 for a network without one
     address: str  # of this rank's machine
-
-
-@dataclass(frozen=True)
-class Filled:
-    """Columns of some places of a batch."""
-
-    index: Tensor  # [n] int64, into the whole batch's N
-    columns: Mapping[str, Tensor]  # [n] or [n, K]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +110,7 @@ class LearnerRank:
         self.world = world
         self.learners: dict[str, TorchLearner] = {}
         self.readers: dict[str, SharedScorer] = {}
-        self.columns: dict[str, ColumnSource] = {}
+        self.columns: dict[tuple[str, str], ColumnSource] = {}  # by whom, and which
         self.worked = 0.0
         self._store: Any = None
         self._export: WeightExport | None = None
@@ -162,6 +154,7 @@ class LearnerRank:
             on_cpu=self._device() == "cpu",
             stop_ids=self.policy.stop_ids,
             fingerprint=weights_fingerprint(network.model) if self.rank == 0 else "",
+            vocabulary=0 if isinstance(config, RmRunConfig) else student_of(self.policy).vocabulary,
             address=host,
         )
 
@@ -237,12 +230,20 @@ class LearnerRank:
             self.readers["reference"] = FrozenScorer(reference, self.sampling, score_tokens=tokens, placement=placed)
         self.readers["untrained"] = NetworkScorer(network, self.sampling, tokens, self.placement)
         if isinstance(config, DistillationRunConfig):
-            if any(teacher.model_name == "self" for teacher in (config.teacher, *config.teachers.values())):
+            self._hold_teachers(config, algorithm)
+
+    def _hold_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
+        """Those that have no processes of their own, whole."""
+        wanted = wanted_columns(config, algorithm)
+        for key, teacher in teachers_of(config).items():
+            if teacher.model_name == "self":
                 raise ValueError(
-                    "teacher.model_name is self, and the policy teaches itself in one process only; name a model, or set "
+                    f"{key}.model_name is self, and the policy teaches itself in one process only; name a model, or set "
                     "cluster.backend=local"
                 )
-            self.columns.update(make_teachers(config, self.policy, algorithm, self.sampling, self.learners))
+            if not teacher.hosts:
+                fills = load_teacher(key, config, student_of(self.policy), wanted, self.sampling)
+                self.columns.update({(key, column): fills(column) for column in wanted})
 
     def describe(self, folder: Path) -> None:
         """On rank 0: a folder that an engine builds the policy from, without its weights."""
@@ -277,15 +278,14 @@ class LearnerRank:
         """In which this rank scored and trained, since it began."""
         return self.worked
 
-    def fill(self, name: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
-        """The columns of a source for this rank's groups; None where another rank has them."""
+    def fill(self, source: str, column: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
+        """The columns that a source fills for this rank's groups; None where another rank has them."""
         meshes = self.placement.meshes
-        first, last = (place * len(groups) // meshes.sizes.data for place in (meshes.data_rank, meshes.data_rank + 1))
-        if first == last or not meshes.leads:
+        share = group_share(len(groups), meshes.data_rank, meshes.sizes.data)
+        if share.empty or not meshes.leads:
             return None
-        own = ((batch.group >= first) & (batch.group < last)).nonzero().flatten().tolist()
-        part = select(batch, own)
-        return Filled(part.index, _now(self.columns[name].columns(part.batch, groups[first:last])))
+        part = share.of(batch)
+        return Filled(part.index, _now(self.columns[source, column].columns(part.batch, groups[share.first : share.last])))
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.base import Algorithm, LossFn, Outputs
 from strop.algorithms.gae import VALUES
 from strop.algorithms.kl import REFERENCE
+from strop.assembly.columns import Filled, joined
 from strop.assembly.divisions import division_of
 from strop.assembly.engines import Generation, GenerationNeeds, published, vllm_options
-from strop.assembly.ranks import ExportOptions, Filled, LearnerRank, RankFacts, engine_precision
+from strop.assembly.ranks import ExportOptions, LearnerRank, RankFacts, engine_precision
 from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
+from strop.assembly.scorer_hosts import TeacherDescription, host_teachers
 from strop.assembly.scorers import complete, stored_reference
 from strop.assembly.tasks import descriptions
+from strop.assembly.teachers import Student, combined, teachers_of, wanted_columns
 from strop.cluster.base import Cluster, HostOptions, Remote
 from strop.cluster.engines import RemoteEngine
 from strop.cluster.environments import host_environments
@@ -119,21 +122,17 @@ class StagedLearner:
 
 @dataclass(frozen=True)
 class RemoteColumns:
-    """Columns that a source on the ranks fills, each rank those of its groups."""
+    """A column that a source on the ranks fills, each rank for its groups."""
 
-    name: str
+    source: str
+    column: str
     group: WorkerGroup
     cluster: Cluster
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         shared = self.cluster.share(batch), self.cluster.share(list(groups))
-        answers: list[Filled] = [answer for answer in await self.group.all("fill", self.name, *shared) if answer is not None]
-        found: dict[str, Tensor] = {}
-        for name, example in answers[0].columns.items():
-            found[name] = torch.zeros(len(batch.target), *example.shape[1:], dtype=example.dtype)
-            for answer in answers:
-                found[name][answer.index] = answer.columns[name]
-        return found
+        answers = await self.group.all("fill", self.source, self.column, *shared)
+        return joined([answer for answer in answers if isinstance(answer, Filled)], len(batch.target))
 
 
 class RemoteExporter:
@@ -192,7 +191,7 @@ class ClusterHome:
         self.speech: Speech = RemoteSpeech(tokenizer, ChatTemplate(tokenizer, options=names.chat_template_kwargs), facts.stop_ids)
 
     async def learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
-        self._algorithm = algorithm
+        self._algorithm, self._sampling = algorithm, sampling
         names = (await self.group.all("divide", algorithm, sampling, total_steps))[0]
         self._learners: dict[str, Learner] = {name: RemoteLearner(name, self.group, self.cluster) for name in names}
         return self._learners
@@ -205,8 +204,37 @@ class ClusterHome:
         if VALUES in wanted and "value" in self._learners:
             found[VALUES] = ValueColumn(VALUES, self._learners["value"])
         if isinstance(self.config, DistillationRunConfig):
-            found.update({name: RemoteColumns(name, self.group, self.cluster) for name in sorted(wanted - found.keys())})
+            found.update(await self._teachers(self.config))
         return complete(found, self._algorithm, self.config)
+
+    async def _teachers(self, config: DistillationRunConfig) -> dict[str, ColumnSource]:
+        """Each on the ranks, or in processes of its own."""
+        wanted, teachers = wanted_columns(config, self._algorithm), teachers_of(config)
+        student = Student(self.facts.vocabulary, self.speech.tokenizer)
+        described = [
+            TeacherDescription(key=key, config=config, student=student, columns=wanted, sampling=self._sampling)
+            for key, teacher in teachers.items()
+            if teacher.hosts
+        ]
+        hosted = await host_teachers(self.cluster, described, self._teacher_options(config))
+
+        def source(key: str, column: str) -> ColumnSource:
+            return hosted[key][column] if key in hosted else RemoteColumns(key, column, self.group, self.cluster)
+
+        return {column: combined({key: source(key, column) for key in teachers}, config) for column in wanted}
+
+    def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[HostOptions]]:
+        """Of each process, by the teacher's key: dealt out over the nodes, or wherever Ray finds a GPU that is not the run's."""
+        role, threads = config.cluster.roles.teacher, self._threads(config.policy.num_threads)
+        found: dict[str, list[HostOptions]] = {}
+        dealt = itertools.count()
+        for key, teacher in teachers_of(config).items():
+            gpus = 0.0 if self.facts.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
+            names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
+            found[key] = [
+                host_options(name, Place(next(dealt) % self.cluster.nodes, ()), role, threads, gpus=gpus) for name in names
+            ]
+        return found
 
     async def recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
         config = self.config
@@ -270,7 +298,7 @@ class ClusterHome:
             adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
             load_weights=False,
             output=outputs / f"engine_{number}.log",
-            environment={**self._threads(config.generation.vllm_cfg.num_threads), **config.generation.vllm_cfg.env_vars},
+            environment={**self._threads(config.generation.vllm_cfg.num_threads, generates=True), **config.generation.vllm_cfg.env_vars},
         )
         arguments = (f"engine {number}", options, self.speech.tokenizer, self.speech.stop_ids)
         size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
@@ -291,18 +319,23 @@ class ClusterHome:
         return RemoteEngine(f"engine {number}", receivers, host)
 
     def _options(self, name: str, place: Place, role: RoleConfig, **changes: Any) -> HostOptions:
-        return host_options(name, place, role, self._threads(self.config.policy.num_threads), **changes)
+        return host_options(name, place, role, self._threads(self.config.policy.num_threads, generates=True), **changes)
 
-    def _threads(self, wanted: int | None) -> dict[str, str]:
-        return threads_of(wanted, self.facts.on_cpu, self.division)
+    def _threads(self, wanted: int | None, *, generates: bool = False) -> dict[str, str]:
+        turns = take_turns(self.config, self.division)
+        return threads_of(wanted, self.facts.on_cpu, self.division, generates=generates, turns=turns)
 
 
-def host_options(name: str, place: Place, role: RoleConfig, threads: Mapping[str, str], **changes: Any) -> HostOptions:
+def host_options(
+    name: str, place: Place, role: RoleConfig, threads: Mapping[str, str], *, gpus: float = 0.0, **changes: Any
+) -> HostOptions:
+    """``gpus``: of its own, besides those of the run; then it is on whichever node Ray finds them."""
     return HostOptions(
         name=name,
-        node=place.node,
+        node=None if gpus else place.node,
         devices=place.devices,
         num_cpus=role.num_cpus,
+        num_gpus=gpus,
         resources=role.resources,
         environment={**threads, **role.env_vars},
         packages=role.pip,
@@ -311,12 +344,23 @@ def host_options(name: str, place: Place, role: RoleConfig, threads: Mapping[str
     )
 
 
-def threads_of(wanted: int | None, on_cpu: bool, division: Division) -> dict[str, str]:
-    """Of each process: those asked for, or on a CPU its part of the cores, of which every machine is taken to have as many as this one."""
+def threads_of(
+    wanted: int | None, on_cpu: bool, division: Division, *, generates: bool = False, turns: bool = False
+) -> dict[str, str]:
+    """Of each process: those asked for, or on a CPU its part of the cores, of which every machine is taken to have as many as this one.
+
+    ``turns``: ranks and engines do not work at the same time, so each kind has all cores."""
     if wanted is None and not on_cpu:
         return {}
-    on_one = max(1, sum(place.node == 0 for place in (*division.training, *division.generation)))
+    own = division.generation if generates else division.training
+    at_once = own if turns else (*division.training, *division.generation)
+    on_one = max(1, sum(place.node == own[0].node for place in at_once))
     return {"OMP_NUM_THREADS": str(wanted or max(1, (os.cpu_count() or 1) // on_one))}
+
+
+def take_turns(config: TrainingRunConfig, division: Division) -> bool:
+    """Whether learner and engines are on the same devices, one after the other."""
+    return division.shared and isinstance(config, RolloutRunConfig) and config.rollouts.max_staleness == 0
 
 
 async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> ClusterHome:
@@ -324,7 +368,7 @@ async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker
     division = division_of(config, on_cpu=cluster.on_cpu)
     on_cpu = cluster.on_cpu
     role, world = config.cluster.roles.learner, len(division.training)
-    threads = threads_of(config.policy.num_threads, on_cpu, division)
+    threads = threads_of(config.policy.num_threads, on_cpu, division, turns=take_turns(config, division))
     hosts = await asyncio.gather(
         *(
             cluster.host(host_options(f"learner-{rank}", place, role, threads), LearnerRank, config, rank, world)
@@ -349,9 +393,12 @@ def hosted_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str,
         return {}
     described = descriptions(config.data.train, config.data.validation, config.env, seed=config.rollouts.seed)
     threads = {"OMP_NUM_THREADS": "1"}
+    gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
     options = {
         alias: tuple(
-            host_options(f"environment-{alias}-{number}", Place(number % cluster.nodes, ()), role, threads, kind="async")
+            host_options(
+                f"environment-{alias}-{number}", Place(number % cluster.nodes, ()), role, threads, gpus=gpus, kind="async"
+            )
             for number in range(count)
         )
         for alias in described

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm
@@ -30,26 +31,50 @@ from strop.training.torch.teachers import (
 from strop.types import Group, Message
 
 
+@dataclass(frozen=True)
+class Student:
+    """What a teacher that is elsewhere must know of the policy."""
+
+    vocabulary: int  # token ids that its output layer has
+    tokenizer: Any
+
+
 def make_teachers(
     config: DistillationRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
     """Who fills the teacher's columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
+    wanted = wanted_columns(config, algorithm)
+    made: dict[str, Callable[[str], ColumnSource]] = {}
+    for key, teacher in teachers_of(config).items():
+        if teacher.model_name == "self":
+            made[key] = _self_teacher(key, teacher, config, policy, wanted, sampling, learners)
+        else:
+            made[key] = load_teacher(key, config, student_of(policy), wanted, sampling)
+    return {column: combined({key: make(column) for key, make in made.items()}, config) for column in wanted}
+
+
+def teachers_of(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
+    """Every teacher, by its key."""
+    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+
+
+def wanted_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
+    """The columns that teachers are to fill. Raises ValueError where there are none."""
     wanted = algorithm.requires & {TEACHER, TEACHER_CANDIDATES}
     if not wanted:
         raise ValueError(
             f"algorithm.name: {config.algorithm.name} asks nothing of a teacher; use strop grpo, or another algorithm"
         )
-    several = {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
-    made = {key: _teacher(key, teacher, config, policy, algorithm, sampling, learners) for key, teacher in several.items()}
-
-    def source(column: str) -> ColumnSource:
-        return _combined({key: (several[key], make(column)) for key, make in made.items()}, config)
-
-    return {column: source(column) for column in wanted}
+    return frozenset(wanted)
 
 
-def _combined(sources: Mapping[str, tuple[TeacherConfig, ColumnSource]], config: DistillationRunConfig) -> ColumnSource:
-    """Teachers by environment, or all together where none is for a particular one."""
+def student_of(policy: Policy) -> Student:
+    return Student(int(policy.network.head.weight.shape[0]), policy.tokenizer)
+
+
+def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
+    """Teachers, by their keys, as one: by environment, or all together where none is for a particular one. Raises ValueError."""
+    sources = {key: (teacher, filled_by[key]) for key, teacher in teachers_of(config).items()}
     for key, (teacher, _) in sources.items():
         if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
             raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
@@ -70,51 +95,59 @@ def _combined(sources: Mapping[str, tuple[TeacherConfig, ColumnSource]], config:
     return RoutedTeachers(routed, otherwise)
 
 
-def _teacher(
+def load_teacher(
+    key: str, config: DistillationRunConfig, student: Student, wanted: Collection[str], sampling: Sampling
+) -> Callable[[str], ColumnSource]:
+    """A model of its own: from the name of a column to who fills it. Raises ModelNotFound, ValueError."""
+    teacher = teachers_of(config)[key]
+    plain = _plain(sampling, wanted)
+    if teacher.demonstration is not None:
+        raise ValueError(
+            f"{key}.demonstration: only the policy itself is shown demonstrations; set {key}.model_name=self, or null"
+        )
+    loaded = _load(teacher)
+    network = loaded.network
+    vocabulary = common_vocabulary(student.vocabulary, student_of(loaded).vocabulary, (student.tokenizer, loaded.tokenizer))
+    network.model.requires_grad_(False)
+    if teacher.offload and network.device.type != "cpu":
+        reader = Teacher(
+            network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens, during=lambda: on_device(network)
+        )
+    else:
+        reader = Teacher(network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
+    return lambda column: _source(column, reader, config, vocabulary)
+
+
+def _self_teacher(
     key: str,
     teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: Policy,
-    algorithm: Algorithm,
+    wanted: Collection[str],
     sampling: Sampling,
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
-    """From the name of a column to who fills it."""
-    if sampling.filtered and TEACHER_CANDIDATES in algorithm.requires:
+    """The policy, shown demonstrations."""
+    reader = _self(key, teacher, policy, _plain(sampling, wanted), learners)
+    assert teacher.demonstration is not None
+    shown = _shown(teacher.demonstration, policy)
+    return lambda column: SelfTeacher(_source(column, reader, config, None), shown)
+
+
+def _plain(sampling: Sampling, wanted: Collection[str]) -> Sampling:
+    """The student's temperature, without its filters. Raises ValueError where those would leave nothing to compare."""
+    if sampling.filtered and TEACHER_CANDIDATES in wanted:
         raise ValueError(
             "policy.generation: top_k, top_p or min_p cut tokens from the student's distribution, and what was cut cannot be taught; set "
             "them to keep every token, or algorithm.name=distillation"
         )
-    plain = Sampling(temperature=sampling.temperature)
-    vocabulary: int | None = None
-    if teacher.model_name == "self":
-        reader = _self(key, teacher, policy, plain, learners)
-    else:
-        if teacher.demonstration is not None:
-            raise ValueError(
-                f"{key}.demonstration: only the policy itself is shown demonstrations; set {key}.model_name=self, or null"
-            )
-        loaded = _load(teacher)
-        student, other = (int(each.network.head.weight.shape[0]) for each in (policy, loaded))
-        vocabulary = common_vocabulary(student, other, (policy.tokenizer, loaded.tokenizer))
-        loaded.network.model.requires_grad_(False)
-        if teacher.offload and loaded.network.device.type != "cpu":
-            reader = Teacher(
-                network=loaded.network,
-                sampling=plain,
-                score_tokens=teacher.logprob_mb_tokens,
-                during=lambda: on_device(loaded.network),
-            )
-        else:
-            reader = Teacher(network=loaded.network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
+    return Sampling(temperature=sampling.temperature)
 
-    def fill(column: str) -> ColumnSource:
-        found: ColumnSource = (
-            TeacherLogprobs(reader) if column == TEACHER else TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
-        )
-        return found if teacher.demonstration is None else SelfTeacher(found, _shown(teacher.demonstration, policy))
 
-    return fill
+def _source(column: str, reader: Teacher, config: DistillationRunConfig, vocabulary: int | None) -> ColumnSource:
+    if column == TEACHER:
+        return TeacherLogprobs(reader)
+    return TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
 
 
 def _load(teacher: TeacherConfig) -> Policy:

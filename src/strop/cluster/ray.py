@@ -84,7 +84,7 @@ class RayCluster:
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
         remote = self._begun(options)
         try:
-            remote.process, remote.address = await remote.ask("about")
+            remote.process, remote.address = await self._begins(remote, options)
             await remote.ask("make", make, *arguments)
         except BaseException:
             await remote.kill()
@@ -92,11 +92,32 @@ class RayCluster:
             raise
         return remote
 
+    async def _begins(self, remote: RayRemote, options: HostOptions) -> Any:
+        """Its process and address. Raises PlacementError where Ray finds no GPUs for it."""
+        try:
+            return await asyncio.wait_for(_awaited(remote.ask("about")), self._patience(options))
+        except TimeoutError:
+            raise self._no_gpus(options) from None
+
     def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
         remote = self._begun(options)
-        remote.process, remote.address = remote.ask_now("about")
+        try:
+            remote.process, remote.address = remote.ask_now("about", timeout=self._patience(options))
+        except exceptions.GetTimeoutError:
+            raise self._no_gpus(options) from None
         remote.ask_now("make", make, *arguments)
         return remote
+
+    def _patience(self, options: HostOptions) -> float | None:
+        """Seconds: for GPUs besides those of the run, which may never be free."""
+        return self.options.wait_seconds if options.num_gpus else None
+
+    def _no_gpus(self, options: HostOptions) -> PlacementError:
+        return PlacementError(
+            f"{options.name} is to have {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
+            f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free are {ray.available_resources()}. Add a node, lower "
+            "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
+        )
 
     def _begun(self, options: HostOptions) -> RayRemote:
         """A process that is on its way. Raises NodeLost."""
@@ -112,7 +133,7 @@ class RayCluster:
 
     def _actor_options(self, options: HostOptions) -> dict[str, Any]:
         variables = dict(options.environment)
-        if not self.options.on_cpu:
+        if not self.options.on_cpu and not options.num_gpus:  # else Ray says which it found
             held = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(held[device] for device in options.devices)
         environment: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
@@ -181,9 +202,9 @@ class RayRemote:
         """Of the process itself: ``about``, ``make``."""
         return self._answer(getattr(self._actor, what).remote(*arguments))
 
-    def ask_now(self, what: str, *arguments: Any) -> Any:
+    def ask_now(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
         with self._errors():
-            return ray.get(getattr(self._actor, what).remote(*arguments))
+            return ray.get(getattr(self._actor, what).remote(*arguments), timeout=timeout)
 
     def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         reference = self.submit(method, *arguments, urgent=urgent)
@@ -454,6 +475,10 @@ async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
 
 async def _ready(group: Any) -> None:
     await group.ready()
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 async def on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:

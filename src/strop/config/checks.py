@@ -15,6 +15,7 @@ from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
 from strop.config.model import Model
 from strop.config.schema import (
+    DistillationRunConfig,
     EvalRunConfig,
     GrpoRunConfig,
     PpoRunConfig,
@@ -531,6 +532,7 @@ REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (RolloutRunConfig, (ranges,)),
     (TrainingRunConfig, (early_stop, learning_rate, adapters)),
     (PpoRunConfig, (critic,)),
+    (DistillationRunConfig, cluster_checks.REFUSED_IN_DISTILLATION),
     (RolloutRunConfig, (rollout_lengths, adapter_dropout, *engine_checks.REFUSED_IN_ROLLOUTS)),
     (
         TrainingRunConfig,

@@ -15,6 +15,12 @@ class RoleConfig(Model):
     """The processes of one role."""
 
     num_cpus: float = Field(0.0, ge=0, description="CPUs that Ray reserves for each of its processes; 0 reserves none (CPUs).")
+    num_gpus: float | None = Field(
+        None,
+        gt=0,
+        description="GPUs beside those of the run that Ray finds for each process of the roles teacher and environment; null is 1 for a "
+        "teacher and none for an environment, whose processes then see no GPU (GPUs). A part of one, such as 0.5, is shared.",
+    )
     resources: dict[str, float] = Field(
         default_factory=dict, description="The cluster's own kinds of resources, such as {sandbox: 1}, for each of its processes."
     )
@@ -24,11 +30,12 @@ class RoleConfig(Model):
 
 
 class RolesConfig(Model):
-    """What each role has: the learner's ranks, the engines, the hosts of environments."""
+    """What each role has: the learner's ranks, the engines, the hosts of environments and of teachers."""
 
     learner: RoleConfig = subsection(RoleConfig)
     generator: RoleConfig = subsection(RoleConfig)
     environment: RoleConfig = subsection(RoleConfig)
+    teacher: RoleConfig = subsection(RoleConfig)
 
 
 class ClusterConfig(Model):

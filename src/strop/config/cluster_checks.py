@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from strop.config.devices import Devices, devices_of
+from strop.config.distillation import TeacherConfig
 from strop.config.engine_checks import changed
 from strop.config.errors import Problem
 from strop.config.policy import DtensorConfig
-from strop.config.schema import EvalRunConfig, RolloutRunConfig, TrainingRunConfig, trained_models
+from strop.config.schema import DistillationRunConfig, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, trained_models
 
 Problems = Iterator[Problem]
 
@@ -94,6 +95,36 @@ def environment_hosts(config: TrainingRunConfig) -> Problems:
         )
 
 
+def teacher_hosts(config: DistillationRunConfig) -> Problems:
+    for key, teacher in _teachers(config).items():
+        if teacher.hosts and not devices_of(config).ray:
+            yield Problem(
+                f"{key}.hosts",
+                f"found {teacher.hosts}, but processes of a teacher are Ray actors, and this run is one process",
+                "Set cluster.backend=ray, or it to 0.",
+            )
+        if teacher.hosts and teacher.model_name == "self":
+            yield Problem(
+                f"{key}.hosts",
+                f"found {teacher.hosts}, but model_name is self, and the policy that teaches itself is where it is trained",
+                "Set it to 0, or name a model.",
+            )
+
+
+def _teachers(config: DistillationRunConfig) -> Mapping[str, TeacherConfig]:
+    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+
+
+def gpus_of_roles(config: TrainingRunConfig) -> Problems:
+    for name, role in (("learner", config.cluster.roles.learner), ("generator", config.cluster.roles.generator)):
+        if role.num_gpus is not None:
+            yield Problem(
+                f"cluster.roles.{name}.num_gpus",
+                f"found {role.num_gpus:g}, but its processes have GPUs of the run (cluster.gpus_per_node)",
+                "Leave it out.",
+            )
+
+
 def segments(config: TrainingRunConfig) -> Problems:
     size, nodes = config.cluster.segment_size, config.cluster.num_nodes
     if size is not None and nodes % size:
@@ -121,11 +152,21 @@ def unread_roles(config: TrainingRunConfig) -> Problems:
         yield Problem(key, "it changes nothing: this run is one process, without Ray (cluster.backend)")
 
 
+def unread_teacher_role(config: TrainingRunConfig) -> Problems:
+    if not devices_of(config).ray or (
+        isinstance(config, DistillationRunConfig) and any(teacher.hosts for teacher in _teachers(config).values())
+    ):
+        return
+    for key in changed("cluster.roles.teacher", config.cluster.roles.teacher):
+        yield Problem(key, "it changes nothing: no teacher has processes of its own (teacher.hosts)")
+
+
 def unread_plan(config: TrainingRunConfig) -> Problems:
     for key, model in trained_models(config):
         if model.dtensor_cfg.custom_parallel_plan is not None and model.dtensor_cfg.tensor_parallel_size == 1:
             yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it changes nothing: tensor_parallel_size is 1")
 
 
-REFUSED = (devices, parallel_sizes, generation_apart, environment_hosts, segments)
-WARNED = (unread_roles, unread_plan)
+REFUSED = (devices, parallel_sizes, generation_apart, environment_hosts, gpus_of_roles, segments)
+REFUSED_IN_DISTILLATION = (teacher_hosts,)
+WARNED = (unread_roles, unread_teacher_role, unread_plan)

@@ -67,6 +67,12 @@ class TeacherConfig(Model):
     logprob_mb_tokens: int = follows(
         "..policy.sequence_packing.logprob_mb_tokens", alone=2048, ge=1, description="Budget of a micro-batch (tokens)."
     )
+    hosts: int = Field(
+        0,
+        ge=0,
+        description="Processes of its own, each with the whole teacher, that share the groups of a batch; 0: it is where the policy is "
+        "(processes). Only with Ray.",
+    )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
     environments: tuple[str, ...] | None = Field(
         None, strict=False, description="Aliases of env whose rollouts this teacher scores; null is all. For several teachers."

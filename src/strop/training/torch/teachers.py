@@ -11,6 +11,7 @@ A teacher reads the very tokens that the student sampled, so both must have one 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -119,11 +120,14 @@ class RoutedTeachers:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a group that no teacher is for."""
         owners = [self.teacher_of(group.environment) for group in groups]
-        columns: dict[str, Tensor] = {}
+        asked = []
         for teacher in {id(owner): owner for owner in owners}.values():
             places = [place for place, owner in enumerate(owners) if owner is teacher]
             part = select(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
-            found = await teacher.columns(part.batch, [groups[place] for place in places])
+            asked.append((part, teacher.columns(part.batch, [groups[place] for place in places])))
+        columns: dict[str, Tensor] = {}
+        answers = await asyncio.gather(*(answer for _, answer in asked))  # at once, where they are in processes of their own
+        for (part, _), found in zip(asked, answers, strict=True):
             for name, column in found.items():
                 if name not in columns:
                     columns[name] = torch.zeros(len(batch.target), *column.shape[1:], dtype=column.dtype)
@@ -158,7 +162,7 @@ class MixedTeachers:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a teacher that gives other columns."""
-        found = [await teacher.columns(batch, groups) for teacher in self.teachers]
+        found = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
         if any(set(columns) != {TEACHER} for columns in found):
             raise ValueError("teachers can be mixed for distillation only, on sampled tokens; for others route by environment")
         weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)

@@ -1,0 +1,62 @@
+"""Distillation over Ray with teachers in processes of their own: the curve of one process, and of one whose teacher dies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.kinds import sampling_config
+from loop.runs import Environ, metrics_of, overrides, start
+from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
+from loop.tiny import build_tiny
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher that is not the student."""
+    return build_tiny(tmp_path_factory.mktemp("teacher") / "tiny", seed=5)
+
+
+def distil(model: Path, teacher: Path, folder: Path, changes: Mapping[str, Any]) -> None:
+    settings = {
+        **sampling_config("distillation", model),
+        "distillation.max_num_steps": STEPS,
+        "checkpointing.enabled": False,
+        "teacher.model_name": str(teacher),
+        **changes,
+    }
+    outcome = start(["distillation", *overrides(settings)], folder, before=Environ({MARK: str(folder)})).finish(300)
+    assert outcome.code == 0, outcome.err + outcome.out
+
+
+@pytest.mark.parametrize("columns", ["sampled", "likeliest"])
+def test_a_teacher_in_processes_of_its_own_gives_the_curve_of_one_process(
+    columns: str, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    asked = {"sampled": {"algorithm.name": "distillation"}, "likeliest": {"distillation.topk_logits_k": 8}}[columns]
+    hosts = {"sampled": 1, "likeliest": 2}[columns]
+    distil(tiny, other, tmp_path / "one", asked)
+    distil(tiny, other, tmp_path / "apart", {**asked, **RAY, "teacher.hosts": hosts})
+    curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
+    assert metrics_of(tmp_path / "apart" / "logs")[STEPS]["train/loss"] != 0.0
+    workers = {path.stem for path in (tmp_path / "apart" / "logs" / "workers").iterdir()}
+    assert workers == {"learner-0", "engine-0", *(f"teacher-{number}" for number in range(hosts))}
+    assert left_over(tmp_path / "apart") == []
+
+
+def test_teachers_with_and_without_processes_of_their_own_are_mixed_as_in_one_process(
+    tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    asked = {"algorithm.name": "distillation", "teachers.second.model_name": str(tiny), "teachers.second.weight": 2.0}
+    apart = {**RAY, "cluster.gpus_per_node": 2, "teachers.second.hosts": 1}
+    distil(tiny, other, tmp_path / "one", asked)
+    distil(tiny, other, tmp_path / "apart", {**asked, **apart})
+    curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
