@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zipfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,27 @@ def test_what_a_member_raises_by_itself_is_the_cause(room: Room) -> None:
     group = WorkerGroup("learner", [room.thing(number) for number in (30, 31)])
     with pytest.raises(KeyError, match="no such thing"):
         room.run(group.all("fail"))
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A package that is nowhere else, as pip installs it without a network."""
+    path = folder / f"strop_test_package-{version}-py3-none-any.whl"
+    about = f"strop_test_package-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("strop_test_package.py", f"VERSION = {version!r}\n")
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: strop_test_package\nVersion: {version}\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) -> None:
+    found = []
+    for number, version in ((40, "1.0"), (41, "2.0")):
+        thing = room.thing(number, packages=(str(wheel(tmp_path, version)),))
+        found.append(room.run(thing.call("package_version")))
+    assert found == ["1.0", "2.0"]
 
 
 def test_something_can_be_asked_of_every_node(room: Room) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import time
@@ -27,6 +28,9 @@ class Thing:
 
     def say(self, text: str) -> None:
         print(text, flush=True)
+
+    def package_version(self) -> str:
+        return str(importlib.import_module("strop_test_package").VERSION)
 
     def fail(self) -> None:
         raise KeyError("no such thing")
