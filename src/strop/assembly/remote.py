@@ -380,7 +380,7 @@ async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker
     port = await group.one(0, "open_store", address)
     await group.all("join", address, port, COLLECTIVE_SECONDS)
     facts = (await group.all("load", address))[0]
-    tracker.note(f"learner: {world} ranks on {len({host.address for host in hosts})} machines, processes {_processes(hosts)}")
+    tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_processes(hosts)}")
     if facts.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {facts.fallback}")
     return ClusterHome(config, cluster, division, group, facts, tracker)
