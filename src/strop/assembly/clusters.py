@@ -9,8 +9,9 @@ from pathlib import Path
 
 from strop.cluster.base import Cluster, HostDied
 from strop.cluster.group import GroupDied
-from strop.config import TrainingRunConfig
-from strop.config.devices import devices_of
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.devices import Devices, devices_of
+from strop.config.schema import DistillationRunConfig
 from strop.tracking.base import Tracker
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,17 @@ def reserved_cpus(config: TrainingRunConfig) -> float:
     """Of each node: what the processes on it ask for, at least one."""
     roles, devices = config.cluster.roles, devices_of(config)
     wanted = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
+    if isinstance(config, RolloutRunConfig):
+        wanted += len(config.env) * _on_one_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
+    if isinstance(config, DistillationRunConfig):
+        hosts = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
+        wanted += _on_one_node(hosts, devices) * roles.teacher.num_cpus
     return max(1.0, wanted)
+
+
+def _on_one_node(processes: int, devices: Devices) -> int:
+    """At most, where they are dealt out over the nodes."""
+    return -(-processes // devices.nodes)
 
 
 async def with_restarts(config: TrainingRunConfig, tracker: Tracker, live: Callable[[], Awaitable[None]]) -> None:

@@ -20,6 +20,7 @@ ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
+    "reward_model": "strop.rollouts.reward_model:RewardModelEnvironment",
 }
 
 

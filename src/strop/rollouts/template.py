@@ -70,6 +70,11 @@ class ChatTemplate:
         ids = self._encode(rest)
         return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
 
+    def whole(self, messages: Messages, *, trailing: bool = True) -> list[int]:
+        """A conversation that is over, for whoever judges it; without ``trailing`` it ends before the template's last white space."""
+        text = _joined(messages) if self.plain else self._render(messages, open_turn=False)
+        return self._encode(text if trailing else text.rstrip())
+
     def conversation(self, messages: Messages, *, taught_from: int = 0) -> list[Span]:
         """A recorded conversation in spans whose texts join to its rendering: a prompt, then what is taught and what is read.
 

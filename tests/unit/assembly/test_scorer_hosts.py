@@ -17,6 +17,7 @@ from torch import Tensor
 from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation import TEACHER, Distillation
 from strop.algorithms.topk_distillation import TopKDistillation
+from strop.assembly.clusters import reserved_cpus
 from strop.assembly.columns import group_share
 from strop.assembly.remote import host_options
 from strop.assembly.roles import Policy, load_training_policy
@@ -226,3 +227,9 @@ def test_a_process_with_gpus_of_its_own_is_on_whichever_node_has_them() -> None:
     place, role = Place(1, ()), RoleConfig(num_cpus=2)
     near, far = (host_options("teacher-0", place, role, {}, gpus=gpus) for gpus in (0.0, 0.5))
     assert (near.node, near.num_gpus) == (1, 0.0) and (far.node, far.num_gpus) == (None, 0.5)
+
+
+def test_what_hosts_reserve_is_reserved_with_the_nodes(tiny_model_folder: Path) -> None:
+    asked = ["teacher.hosts=3", "cluster.roles.teacher.num_cpus=2", "cluster.num_nodes=2", "cluster.environment_hosts=1"]
+    assert reserved_cpus(config_of(tiny_model_folder, *asked)) == 4.0  # two of three on one node
+    assert reserved_cpus(config_of(tiny_model_folder, *asked, "cluster.roles.environment.num_cpus=0.5")) == 4.5

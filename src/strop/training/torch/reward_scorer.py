@@ -1,0 +1,143 @@
+"""A reward model that is asked about one conversation at a time and reads those of a few milliseconds together.
+
+score(tokens) --+
+score(tokens) --+--> queue --> one thread: a padded batch -> scores [B] --> each caller its own
+score(tokens) --+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.models.classifiers import load_classifier
+from strop.models.network import disable_dropout
+from strop.models.value import scalar, score_layer
+from strop.training.torch.master import round_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerLimits:
+    """What is read at once."""
+
+    conversations: int = 32
+    tokens: int = 16384  # padding included; a longer conversation is read alone
+    wait: float = 0.005  # seconds that the first of a batch waits for others
+
+
+@dataclass(frozen=True)
+class Request:
+    tokens: Sequence[int]
+    answer: Future[float] = field(default_factory=Future)
+
+
+class RewardScorer:
+    """``model`` is a sequence classifier with one label, which nobody else changes. Callers may be on any event loop, and on several."""
+
+    def __init__(self, model: Any, *, precision: torch.dtype = torch.float32, limits: ScorerLimits | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.precision = precision
+        self.limits = limits or ScorerLimits()
+        self.device = next(model.parameters()).device
+        self.batches = 0  # that were read
+        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._threads = torch.get_num_threads()
+        threading.Thread(target=self._serve, name="strop-reward-model", daemon=True).start()
+
+    async def score(self, tokens: Sequence[int]) -> float:
+        """Of a whole conversation. Raises ValueError for an empty one, and whatever the model raises."""
+        if not tokens:
+            raise ValueError("the conversation has no tokens, and a reward model scores its last one")
+        request = Request(tokens)
+        self._queue.put(request)
+        return await asyncio.wrap_future(request.answer)
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """The score of each, [B] float32 on the CPU, from one pass."""
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.full((len(rows), int(lengths.max())), self._padding)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row)] = torch.tensor(list(row))
+        mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16):
+            return self._scores(tokens.to(self.device), mask.to(self.device), lengths.to(self.device) - 1).float().cpu()
+
+    def _scores(self, tokens: Tensor, mask: Tensor, last: Tensor) -> Tensor:
+        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # an encoder, which pools in its own way
+            logits: Tensor = self.model(input_ids=tokens, attention_mask=mask).logits[:, 0]
+            return logits
+        hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        return scalar(score_layer(self.model), hidden[torch.arange(len(tokens), device=hidden.device), last])
+
+    @property
+    def _padding(self) -> int:
+        return int(getattr(self.model.config, "pad_token_id", None) or 0)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        waiting: list[Request] = []
+        while True:
+            if not waiting:
+                waiting.append(self._queue.get())
+            self._gather(waiting)
+            count = self._fitting(waiting)
+            self._answer(waiting[:count])
+            del waiting[:count]
+
+    def _gather(self, waiting: list[Request]) -> None:
+        deadline = time.monotonic() + self.limits.wait
+        while len(waiting) < self.limits.conversations:
+            try:
+                waiting.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                return
+
+    def _fitting(self, waiting: Sequence[Request]) -> int:
+        """How many, from the first on, are read at once."""
+        longest = 0
+        for count, request in enumerate(waiting):
+            longest = max(longest, len(request.tokens))
+            if count and (count == self.limits.conversations or longest * (count + 1) > self.limits.tokens):
+                return count
+        return len(waiting)
+
+    def _answer(self, requests: Sequence[Request]) -> None:
+        wanted = [request for request in requests if request.answer.set_running_or_notify_cancel()]
+        if not wanted:
+            return
+        try:
+            scores = self.read([request.tokens for request in wanted]).tolist()
+        except Exception as error:  # each caller's to know; the thread goes on
+            for request in wanted:
+                request.answer.set_exception(error)
+            return
+        self.batches += 1
+        for request, score in zip(wanted, scores, strict=True):
+            request.answer.set_result(score)
+
+
+def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits: ScorerLimits | None = None) -> RewardScorer:
+    """A trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face one.
+
+    Raises ModelNotFound, ValueError for several labels, and for a model that has no trained score."""
+    model = load_classifier(name, spread=0.0)  # a score layer that is not in the files is all zeros
+    if not score_layer(model).weight.any():
+        raise ValueError(
+            f"model_name: {name} has no trained layer for a score: it is a language model, not a reward model. Name a sequence classifier "
+            "with one label, such as the folder that strop rm saves (policy/weights)"
+        )
+    disable_dropout(model)
+    round_weights(model, precision)
+    return RewardScorer(model.to(device), precision=precision, limits=limits)
