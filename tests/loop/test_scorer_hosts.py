@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loop.kinds import SUMS, sampling_config, write_rows
 from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
 from loop.tiny import build_tiny
+from strop.algorithms.distillation import TEACHER, Distillation
+from strop.assembly.scorer_hosts import TeacherDescription, host_teachers
+from strop.assembly.teachers import Student
+from strop.cluster.base import HostOptions
+from strop.config import load_config
+from strop.config.schema import DistillationRunConfig
+from strop.data.packing import pack
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
+from strop.sampling import Sampling
+from support.rollouts import simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+from strop.cluster.ray import ClusterOptions, connect
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 3
@@ -97,3 +112,35 @@ def reward_model(folder: Path, tiny: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_model_folder: Path, tmp_path: Path) -> None:
+    settings = {
+        **sampling_config("distillation", tiny_model_folder),
+        **RAY,
+        "teacher.model_name": str(tiny_model_folder),
+        "algorithm.name": "distillation",
+    }
+    config: Any = load_config(None, overrides(settings), root=DistillationRunConfig).config
+    student = Student(len(load_tokenizer(str(tiny_model_folder))), load_tokenizer(str(tiny_model_folder)))
+    columns = frozenset({TEACHER})
+    described = TeacherDescription(key="teacher", config=config, student=student, columns=columns, sampling=Sampling())
+    groups = simple_groups((3, (4, 2)), (2, (3, 5)), (4, (1, 1)))
+    batch = pack(groups, Distillation())
+
+    async def ask() -> tuple[torch.Tensor, torch.Tensor]:
+        cluster = await connect(ClusterOptions(output=tmp_path / "workers"))
+        try:
+            places = [HostOptions(name=f"teacher-{number}", node=0) for number in range(2)]
+            source: Any = (await host_teachers(cluster, [described], {"teacher": places}))["teacher"][TEACHER]
+            before = await source.columns(batch, groups)
+            victim = (await source.processes[1].start()).process
+            os.kill(victim, signal.SIGKILL)
+            after = await source.columns(batch, groups)
+            assert source.processes[1].restarts == 1 and (await source.processes[1].start()).process != victim
+            return before[TEACHER], after[TEACHER]
+        finally:
+            await cluster.close()
+
+    before, after = asyncio.run(ask())
+    assert torch.equal(before, after) and before.abs().sum() > 0

@@ -103,9 +103,15 @@ class HostedTeacher:
         count = len(self.processes)
         shares = [group_share(len(groups), place, count) for place in range(count)]
         asked = [
-            self._fill(process, share, batch) for process, share in zip(self.processes, shares, strict=True) if not share.empty
+            asyncio.ensure_future(self._fill(process, share, batch))
+            for process, share in zip(self.processes, shares, strict=True)
+            if not share.empty
         ]
-        return joined(await asyncio.gather(*asked), len(batch.target))
+        try:
+            return joined(await asyncio.gather(*asked), len(batch.target))
+        finally:
+            for one in asked:  # where one failed, the others would start processes anew on a cluster that ends
+                one.cancel()
 
     async def _fill(self, process: TeacherProcess, share: GroupShare, batch: Batch) -> Filled:
         part = share.of(batch)
