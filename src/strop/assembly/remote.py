@@ -298,7 +298,10 @@ class ClusterHome:
             adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
             load_weights=False,
             output=outputs / f"engine_{number}.log",
-            environment={**self._threads(config.generation.vllm_cfg.num_threads, generates=True), **config.generation.vllm_cfg.env_vars},
+            environment={
+                **self._threads(config.generation.vllm_cfg.num_threads, generates=True),
+                **config.generation.vllm_cfg.env_vars,
+            },
         )
         arguments = (f"engine {number}", options, self.speech.tokenizer, self.speech.stop_ids)
         size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
