@@ -28,8 +28,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         ranks = [
-            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], work), daemon=True)
-            for rank in range(count)
+            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], work), daemon=True) for rank in range(count)
         ]
         for rank in ranks:
             rank.start()
