@@ -106,7 +106,8 @@ def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None
 
 def test_all_refusals_are_reported_together() -> None:
     assert (
-        len(refusal("cluster.segment_size=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems) == 3
+        len(refusal("cluster.segment_size=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems)
+        == 3
     )
 
 
