@@ -160,15 +160,15 @@ def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str])
 # --- processes -------------------------------------------------------------------------------------------------------------------------
 
 
-def find(role: str, running: Running, mark: str) -> psutil.Process | None:
-    match role:
+def find(case: Case, running: Running, mark: str) -> psutil.Process | None:
+    match case.role:
         case "driver":
             return psutil.Process(running.process.pid)
         case "node":
-            return named(["raylet", "gcs_server"], mark)
+            return named(["raylet"] if case.number % 2 else ["gcs_server"], mark)
         case "vLLM's engine process":
-            return named(["EngineCore"], mark)
-    return worker(WORKERS[role], mark)
+            return named(["VLLM::EngineCore", "EngineCore"], mark)
+    return worker(WORKERS[case.role], mark)
 
 
 def guests(head: psutil.Process | None) -> list[psutil.Process]:
@@ -232,17 +232,17 @@ def strike(case: Case, running: Running, result: Result) -> tuple[float, list[ps
     folder, mark = running.folder, str(running.folder)
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
-        ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case.role, running, mark) is not None
+        ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case, running, mark) is not None
         if ready and case.after == 0:  # between the weights' first publish and the first step
             ready = "weights: version 0 is in" in (folder / ".out").read_text(errors="replace")
         if ready:
             break
         time.sleep(0.02)
     time.sleep(case.delay)
-    victim = find(case.role, running, mark)
+    victim = find(case, running, mark)
     while victim is None and running.process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
-        victim = find(case.role, running, mark)
+        victim = find(case, running, mark)
     if victim is None or not running.process.is_alive():
         return time.monotonic(), []
     family: list[psutil.Process] = []
@@ -386,7 +386,13 @@ def deviation(folder: Path, wanted: Path) -> float:
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     """The address and the first process of a Ray cluster that outlives runs, in a folder of its own, so that nobody else finds it."""
-    environment = {**os.environ, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "SPT_NOENV": "1",
+    }
     port = 20000 + os.getpid() % 10000
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     command = [*ray, "start", "--head", f"--port={port}", "--num-cpus=4", "--num-gpus=0", "--include-dashboard=false", "--block"]

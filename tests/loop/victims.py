@@ -24,6 +24,7 @@ class Marked:
 
     def __call__(self) -> None:
         os.environ[MARK] = self.mark
+        os.environ["SPT_NOENV"] = "1"  # Ray's processes would write their titles over it
         heed_interrupts()
 
 
@@ -57,8 +58,7 @@ def named(names: Sequence[str], mark: str) -> psutil.Process | None:
     """A process of a run by the program it is."""
     for process in processes_of(mark):
         with suppress(psutil.Error):
-            told = f"{process.name()} {' '.join(process.cmdline())}"
-            if any(name in told for name in names):
+            if process.name().startswith(tuple(names)):
                 return process
     return None
 

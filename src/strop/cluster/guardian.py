@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "STROP_CLUSTER"  # environment variable
+KEEPS_ENVIRONMENT = "SPT_NOENV"  # for setproctitle, by which Ray's processes would otherwise write their names over it
 
 
 class Guardian:
@@ -32,11 +33,17 @@ class Guardian:
     @contextmanager
     def marking(self) -> Iterator[None]:
         """What is started meanwhile, and what that starts later, is the cluster's."""
-        os.environ[MARK] = self.mark
+        changes = {MARK: self.mark, KEEPS_ENVIRONMENT: "1"}
+        before = {name: os.environ.get(name) for name in changes}
+        os.environ.update(changes)
         try:
             yield
         finally:
-            os.environ.pop(MARK, None)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def close(self) -> None:
         """End what is left; returns when it has been told to."""

@@ -39,6 +39,9 @@ ray: Any = ray_package  # its types do not say what its decorators make
 
 POLL = 0.05  # seconds between looks at whether a process is gone
 KILL_SECONDS = 10.0
+OWN_CLUSTER = {
+    "gcs_rpc_server_reconnect_timeout_s": 10
+}  # in it nobody brings back a server that died; Ray would wait for a minute
 CONCURRENCY = 100_000  # calls at once of a host on an event loop
 
 
@@ -401,8 +404,12 @@ def _join(options: ClusterOptions) -> Guardian | None:
     gpus = 0 if options.on_cpu else None
     cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
     guardian = Guardian()
-    with guardian.marking():
-        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+    try:
+        with guardian.marking():
+            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _system_config=OWN_CLUSTER, **quiet)
+    except Exception as error:  # Ray raises bare exceptions here
+        guardian.close()
+        raise ConnectionError(f"a Ray cluster could not be started on this machine: {error}") from error
     return guardian
 
 
