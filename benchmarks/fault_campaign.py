@@ -234,7 +234,7 @@ def strike(case: Case, running: Running, result: Result) -> tuple[float, list[ps
     while running.process.is_alive() and time.monotonic() < deadline:
         ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case, running, mark) is not None
         if ready and case.after == 0:  # between the weights' first publish and the first step
-            ready = "weights: version 0 is in" in (folder / ".out").read_text(errors="replace")
+            ready = "weights: version 0 is in" in _output(folder)
         if ready:
             break
         time.sleep(0.02)
