@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from loop.runs import Running, grpo, metrics_of, overrides, start, tiny_config
-from loop.victims import Marked, described, left_over, worker
+from loop.victims import MARK, Marked, described, left_over, worker
 from strop.tracking.rollouts import RolloutStore
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
@@ -151,4 +151,47 @@ def test_a_run_that_is_interrupted_or_loses_its_driver_leaves_nobody_and_goes_on
     outcome = begin(tiny, tmp_path).finish(200)
     assert outcome.code == 0, outcome.err
     assert "continuing after step" in outcome.out
+    assert_as_if_undisturbed(tmp_path, alone)
+
+
+@pytest.fixture
+def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster of three nodes on this machine, as Ray's own tests make them."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("SPT_NOENV", "1")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    for address in ("127.0.0.2", "127.0.0.3"):  # the driver is at home on the head
+        cluster.add_node(num_cpus=2, num_gpus=0, node_ip_address=address)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_a_run_goes_on_without_the_engines_of_a_lost_node_if_it_may(
+    tiny: Path, alone: Path, tmp_path: Path, three_nodes: str
+) -> None:
+    nodes = {
+        "cluster.gpus_per_node": 1,
+        "cluster.num_nodes": 3,
+        "cluster.address": three_nodes,
+        "cluster.shrink_on_lost_node": True,
+        "cluster.roles.generator.env_vars": {MARK: str(tmp_path)},
+        "policy.generation.colocated.enabled": False,
+        "policy.generation.colocated.resources.num_nodes": 2,
+        "policy.generation.torch_cfg.num_engines": 2,
+    }
+    running = begin(tiny, tmp_path, **nodes)
+    wait_for(running, lambda: steps_logged(running) >= 1)
+    engine = worker("engine-0", str(tmp_path))
+    assert engine is not None
+    node = engine.parent()
+    assert node is not None and node.name() == "raylet"
+    for process in [node, *node.children(recursive=True)]:  # as a machine that is switched off
+        process.kill()
+    outcome = running.finish(200)
+    assert outcome.code == 0, outcome.err
+    metrics = metrics_of(tmp_path / "logs")
+    assert metrics[1]["generation/engines"] == 2 and metrics[STEPS]["generation/engines"] == 1
+    assert "cannot be started anew; its requests go to the 1 others" in outcome.out + outcome.err
     assert_as_if_undisturbed(tmp_path, alone)
