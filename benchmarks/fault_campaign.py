@@ -115,7 +115,7 @@ class Result:
     struck: str = ""  # the process that was killed, and the step that had been logged; "" where the run was over before
     lives: int = 1  # starts of the command
     codes: list[int] = field(default_factory=list)  # exit codes, one a start
-    lost: float | None = None  # seconds from the kill until a step more was logged
+    lost: float | None = None  # the longest time after the kill, in seconds, without a step that had not been logged before
     gone: float = 0.0  # the longest it took until no process was left after a driver ended
     deviation: float | None = None  # largest relative difference from the undisturbed run's metrics
     failures: list[str] = field(default_factory=list)
@@ -255,18 +255,32 @@ def strike(case: Case, running: Running, result: Result) -> tuple[float, list[ps
     return time.monotonic(), family
 
 
-def wait(running: Running, result: Result, struck: float, goal: int) -> int | None:
-    """The exit code; None where the run hangs. Notes when step ``goal`` is logged."""
+class Progress:
+    """How long a run got nowhere."""
+
+    def __init__(self, folder: Path, since: float) -> None:
+        self.folder = folder
+        self.furthest = steps_logged(folder)
+        self._since = since
+        self.longest: float | None = None
+
+    def look(self) -> None:
+        now, steps = time.monotonic(), steps_logged(self.folder)
+        if steps > self.furthest:
+            self.longest = max(self.longest or 0.0, now - self._since)
+            self.furthest, self._since = steps, now
+
+
+def wait(running: Running, progress: Progress) -> int | None:
+    """The exit code; None where the run hangs."""
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
-        if result.lost is None and steps_logged(running.folder) >= goal:
-            result.lost = time.monotonic() - struck
+        progress.look()
         time.sleep(0.05)
     if running.process.is_alive():
         return None
     running.process.join()
-    if result.lost is None and steps_logged(running.folder) >= goal:
-        result.lost = time.monotonic() - struck
+    progress.look()
     return int(running.process.exitcode)
 
 
@@ -279,10 +293,11 @@ def perform(stage: Stage, case: Case) -> Result:
     struck = time.monotonic()
     if case.role:
         struck, family = strike(case, running, result)
-    goal = min(steps_logged(folder) + 1, STEPS)
+    progress = Progress(folder, struck)
     said = ""
     while True:
-        code = wait(running, result, struck, goal)
+        code = wait(running, progress)
+        result.lost = progress.longest
         said += _output(folder)
         if code is None:
             result.failures.append(f"start {result.lives} hung")
@@ -512,7 +527,7 @@ def outcome_table(results: Sequence[Result]) -> str:
             f"{median(lost):.0f}" if lost else "",
         ]
     )
-    head = ["killed", "mode", "runs", "went on by itself", "went on by command", "failed", "seconds lost, median"]
+    head = ["killed", "mode", "runs", "went on by itself", "went on by command", "failed", "seconds without a new step, median"]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
