@@ -1,11 +1,11 @@
-"""What running ahead saves: step times of the one loop with a generator and a learner of known latencies.
+"""The gain of asynchronous training: step times of the training loop with a generator and a learner of known latencies.
 
     python benchmarks/async_gain.py                    # constant latencies, then long tails; some minutes
     python benchmarks/async_gain.py --steps 60 --json async.json
 
-The engine runs a fixed number of groups at once (those of one step), each for a drawn time; the learner blocks its thread for a drawn time.
-Nothing computes, so the table says what the loop's order of things costs and saves, and nothing about a device. The real thing is
-Strop's ``train``, its stream, its orders and its learner thread.
+The engine runs as many concurrent groups as one step has, each for a random time; the learner blocks its thread for a random time. Nothing
+is computed, so the table measures the schedule of the loop and not a device. Strop's ``train``, stream, orders and learner thread are real;
+engine and learner are simulated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from strop.training.base import BackwardResult
 from strop.training.threaded import LearnerThread, in_thread
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
 
-WARM_UP = 4  # steps until the pipeline is full, which are not counted
+WARM_UP = 4  # steps until the pipeline is full; not counted
 Latency = Callable[[random.Random], float]  # seconds
 
 
@@ -46,7 +46,7 @@ def constant(seconds: float) -> Latency:
 
 
 def long_tail(seconds: float) -> Latency:
-    """Mean ``seconds``; most are half as long, one in ten takes five and a half times as long."""
+    """Mean ``seconds``: most take half as long, and one in ten takes 5.5 times as long."""
     return lambda draw: seconds * (draw.uniform(4.5, 6.5) if draw.random() < 0.1 else draw.uniform(0.4, 0.6))
 
 
@@ -62,7 +62,7 @@ class Setting:
     max_staleness: int = 0
     order: str = "fifo"
     in_flight: bool = False
-    steps_in_slots: int | None = None  # how many steps' groups are in flight; None: k + 1
+    steps_in_slots: int | None = None  # steps whose groups are in flight; None: k + 1
 
 
 SETTINGS = (
@@ -84,7 +84,7 @@ SETTINGS = (
 
 
 class Engine:
-    """Runs as many groups at once as a step has. ``version`` changes under what runs."""
+    """Runs as many concurrent groups as a step has. ``version`` changes while groups run."""
 
     def __init__(self, latency: Latency, at_once: int, seed: int) -> None:
         self.version = 0
@@ -92,7 +92,7 @@ class Engine:
         self._room = asyncio.Semaphore(at_once)
 
     async def group(self, index: int) -> Group:
-        version = self.version  # of the weights when it is begun, as an episode has it
+        version = self.version  # of the weights at the start, as in an episode
         async with self._room:
             await asyncio.sleep(self._latency(random.Random(self._seed * 1_000_003 + index)))
         return Group(index=index, environment="none", version=version, rollouts=tuple(rollout(index, i) for i in range(2)))
@@ -120,7 +120,7 @@ def rollout(index: int, sample: int) -> Rollout:
 
 
 class Publisher(Silent):
-    """The weight sync, which takes no time, and the tracker, which remembers."""
+    """An instant weight sync, and a tracker that stores all metrics."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -138,7 +138,7 @@ class Publisher(Silent):
 
 
 class Trainer:
-    """Blocks for a drawn time in each optimizer step."""
+    """Blocks for a random time in each optimizer step."""
 
     def __init__(self, latency: Latency, seed: int, sleep: Callable[[float], None]) -> None:
         self._latency, self._draw, self._sleep = latency, random.Random(seed), sleep
@@ -160,11 +160,11 @@ class Measured:
 
     setting: Setting
     steps: list[float]
-    waited: list[float]  # for groups
+    waited: list[float]  # waiting for groups
     trained: list[float]
     drained: list[float]
     staleness: float  # mean over groups
-    stale: int  # groups dropped for their age
+    stale: int  # groups dropped because of their age
 
     @property
     def spread(self) -> Spread:
@@ -174,7 +174,7 @@ class Measured:
 def measure(
     setting: Setting, *, generation: Latency, training: Latency, groups: int, steps: int, seed: int = 0, folder: Path = Path()
 ) -> Measured:
-    """One run of the loop."""
+    """Run the training loop once and measure its steps."""
 
     async def whole() -> Publisher:
         engine = Engine(generation, groups, seed)
@@ -226,13 +226,13 @@ def measure(
 
 def order_of(setting: Setting, groups: int) -> Order:
     if setting.order == "windowed":
-        window = (setting.max_staleness + 1) * groups  # all
+        window = (setting.max_staleness + 1) * groups  # all groups
         return Windowed(window=window, groups_per_step=groups, max_staleness=setting.max_staleness)
     return DropTooOld() if setting.order == "drop_too_old" else Fifo()
 
 
 def report(found: Sequence[Measured]) -> str:
-    """The step times, and what they are of the two times they consist of at k = 0."""
+    """Format the step times, relative to generation and training at k = 0."""
     base = found[0]
     generation, training = mean(base.waited), mean(base.trained)
     longer = max(generation, training)
@@ -257,14 +257,14 @@ def report(found: Sequence[Measured]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15, help="counted steps of each row")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each row")
     parser.add_argument("--groups", type=int, default=8, help="groups per step")
     parser.add_argument("--seconds", type=float, default=0.2, help="mean latency of a group, and about that of an optimizer step")
-    parser.add_argument("--json", type=Path, help="write every step's time there")
-    parser.add_argument("--real", action="store_true", help="with a model and an engine of its own")
+    parser.add_argument("--json", type=Path, help="write all step times to this file")
+    parser.add_argument("--real", action="store_true", help="use a real model and engine (not available)")
     options = parser.parse_args()
     if options.real:
-        parser.error("--real needs an engine of its own process, which is not part of this benchmark yet")
+        parser.error("--real is not implemented: it needs an engine in its own process; leave it out")
     s, everything = options.seconds, {}
     kinds = {
         "constant": (constant(s), constant(s)),

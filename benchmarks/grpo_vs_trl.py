@@ -1,9 +1,9 @@
-"""GRPO by TRL and by Strop, step by step in alternation on one CPU: the same model, prompts, reward, optimizer, dtype and threads.
+"""GRPO in TRL and in Strop, alternating steps on one CPU, with the same model, prompts, reward, optimizer, dtype and threads.
 
     pip install 'strop[bench]'        python benchmarks/grpo_vs_trl.py --steps 5 --dtype both --json results.json
 
-Each side lives in a process of its own, so that their memory can be told apart and neither's threads or patches touch the other. This
-process holds the baton: one side computes while the other waits at a step boundary. Pairs of steps go A B, B A, A B, ...
+Each side has its own process, so that memory is measured separately and threads and patches do not affect the other side. This process
+coordinates: one side computes while the other waits at a step boundary. Pairs of steps run A B, B A, A B, ...
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ ENVIRONMENT = "arithmetic"
 
 
 def trl_configuration(settings: Settings) -> dict[str, Any]:
-    """TRL at its fastest on a CPU, and the same algorithm as Strop's; benchmarks/README.md gives the reason for each."""
+    """Return TRL's fastest settings on a CPU for the same algorithm as Strop's; benchmarks/README.md explains each."""
     rows = settings.prompts * settings.completions
     parts = rows // settings.trl_rows
     return {
-        # one optimizer step = one batch of generations, generated at once; nothing old, no reference
+        # one optimizer step = one batch of generations: on-policy, no reference model
         "per_device_train_batch_size": settings.trl_rows,
         "gradient_accumulation_steps": parts,
         "steps_per_generation": parts,
@@ -76,7 +76,7 @@ def trl_configuration(settings: Settings) -> dict[str, Any]:
         "shuffle_dataset": False,
         # the algorithm
         "beta": 0.0,
-        "loss_type": "dapo",  # the mean over all tokens of the step
+        "loss_type": "dapo",  # mean over all tokens of the step
         "scale_rewards": "group",
         "epsilon": 0.2,
         "mask_truncated_completions": False,
@@ -93,7 +93,7 @@ def trl_configuration(settings: Settings) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
-        # its fastest on a CPU
+        # fastest on a CPU
         "use_cpu": True,
         "bf16": settings.dtype == "bfloat16",
         "gradient_checkpointing": False,
@@ -113,7 +113,7 @@ def trl_configuration(settings: Settings) -> dict[str, Any]:
 
 
 def trl_side(settings: Settings, baton: Connection) -> None:
-    """Train with GRPOTrainer, handing the baton back after every optimizer step."""
+    """Train with GRPOTrainer, returning the turn after every optimizer step."""
     import torch
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -180,7 +180,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
             prompt_tokens=int(last["prompt_mask"].sum(1)[:: settings.completions].sum()),
             sampled_tokens=int(last["completion_mask"].sum()),
             tokens_read=rows * length,
-            head_rows=rows * (length - 1),  # without Triton its output layer is applied to prompts and padding too
+            head_rows=rows * (length - 1),  # without Triton, TRL applies the output layer to prompts and padding too
             attention_pairs=padded_pairs(rows, length),
             reward=last["reward"],
             peak_memory=memory(),
@@ -215,7 +215,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
 
 
 def strop_config(settings: Settings, model: str) -> Any:
-    """The run as a user would configure it; metrics.jsonl and the parquet of every rollout stay on."""
+    """Return a user's configuration, with metrics.jsonl and stored rollouts enabled."""
     from strop.config import GrpoRunConfig, load_config
 
     overrides = [
@@ -248,7 +248,7 @@ def strop_config(settings: Settings, model: str) -> Any:
 
 
 def training_rows(settings: Settings) -> list[dict[str, Any]]:
-    """The prompts of Strop's stream, in its order, as rows for TRL."""
+    """Return the prompts of Strop's stream in order, as rows for TRL."""
     from strop.assembly.tasks import training_tasks
 
     config = strop_config(settings, settings.model)
@@ -263,7 +263,7 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def strop_side(settings: Settings, baton: Connection) -> None:
-    """Train with Strop's own loop, handing the baton back whenever a step has been logged."""
+    """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.assembly.rollouts import build_rollout_run
     from strop.assembly.training import make_tracker, seed_everything
     from strop.generation.torch.engine import TorchEngine
@@ -279,7 +279,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     profilers: dict[str, Any] = {}
 
     class Stream:
-        """Remembers what was sampled."""
+        """Records the sampled groups."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -293,7 +293,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             return getattr(self.inner, name)
 
     class Learner:
-        """Times the learner from outside."""
+        """Measures the learner's time from outside."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -311,7 +311,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             return getattr(self.inner, name)
 
     class Weights:
-        """Generation ends where the learner takes over."""
+        """Stops the generation profiler when the engine yields the device."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -325,7 +325,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             return await self.inner.publish(version)
 
     class Turns(Silent):
-        """The last thing a step does is to log."""
+        """Ends the turn when the step logs, which is its last action."""
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             tracker.log(step, metrics)
@@ -415,7 +415,7 @@ def own_seconds(profiler: Any) -> dict[str, float]:
     return {event.key: event.self_cpu_time_total / 1e6 for event in profiler.key_averages() if event.self_cpu_time_total}
 
 
-# ---- in processes of their own: evaluating, measuring the machine -----------------------------------------------------------------
+# ---- in separate processes: evaluation and machine measurements -------------------------------------------------------------------
 
 
 def model_shape(folder: str) -> ModelShape:
@@ -435,7 +435,7 @@ def model_shape(folder: str) -> ModelShape:
 
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
-    """Mean reward on held-out sums at temperature 1, by Strop's engine for everyone, and its standard error over tasks."""
+    """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
     from strop.assembly.roles import load_training_policy, make_engine
     from strop.assembly.rollouts import episode_rules
     from strop.assembly.tasks import validation_tasks
@@ -471,14 +471,14 @@ def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) ->
 
 
 def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: int) -> dict[str, float]:
-    """GFLOP/s of plain matrix products in the run's dtype: 2048 x 2048 x 2048, and every product of a training step at its own shape."""
+    """Return the GFLOP/s of matrix products in the run's dtype: 2048 x 2048 x 2048, and all products of a training step."""
     import torch
 
     torch.set_num_threads(settings.threads)
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
     def product(m: int, k: int, n: int, *, left: bool = False, right: bool = False) -> float:
-        """Seconds of [m, k] @ [k, n]; ``left``, ``right``: that operand lies transposed in memory, as it does in training."""
+        """Return the seconds of [m, k] @ [k, n]. ``left``, ``right``: this operand is stored transposed, as in training."""
         a = torch.randn(k, m, dtype=torch.float32).to(dtype).t() if left else torch.randn(m, k).to(dtype)
         b = torch.randn(n, k, dtype=torch.float32).to(dtype).t() if right else torch.randn(k, n).to(dtype)
         a @ b
@@ -490,7 +490,7 @@ def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: 
         return min(found)
 
     def linear(rows: int, width: int, out: int, forwards: int = 1) -> tuple[float, float]:
-        """(operations, seconds) of x @ W^T (``forwards`` times), gradient to x, gradient to W."""
+        """Return (FLOPs, seconds) of x @ W^T (``forwards`` times) and of the gradients of x and W."""
         seconds = (
             forwards * product(rows, width, out, right=True) + product(rows, out, width) + product(out, rows, width, left=True)
         )
@@ -512,10 +512,10 @@ def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: 
 
 
 def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0) -> Result:
-    """Alternate the two sides; then see how good each became, and how fast the machine is."""
+    """Alternate the two sides, then evaluate both models and measure the machine."""
     players = {"trl": Player("trl", trl_side, settings)}
     ready = {side: player.hear(Ready) for side, player in players.items()}
-    players["strop"] = Player("strop", strop_side, settings)  # one loads after the other
+    players["strop"] = Player("strop", strop_side, settings)  # load one after the other
     ready["strop"] = players["strop"].hear(Ready)
     for name in ("prompts", "stop_ids"):
         if getattr(ready["trl"], name) != getattr(ready["strop"], name):
@@ -572,24 +572,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--held-out", type=int, default=100, help="held-out sums for the reward afterwards; 0: none (default: %(default)s)"
     )
     parser.add_argument("--samples", type=int, default=4, help="completions of each held-out sum (default: %(default)s)")
-    parser.add_argument("--trl-rows", type=int, help="rows of TRL's micro-batches, accumulated to a step; default: all at once")
+    parser.add_argument("--trl-rows", type=int, help="rows per TRL micro-batch, accumulated over a step; default: all rows")
     parser.add_argument(
         "--trl-bf16-weights",
         action="store_true",
-        help="give TRL bfloat16 weights: faster, and small updates round to nothing; with bfloat16",
+        help="give TRL bfloat16 weights: faster, but small updates round to zero; with bfloat16",
     )
     parser.add_argument(
         "--wait-quiet",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="before each step, wait this long for other processes to rest",
+        help="seconds to wait before each step for an idle machine",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="give TRL's process Strop's setting of malloc too (strop.models.memory)"
+        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.memory)"
     )
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements to this file")
     options = parser.parse_args(arguments)
     rows = options.prompts * options.completions
     if options.warmup < 1 or options.steps < 1:
@@ -599,7 +599,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.trl_rows is not None and (options.trl_rows < 1 or rows % options.trl_rows):
         parser.error(f"--trl-rows must divide the {rows} completions of a step")
     if options.trl_bf16_weights and options.dtype != "bfloat16":
-        parser.error("--trl-bf16-weights goes with --dtype bfloat16")
+        parser.error("--trl-bf16-weights needs --dtype bfloat16")
     return options
 
 
@@ -655,7 +655,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "results": [as_json(result) for result in results],
         }
         options.json.write_text(json.dumps(content, indent=1))
-        print(f"\neverything measured is in {options.json}")
+        print(f"\nall measurements are in {options.json}")
     return 0
 
 

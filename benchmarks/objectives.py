@@ -1,11 +1,11 @@
-"""Train every objective on sums with a real model, and say what became of it: the table in docs/algorithms/README.md.
+"""Train every objective on sums with a real model, for the table in docs/algorithms/README.md.
 
     python benchmarks/objectives.py                   # all, one after another: about an hour on two cores
     python benchmarks/objectives.py gspo dpo sft      # some
 
 Policy gradients: the quickstart's task, 20 steps of 8 prompts x 8 rollouts, greedy accuracy on 200 held-out sums before and after.
-Recorded data: 40 steps of 16 examples of examples/arithmetic_data.py, loss or accuracy on the held-out ones. Every run is a command
-that can be typed; it is printed. Folders: logs/objectives/NAME.
+Recorded data: 40 steps of 16 examples of examples/arithmetic_data.py, loss or accuracy on the held-out ones. Prints the command
+of each run. Log folders: logs/objectives/NAME.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORDED = {"conversations": ("sft", "conversations"), "preferences": ("dpo", "p
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training run: a command, and the metric that says whether it learned."""
+    """One training run: a command and the metric that shows whether it learned."""
 
     name: str
     command: str
@@ -41,7 +41,7 @@ class Experiment:
 
 def experiments() -> Iterator[Experiment]:
     for name, kind in algorithms().items():
-        if name == "gdpo":  # needs several rewards, and a sum has one
+        if name == "gdpo":  # needs several rewards; a sum has one
             continue
         if name in ("ppo", "vapo"):
             overrides = [f"algorithm.name={name}", "ppo.policy_training_start_step=5"]
@@ -64,12 +64,12 @@ def experiments() -> Iterator[Experiment]:
             overrides += ["loss_fn.constant_length=20"] if name == "dr_grpo" else []
             overrides += (
                 ["policy.train_global_batch_size=32"] if name == "kl_cov" else []
-            )  # with one step a batch it does nothing
+            )  # it has no effect with one step per batch
             yield Experiment(name, "grpo", "quickstart.yaml", "validation/accuracy", overrides, ["train/reward"])
 
 
 def run(experiment: Experiment, extra: Sequence[str]) -> dict[int, dict[str, float]]:
-    """The metrics of every step, by step."""
+    """Run an experiment and return its metrics by step; empty if it failed."""
     folder = Path("logs/objectives") / experiment.name
     command = [
         "strop", experiment.command, "--config", f"examples/configs/{experiment.config}", *experiment.overrides,
@@ -85,7 +85,7 @@ def run(experiment: Experiment, extra: Sequence[str]) -> dict[int, dict[str, flo
 
 
 def summary(experiment: Experiment, steps: dict[int, dict[str, float]], seconds: float) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     if not steps:
         return f"| {experiment.name} | failed | | | {seconds / 60:.1f} |"
     measured = [row[experiment.metric] for _, row in sorted(steps.items()) if experiment.metric in row]

@@ -1,9 +1,9 @@
-"""SFT, DPO and reward models by TRL and by Strop, optimizer step by optimizer step in alternation on one CPU.
+"""SFT, DPO and reward models in TRL and in Strop, alternating optimizer steps on one CPU.
 
     pip install 'strop[bench]'        python benchmarks/sft_dpo_rm_vs_trl.py --steps 5 --dtype both --json results.json
 
-The same model, conversations, optimizer, dtype and threads, and the same data in every optimizer step. Each side lives in a process of its
-own and computes only in its turn (benchmarks/README.md). First each side tries several sizes of its micro-batches and keeps the fastest.
+Both sides use the same model, optimizer, dtype and threads, and the same data in every optimizer step. Each side has its own process and
+computes only in its turn (benchmarks/README.md). First each side tries several micro-batch sizes and keeps the fastest.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One comparison: an objective, and how TRL lays out its rows."""
+    """One comparison: an objective and TRL's row layout."""
 
     name: str
-    kind: Literal["sft", "dpo", "rm"]  # the section of Strop's configuration
+    kind: Literal["sft", "dpo", "rm"]  # Strop's configuration section
     about: str
-    rows: Literal["padded", "bfd", "wrapped"] = "padded"  # TRL's; the latter two are its packing strategies
-    precomputed: bool = True  # the reference's log-probabilities, where there are any
-    comparable: bool = True  # both sides compute the same loss
-    sizes: tuple[int, ...]  # of TRL's micro-batches: examples, or tokens of a packed row
+    rows: Literal["padded", "bfd", "wrapped"] = "padded"  # TRL's row layout; the latter two are its packing strategies
+    precomputed: bool = True  # whether reference log-probabilities, if used, are precomputed
+    comparable: bool = True  # whether both sides compute the same loss
+    sizes: tuple[int, ...]  # TRL micro-batch sizes: examples, or tokens of a packed row
 
     @property
     def packed(self) -> bool:
@@ -79,9 +79,9 @@ MODES = {
             kind="sft",
             rows="bfd",
             sizes=(512, 1024),
-            about="SFT; TRL packs conversations into rows (bfd), a dense mask keeps them apart",
+            about="SFT; TRL packs conversations into rows (bfd) and separates them with a dense mask",
         ),
-        Mode(name="dpo", kind="dpo", sizes=(2, 4, 8), about="DPO; reference log-probabilities computed before, on both sides"),
+        Mode(name="dpo", kind="dpo", sizes=(2, 4, 8), about="DPO; both sides precompute the reference log-probabilities"),
         Mode(name="rm", kind="rm", sizes=(2, 4, 8), about="Bradley-Terry reward model"),
         Mode(
             name="sft-wrapped",
@@ -89,22 +89,22 @@ MODES = {
             rows="wrapped",
             sizes=(512, 1024),
             comparable=False,
-            about="SFT; TRL cuts one stream of tokens into rows (wrapped): conversations see each other, some are cut in two",
+            about="SFT; TRL cuts one stream of tokens into rows (wrapped): conversations attend to each other, and some are split",
         ),
         Mode(
             name="dpo-online",
             kind="dpo",
             precomputed=False,
             sizes=(2, 4, 8),
-            about="DPO; reference log-probabilities computed in each step, on both sides",
+            about="DPO; both sides compute the reference log-probabilities in each step",
         ),
     )
 }
 USUAL = ("sft", "sft-packed", "dpo", "rm")
 STROP_SIZES = (1024, 2048, 4096)  # policy.sequence_packing.train_mb_tokens
 
-# The end of a turn is the last thing it writes, so that both sides teach the same tokens: SmolLM2's own template writes a line break
-# after it, which TRL teaches too and Strop does not. The marks are TRL's way to know what is taught.
+# The template ends each turn with the end-of-turn token, so that both sides have the same loss tokens: SmolLM2's own template adds a line
+# break after it, which TRL trains on and Strop does not. TRL uses the generation markers to find the loss tokens.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
@@ -115,18 +115,18 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Race:
-    """What a side is told."""
+    """Settings of one comparison."""
 
     mode: Mode
     model: str  # a folder: a causal LM, or a sequence classifier for a reward model
     data: str  # a JSONL file, ``per_step`` rows for each step
-    folder: str  # where a side may write
+    folder: str  # for outputs
     dtype: str
     threads: int
     per_step: int  # examples: conversations, or pairs
     warmup: int
     steps: int
-    size: int = 0  # of this side's micro-batches: Mode.sizes, STROP_SIZES
+    size: int = 0  # this side's micro-batch size, from Mode.sizes or STROP_SIZES
     learning_rate: float = 1e-5
     beta: float = 0.1
     seed: int = 42
@@ -139,7 +139,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Ready:
-    """A side has loaded and waits for its first turn."""
+    """Sent by a side when it has loaded and waits for its first turn."""
 
     resident: float  # MiB
     configuration: dict[str, Any]
@@ -147,18 +147,18 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step of one side, as it measured itself."""
+    """One optimizer step as measured by its side."""
 
     side: Side
-    step: int  # from 1, warm-up included
-    seconds: float  # from taking the turn to handing it back
-    phases: Mapping[str, float]  # the same time, finer; the rest is data, packing, logging
+    step: int  # 1-based, warm-up included
+    seconds: float  # from the start of the turn to its end
+    phases: Mapping[str, float]  # the same time, in more detail; the rest is data, packing, logging
     loss: float  # before the update
-    data_tokens: int  # of the step's sequences: a pair's prompt counts twice, padding not at all
-    trained_tokens: int  # that the loss is over; scores of a reward model
-    tokens_read: int  # by the forward pass: padding included, what is shared once
-    peak_memory: float  # MiB, of the process so far, since its model was loaded
-    foreign: float  # cores that were busy with other processes meanwhile
+    data_tokens: int  # tokens of the step's sequences; a pair's prompt counts twice, padding does not count
+    trained_tokens: int  # loss tokens; for a reward model, scores
+    tokens_read: int  # by the forward pass, including padding; shared prefixes count once
+    peak_memory: float  # MiB, of the process since its model was loaded
+    foreign: float  # cores used by other processes during the step
 
     @property
     def computing(self) -> float:
@@ -166,13 +166,13 @@ class Step:
 
 
 class Turns(Protocol):
-    """Whoever a side takes its turns from."""
+    """Tells a side when to take its turns."""
 
     def begin(self, ready: Ready) -> None:
-        """Returns when the first step may begin."""
+        """Report readiness. Returns when the first step may begin."""
 
     def done(self, step: Step) -> None:
-        """Returns when the next step may begin, at once after the last."""
+        """Report a step. Returns when the next step may begin, immediately after the last one."""
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ TEXT = (
     "for work each day with some food from that small market where they can buy more bread than last year before her first long walk "
     "back home after school or see what their friends found under a big tree by one side road"
 )
-WORDS = tuple(TEXT.split())  # a token each, for most tokenizers
-SPEAKING = 8  # tokens of a question and its answer that are not words: roles, line breaks, ends of turns
+WORDS = tuple(TEXT.split())  # one token each for most tokenizers
+SPEAKING = 8  # non-word tokens of a question and its answer: roles, line breaks, ends of turns
 
 
 def quantiles(low: int, high: int, count: int, *, skew: float = 1.0) -> list[int]:
-    """``count`` lengths from ``low`` to ``high``, evenly spread, or with most of them near ``low`` for a ``skew`` above 1."""
+    """Return ``count`` lengths from ``low`` to ``high``, evenly spaced, or concentrated near ``low`` if ``skew`` is above 1."""
     return [low + round((high - low) * ((place + 0.5) / count) ** skew) for place in range(count)]
 
 
@@ -196,7 +196,7 @@ def words(count: int, draw: random.Random) -> str:
 
 
 def exchange(tokens: int, share: float, draw: random.Random) -> list[dict[str, str]]:
-    """A question and an answer of about ``tokens`` tokens together; ``share`` of the words are the answer's."""
+    """Return a question and an answer, about ``tokens`` tokens in total. ``share`` is the answer's share of the words."""
     said = tokens - SPEAKING
     answer = max(1, round(said * share))
     return [
@@ -206,7 +206,7 @@ def exchange(tokens: int, share: float, draw: random.Random) -> list[dict[str, s
 
 
 def conversation(tokens: int, share: float, draw: random.Random) -> Row:
-    """One exchange, or two where there is room."""
+    """Return one exchange, or two from 80 tokens on."""
     if tokens < 80:
         return {"messages": exchange(tokens, share, draw)}
     first = tokens // 2
@@ -214,7 +214,7 @@ def conversation(tokens: int, share: float, draw: random.Random) -> Row:
 
 
 def conversations(count: int, draw: random.Random) -> list[Row]:
-    """Of 20 to 120 tokens, a third of 30 or fewer; answers are 30 to 80 % of the words."""
+    """Return conversations of 20 to 120 tokens, a third of them up to 30; answers are 30 to 80 % of the words."""
     shares = [0.3 + 0.5 * (place * 0.618 % 1) for place in range(count)]
     rows = [conversation(*each, draw) for each in zip(quantiles(20, 120, count, skew=2), shares, strict=True)]
     draw.shuffle(rows)
@@ -222,10 +222,10 @@ def conversations(count: int, draw: random.Random) -> list[Row]:
 
 
 def preferences(count: int, draw: random.Random) -> list[Row]:
-    """Prompts of 30 to 80 tokens, answers of 10 to 60, half of them of 22 or fewer."""
+    """Return pairs with prompts of 30 to 80 tokens and answers of 10 to 60, half of them up to 22."""
     prompts = [tokens - SPEAKING + 2 for tokens in quantiles(30, 80, count)]
     chosen, rejected = ([tokens - 1 for tokens in quantiles(10, 60, count, skew=2)] for _ in range(2))
-    order_of = random.Random(count)  # the same lengths side by side in every step
+    order_of = random.Random(count)  # the same combinations of lengths in every step
     order_of.shuffle(chosen)
     order_of.shuffle(rejected)
     rows = [
@@ -237,7 +237,7 @@ def preferences(count: int, draw: random.Random) -> list[Row]:
 
 
 def rows_of(kind: str, per_step: int, steps: int, seed: int) -> list[Row]:
-    """The rows of all steps. Each step has the same lengths in an order of its own, and words of its own."""
+    """Return the rows of all steps. All steps have the same lengths, in different order and with different words."""
     make = conversations if kind == "sft" else preferences
     return [row for step in range(steps) for row in make(per_step, random.Random(f"{seed} {kind} {step}"))]
 
@@ -247,7 +247,7 @@ def write_rows(path: str, rows: Sequence[Row]) -> None:
 
 
 def read_rows(race: Race) -> list[dict[str, Any]]:
-    """The rows of the steps that will be taken."""
+    """Return the rows of all steps."""
     lines = Path(race.data).read_text().splitlines()
     return [json.loads(line) for line in lines[: race.per_step * race.total_steps]]
 
@@ -256,7 +256,7 @@ def read_rows(race: Race) -> list[dict[str, Any]]:
 
 
 def trl_configuration(race: Race, micro_batches: int) -> dict[str, Any]:
-    """TRL at its fastest on a CPU; benchmarks/README.md gives the reason for each."""
+    """Return TRL's fastest settings on a CPU; benchmarks/README.md explains each."""
     own: dict[str, dict[str, Any]] = {
         "sft": {"padding_free": race.mode.rows == "bfd", "loss_type": "nll"},
         "dpo": {"beta": race.beta, "loss_type": ["sigmoid"], "precompute_ref_log_probs": race.mode.precomputed},
@@ -278,7 +278,7 @@ def trl_configuration(race: Race, micro_batches: int) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
-        # its fastest on a CPU
+        # fastest on a CPU
         "use_cpu": True,
         "bf16": race.dtype == "bfloat16",
         "gradient_checkpointing": False,
@@ -296,7 +296,7 @@ def trl_configuration(race: Race, micro_batches: int) -> dict[str, Any]:
 
 
 def run_trl(race: Race, turns: Turns) -> None:
-    """Train with TRL's trainer, handing the turn back after every optimizer step."""
+    """Train with TRL's trainer, returning the turn after every optimizer step."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
     from trl import (  # type: ignore[attr-defined]
@@ -360,7 +360,7 @@ def run_trl(race: Race, turns: Turns) -> None:
 
 
 class Seen:
-    """What TRL's trainer was handed in one optimizer step."""
+    """Counts the inputs of TRL's trainer in one optimizer step."""
 
     def __init__(self) -> None:
         self.forget()
@@ -396,7 +396,7 @@ class Seen:
 
 
 def trl_dataset(race: Race, tokenizer: Any) -> tuple[Any, int]:
-    """The rows as TRL takes them, and the micro-batches of one step. Raises ValueError where steps would not be alike."""
+    """Return the rows in TRL's format and the micro-batches per step. Raises ValueError if steps have different numbers of rows."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
@@ -411,18 +411,18 @@ def trl_dataset(race: Race, tokenizer: Any) -> tuple[Any, int]:
     packed = [packed_step(step, race.size, race.mode.rows) for step in tokenized]
     if len({len(step) for step in packed}) > 1:
         raise ValueError(
-            f"packed into rows of {race.size} tokens, steps have {[len(step) for step in packed]} rows: take another"
+            f"packed into rows of {race.size} tokens, steps have {[len(step) for step in packed]} rows: set another size"
         )
     return Dataset.from_list([row for step in packed for row in step]), len(packed[0])
 
 
 def sorted_rows(race: Race, step: Sequence[Row]) -> list[Row]:
-    """The step's rows in their order, or in order of length: what Transformers' sampler "batch_rebalance" does within a step."""
+    """Return the step's rows, sorted by length on request, as Transformers' sampler "batch_rebalance" does within a step."""
     return sorted(step, key=lambda row: -len(json.dumps(row))) if race.trl_options.get("sort_rows") else list(step)
 
 
 def as_tokens(row: Row, tokenizer: Any) -> dict[str, list[int]]:
-    """A conversation as TRL's preparation with ``assistant_only_loss`` tokenizes it."""
+    """Tokenize a conversation like TRL with ``assistant_only_loss``."""
     found = tokenizer.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
@@ -431,7 +431,7 @@ def as_tokens(row: Row, tokenizer: Any) -> dict[str, list[int]]:
 
 
 def packed_step(step: Sequence[Mapping[str, list[int]]], length: int, strategy: str) -> list[dict[str, Any]]:
-    """One step's conversations as TRL packs them. ``packing=True`` does this with the whole data set, and mixes the steps."""
+    """Pack one step's conversations like TRL. ``packing=True`` would pack the whole dataset and mix the steps."""
     from datasets import Dataset
     from trl import pack_dataset
 
@@ -450,7 +450,7 @@ def as_pair(row: Row) -> dict[str, Any]:
 
 
 def strop_config(race: Race) -> Any:
-    """The run as a user would configure it; metrics.jsonl stays on."""
+    """Return a user's configuration, with metrics.jsonl enabled."""
     from strop.config import TRAINING_RUNS, load_config
 
     section = race.mode.kind
@@ -488,7 +488,7 @@ def strop_config(race: Race) -> Any:
 
 
 def run_strop(race: Race, turns: Turns) -> None:
-    """Train with Strop's own loop, handing the turn back whenever a step has been logged."""
+    """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.assembly.run import build_run
     from strop.assembly.training import make_tracker
     from strop.loop import Run, train
@@ -501,7 +501,7 @@ def run_strop(race: Race, turns: Turns) -> None:
     batches: list[Batch] = []
 
     class Stream:
-        """Remembers what was read."""
+        """Records the groups read."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -515,7 +515,7 @@ def run_strop(race: Race, turns: Turns) -> None:
             return getattr(self.inner, name)
 
     class Learner:
-        """Times the learner from outside."""
+        """Measures the learner's time from outside."""
 
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -533,7 +533,7 @@ def run_strop(race: Race, turns: Turns) -> None:
             return getattr(self.inner, name)
 
     class Steps(Silent):
-        """The last thing a step does is to log."""
+        """Ends the turn when the step logs, which is its last action."""
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             tracker.log(step, metrics)
@@ -579,7 +579,7 @@ RUN: Mapping[Side, Callable[[Race, Turns], None]] = {"trl": run_trl, "strop": ru
 
 
 class Collected:
-    """Takes every turn at once and keeps the steps."""
+    """Grants every turn immediately and collects the steps."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -592,7 +592,7 @@ class Collected:
 
 
 def try_sizes(side: Side, race: Race, sizes: Sequence[int]) -> dict[int, float]:
-    """Size of micro-batches -> seconds of forward and backward of one step. The first size takes two, of which one warms up."""
+    """Return the seconds of forward and backward per step by micro-batch size. The first size takes an extra warm-up step."""
     from strop.models.memory import give_back_freed_memory
 
     keep_quiet()
@@ -611,7 +611,7 @@ def fastest(found: Mapping[int, float]) -> int:
 
 
 def usable_sizes(mode: Mode, wanted: Sequence[int], per_step: int) -> list[int]:
-    """The sizes of TRL's micro-batches that divide a step of ``per_step`` examples; packed rows may have any length."""
+    """Return the TRL micro-batch sizes that divide a step of ``per_step`` examples; packed rows may have any length."""
     if mode.packed:
         return list(wanted)
     return [size for size in wanted if per_step % size == 0] or [per_step]
@@ -621,7 +621,7 @@ def usable_sizes(mode: Mode, wanted: Sequence[int], per_step: int) -> list[int]:
 
 
 class Baton:
-    """Turns from the one who holds the baton, in another process."""
+    """Turns granted by the parent process."""
 
     def __init__(self, connection: Connection, last: int) -> None:
         self.connection, self.last = connection, last
@@ -659,7 +659,7 @@ class Result:
 
     @property
     def ratios(self) -> Spread:
-        """TRL over Strop, step i against step i."""
+        """TRL / Strop for each step."""
         return spread(trl.seconds / strop.seconds for trl, strop in zip(*(self.steps[side] for side in SIDES), strict=True))
 
     @property
@@ -667,12 +667,12 @@ class Result:
         return max(step.foreign for side in SIDES for step in self.steps[side])
 
 
-# A first loss may differ by this much between the sides. Sums run in another order, in bfloat16 also with other roundings.
+# The first losses of the sides may differ by this much, since summation order and, in bfloat16, rounding differ.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
 def check(result: Result) -> None:
-    """Raises SideFailed where the sides did not learn from the same tokens, or began with another loss."""
+    """Raise SideFailed if the sides trained on different numbers of tokens or have different first losses."""
     if not result.race.mode.comparable:
         return
     for steps in zip(*([result.first[side], *result.steps[side]] for side in SIDES), strict=True):
@@ -688,7 +688,7 @@ def check(result: Result) -> None:
 
 
 def compare(race: Race, sizes: Mapping[Side, Sequence[int]], patience: float) -> Result:
-    """Find each side's best micro-batches, then alternate the two sides."""
+    """Find each side's best micro-batch size, then alternate the two sides."""
     tried: dict[Side, dict[int, float]] = {}
     for side in SIDES:
         if len(sizes[side]) > 1:
@@ -698,7 +698,7 @@ def compare(race: Race, sizes: Mapping[Side, Sequence[int]], patience: float) ->
     bodies = {"trl": trl_side, "strop": strop_side}
     players: dict[Side, Player] = {}
     ready: dict[Side, Ready] = {}
-    for side in SIDES:  # one loads after the other
+    for side in SIDES:  # load one after the other
         players[side] = Player(side, bodies[side], replace(race, size=best[side]))
         ready[side] = players[side].hear(Ready)
     records: dict[Side, list[Step]] = {side: [] for side in SIDES}
@@ -730,7 +730,7 @@ def show(step: Step, *, warm: bool) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A table of seconds and ratios, one of tokens and memory, and the checks."""
+    """Format a table of seconds and ratios, a table of tokens and memory, and the checks."""
     return "\n\n".join([times_table(results), tokens_table(results), "\n".join(map(checks, results))]) + disturbance(results)
 
 
@@ -757,7 +757,7 @@ def tokens(result: Result) -> list[float]:
 
 
 def checks(result: Result) -> str:
-    """What both sides agree on, and which micro-batches they took."""
+    """Format what both sides agree on and their micro-batch sizes."""
     first = result.first
     sizes = "; ".join(f"{side} {tried_sizes(result.tried[side])}" for side in SIDES)
     if not result.race.mode.comparable:
@@ -805,14 +805,14 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def prepare_language_model(name: str, folder: str) -> None:
-    """The model as a folder with float32 safetensors and this benchmark's chat template."""
+    """Save the model as float32 safetensors with this benchmark's chat template."""
     from strop.models.loading import load_model, load_tokenizer
 
     save(load_model(name), load_tokenizer(name, chat_template=CHAT_TEMPLATE), folder)
 
 
 def prepare_classifier(name: str, folder: str, seed: int) -> None:
-    """A sequence classifier with one label on the model: both sides begin with the same score layer and padding token."""
+    """Save a sequence classifier with one label, so that both sides start with the same score layer and padding token."""
     from strop.models.classifiers import load_classifier, set_pad_token
     from strop.models.loading import load_tokenizer, stop_tokens
 
@@ -829,8 +829,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="a hub name or a folder (default: %(default)s)")
     modes = "; ".join(f"{mode.name}: {mode.about}" for mode in MODES.values())
-    parser.add_argument("--only", help=f"some of the comparisons, with commas between them (default: {','.join(USUAL)}). {modes}")
-    parser.add_argument("--extras", action="store_true", help="all comparisons")
+    parser.add_argument("--only", help=f"comma-separated comparisons (default: {','.join(USUAL)}). {modes}")
+    parser.add_argument("--extras", action="store_true", help="run all comparisons")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them, not counted (default: %(default)s)")
     parser.add_argument(
@@ -840,25 +840,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of each side (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=42, help="default: %(default)s")
     parser.add_argument(
-        "--trl-sizes", type=integers, help="examples in a micro-batch to try, or tokens in a packed row; default: by comparison"
+        "--trl-sizes",
+        type=integers,
+        help="TRL micro-batch sizes to try: examples, or tokens in a packed row; default: by comparison",
     )
     parser.add_argument(
-        "--strop-sizes", type=integers, default=STROP_SIZES, help="tokens in a micro-batch to try (default: %(default)s)"
+        "--strop-sizes",
+        type=integers,
+        default=STROP_SIZES,
+        help="Strop micro-batch sizes to try, in tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="give TRL's process Strop's setting of malloc too (strop.models.memory)"
+        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.memory)"
     )
-    parser.add_argument("--trl-sort-rows", action="store_true", help="give TRL each step's rows in order of length: less padding")
-    parser.add_argument("--trl-compile", action="store_true", help="TRL with torch.compile")
+    parser.add_argument("--trl-sort-rows", action="store_true", help="sort each step's rows by length for TRL: less padding")
+    parser.add_argument("--trl-compile", action="store_true", help="use torch.compile in TRL")
     parser.add_argument(
         "--wait-quiet",
         type=float,
         default=0,
         metavar="SECONDS",
-        help="before each step, wait this long for other processes to rest",
+        help="seconds to wait before each step for an idle machine",
     )
     parser.add_argument("--quick", action="store_true", help="16 sequences a step, 2 steps, float32, one size of micro-batch")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements to this file")
     options = parser.parse_args(arguments)
     if options.quick:
         options.sequences, options.steps, options.dtype = 16, 2, "float32"
@@ -869,7 +874,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.warmup < 1 or options.steps < 1:
         parser.error("--steps and --warmup must be at least 1: a first step pays for compiling kernels and filling caches")
     if options.sequences < 2 or options.sequences % 2:
-        parser.error("--sequences must be even: half as many are pairs")
+        parser.error("--sequences must be an even number of at least 2: comparisons of pairs use half as many")
     return options
 
 
@@ -934,7 +939,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "results": [as_json(result) for result in results],
         }
         options.json.write_text(json.dumps(content, indent=1))
-        print(f"\neverything measured is in {options.json}")
+        print(f"\nall measurements are in {options.json}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What Strop's generator costs over vLLM itself: the same requests to the same engine, through Strop and directly, in alternation.
+"""The overhead of Strop's generator over vLLM: the same requests to the same engine, through Strop and directly, alternating.
 
     python benchmarks/vllm_engine.py --requests 64 --tokens 64 --repeats 6
 
-Both sides ask the one engine for the same prompts, lengths and seeds, with log-probabilities of the sampled tokens. `direct` is vLLM's own
-`AsyncLLM.generate` and nothing else; `strop` is `Replicas.generate`: routing, gate, versions, tensors and text of every completion.
+Both sides send the same prompts, lengths and seeds to one engine and request log-probabilities of the sampled tokens. `direct` calls only
+vLLM's `AsyncLLM.generate`; `strop` calls `EnginePool.generate`: routing, gate, versions, tensors and text of every completion.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--prompts", type=int, default=8, help="different ones")
+    parser.add_argument("--prompts", type=int, default=8, help="distinct prompts")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument(
-        "--tokens-only", action="store_true", help="ask vLLM directly for no text, as Strop does (it decodes at the end)"
+        "--tokens-only", action="store_true", help="do not request text from vLLM directly, like Strop, which decodes at the end"
     )
     parser.add_argument("--wait-quiet", type=float, default=0.0)
     parser.add_argument("--json", type=Path)

@@ -1,14 +1,13 @@
-"""Weights from one process to another, against a plain copy of the same bytes; and fingerprints against a hash and a copy.
+"""Benchmark weight transports against a plain copy of the same bytes, and fingerprints against a hash and a copy.
 
     python benchmarks/weight_sync.py                                   # SmolLM2-135M's shapes, bfloat16 and float32, every transport
     python benchmarks/weight_sync.py --transports memory --gigabytes 4 --repeats 9 --json results.json
 
-What is counted. A publish: from the moment this process tells the other one to receive until all of that one's own tensors (an engine's
-parameters) hold their bytes. The copy: ``copy_`` of every tensor, one after another, into tensors of this process. Both move each byte
-from the learner's tensor to another one, so their ratio is what the way between processes costs. They take turns (A B, B A, ...), and a
-ratio is always one of neighbours. Destinations exist and have been written to before; the first publish is not counted. A publish keeps
-two processes busy and a copy one: it needs two idle cores. With fingerprints: this process takes one of each tensor as it is sent, the
-other one of each of its own after it was copied, and they are compared.
+A publish is timed from telling the other process to receive until all of its own tensors (an engine's parameters) have their bytes. The
+copy is ``copy_`` of every tensor, in sequence, within this process. Both move each byte from the learner's tensor to another one, so their
+ratio is the cost of crossing processes. They alternate (A B, B A, ...), and each ratio compares neighbours. Destinations have been
+written to before; the first publish is not counted. A publish uses two processes and a copy one, so two idle cores are needed. With
+fingerprints, the sender fingerprints each tensor as it sends it, the receiver after copying it, and both are compared.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ Named = list[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Pair:
-    """One publish and one copy, neighbours in time. Seconds."""
+    """One publish and one adjacent copy, in seconds."""
 
     publish: float
     copy: float
-    foreign: float  # cores busy with other processes meanwhile
+    foreign: float  # cores used by other processes during the pair
 
     @property
     def ratio(self) -> float:
-        """The publish's bytes per second over the copy's."""
+        """Publish rate / copy rate."""
         return self.copy / self.publish
 
 
@@ -69,7 +68,7 @@ class Measured:
 
     @property
     def rates(self) -> tuple[Spread, Spread]:
-        """GB/s of publish and copy."""
+        """Rates of publish and copy in GB/s."""
         return spread(self.bytes / pair.publish / 1e9 for pair in self.pairs), spread(
             self.bytes / pair.copy / 1e9 for pair in self.pairs
         )
@@ -83,7 +82,7 @@ class Measured:
 
 
 def smol_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """SmolLM2-135M's tensors, under their canonical names."""
+    """Yield names and shapes of SmolLM2-135M's tensors."""
     hidden, inner, keys = 576, 1536, 192
     yield "model.embed_tokens.weight", (49152, hidden)
     for layer in range(30):
@@ -101,7 +100,7 @@ def smol_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def even_shapes(size: int, itemsize: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """``size`` bytes of 4096 x 4096 matrices."""
+    """Yield names and shapes of 4096 x 4096 matrices, ``size`` bytes in total."""
     for index in range(max(1, size // (4096 * 4096 * itemsize))):
         yield f"layers.{index}.weight", (4096, 4096)
 
@@ -116,7 +115,7 @@ def filled(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype) ->
 
 
 def destinations(manifest: Manifest) -> dict[str, Tensor]:
-    """Written to once, so that the system has given the memory."""
+    """Allocate destination tensors and write to them once, so that their memory is mapped."""
     return {entry.name: torch.full(entry.shape, 1, dtype=entry.dtype) for entry in manifest.entries}
 
 
@@ -124,7 +123,7 @@ def destinations(manifest: Manifest) -> dict[str, Tensor]:
 
 
 def generator_process(pipe: Connection, address: ChannelAddress, manifest: Manifest, threads: int) -> None:
-    """Copies what arrives into tensors of its own; answers (fingerprints, seconds of its processor so far)."""
+    """Copy received tensors into own tensors. Replies with (end time, fingerprints, CPU seconds so far)."""
     torch.set_num_threads(threads)
     own = destinations(manifest)
     receiver = address.connect(0, torch.device("cpu"))
@@ -155,16 +154,16 @@ def generator(address: ChannelAddress, manifest: Manifest, threads: int) -> Iter
         process.kill()
 
 
-# ---- this one ----
+# ---- this process ----
 
 
 class Contest:
-    """Publishes and copies of the same tensors, in turns."""
+    """Alternates publishes and copies of the same tensors."""
 
     def __init__(self, sender: Sender, pipe: Connection, manifest: Manifest, tensors: Named, proven: bool) -> None:
         self.sender, self.pipe, self.manifest, self.tensors, self.proven = sender, pipe, manifest, tensors, proven
         self.copies = destinations(manifest)
-        self.theirs = 0.0  # processor seconds of the other process
+        self.theirs = 0.0  # CPU seconds of the other process
 
     def publish(self) -> float:
         taken: list[int] = []
@@ -189,7 +188,7 @@ class Contest:
         return time.perf_counter() - started
 
     def pairs(self, count: int, quiet: float) -> Iterator[Pair]:
-        self.publish(), self.copy()  # not counted: memory is claimed
+        self.publish(), self.copy()  # warm-up: maps the memory
         for index in range(count):
             wait_for_quiet(quiet) if quiet else None
             busy, theirs, ours, started = machine_seconds(), self.theirs, time.process_time(), time.perf_counter()
@@ -226,7 +225,7 @@ def measure(transport: str, source: str, dtype: str, options: argparse.Namespace
 
 
 def rate(function: Callable[[], object], size: int, repeats: int) -> list[float]:
-    """GB/s of each repetition."""
+    """Return the GB/s of each repetition."""
     found = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -236,7 +235,7 @@ def rate(function: Callable[[], object], size: int, repeats: int) -> list[float]
 
 
 def fingerprint_rows(repeats: int) -> Iterator[list[str]]:
-    """GB/s of fingerprint, xxh3 (where xxhash is installed) and a copy, in turns, one thread."""
+    """Yield rows with the GB/s of fingerprint, xxh3 (if xxhash is installed) and copy, alternating, with one thread."""
     try:
         import xxhash
     except ImportError:
@@ -261,7 +260,7 @@ def fingerprint_rows(repeats: int) -> Iterator[list[str]]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], help="of what is sent")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], help="of the tensors sent")
     parser.add_argument("--source", help="of the learner's tensors (default: the same)")
     parser.add_argument(
         "--gigabytes", type=float, default=0.0, help="4096 x 4096 matrices of this size instead of SmolLM2-135M's tensors"
@@ -270,14 +269,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--bucket", type=float, help="MiB (default: the transport's own)")
     parser.add_argument("--slots", type=int, help="buckets of the ring (default: the transport's own)")
-    parser.add_argument(
-        "--wait-quiet", type=float, default=0.0, help="seconds to wait before each pair for other processes to rest"
-    )
-    parser.add_argument("--no-fingerprints-alone", action="store_true", help="leave out the table of fingerprints, hash and copy")
-    parser.add_argument("--json", type=Path, help="keep every measurement here")
+    parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait before each pair for an idle machine")
+    parser.add_argument("--no-fingerprints-alone", action="store_true", help="skip the table of fingerprints, hash and copy")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
-        parser.error(f"--repeats {options.repeats} measures nothing; give 1 or more")
+        parser.error(f"--repeats {options.repeats} measures nothing; set it to 1 or more")
     return options
 
 

@@ -1,8 +1,8 @@
-"""Recorded data for the runs of docs/algorithms that need some: sums, made here, so that no hub is needed.
+"""Generate recorded data for the examples in docs/algorithms: sums, without access to a hub.
 
     python examples/arithmetic_data.py            # writes data/arithmetic/{conversations,preferences,judgements}_{train,validation}.jsonl
 
-A sum is in one of the two parts by a hash of it: no question is in both.
+A hash of each sum assigns it to one of the two splits, so no question is in both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def question(a: int, b: int) -> str:
 
 
 def conversation(a: int, b: int, draw: random.Random) -> Row:
-    """A question and its answer; every third row goes on with a second one."""
+    """Return a question and its answer; every third conversation has a second turn."""
     messages = [{"role": "user", "content": question(a, b)}, {"role": "assistant", "content": str(a + b)}]
     if draw.random() < 1 / 3:
         more = draw.randint(1, 20)
@@ -37,7 +37,7 @@ def wrong(a: int, b: int, draw: random.Random) -> int:
 
 
 def preference(a: int, b: int, draw: random.Random) -> Row:
-    """The right answer alone against a wrong one, or against one that beats about the bush. The margin is larger for the latter."""
+    """Return the correct answer as chosen, and a wrong or an evasive one as rejected. The margin is larger for the evasive one."""
     if draw.random() < 0.5:
         return {"prompt": question(a, b), "chosen": str(a + b), "rejected": str(wrong(a, b, draw)), "margin": 0.5}
     evasive = f"That is not easy to say, but it might be {wrong(a, b, draw)}."
@@ -45,7 +45,7 @@ def preference(a: int, b: int, draw: random.Random) -> Row:
 
 
 def judgement(a: int, b: int, draw: random.Random) -> Row:
-    """One answer of a preference and whether it is the better one."""
+    """Return one answer of a preference and whether it is the chosen one."""
     row = preference(a, b, draw)
     desirable = draw.random() < 0.5
     return {"prompt": row["prompt"], "completion": row["chosen" if desirable else "rejected"], "label": desirable}

@@ -1,8 +1,8 @@
-"""What ``make quickstart`` runs: ``strop grpo`` with examples/configs/quickstart.yaml, then what came of it.
+"""Run ``strop grpo`` with examples/configs/quickstart.yaml and print a summary (``make quickstart``).
 
-Takes the same overrides, such as grpo.seed=2. Every set of overrides has its own log and checkpoint folders, so the same command
-continues a run that was interrupted or shows again one that is over, and another command trains another model.
-checkpointing.resume=false trains a model anew.
+Takes the same overrides, such as grpo.seed=2. Each set of overrides has its own log and checkpoint folders: repeating a command
+resumes an interrupted run or shows a finished one, and a different command trains a different model. To train from scratch again,
+set checkpointing.resume=false.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from strop.tracking.jsonl import FILE_NAME, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
-SAME_RUN = ("checkpointing.resume", "logger.console")  # settings that do not make another run
-SHOWN = 4  # tasks shown before and after; the first ones, not chosen
-LONGEST = 60  # characters of a folder's name
-ENDS = 5  # steps averaged at both ends of the run
+SAME_RUN = ("checkpointing.resume", "logger.console")  # overrides that do not start a different run
+SHOWN = 4  # tasks shown before and after training; the first ones, not selected
+LONGEST = 60  # characters in a folder's name
+ENDS = 5  # steps averaged at the start and at the end of the run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str]) -> int:
         print(summary(Path(found.logger.log_dir)))
         if found.checkpointing.resume and before == last_step(Path(found.logger.log_dir)):
             print(
-                "\nNothing was trained: this run was over before. To train it again (what is there now is moved aside):\n"
+                "\nNothing was trained: this run had already finished. To train it again (its records are moved aside):\n"
                 f'  make quickstart ARGS="{" ".join([*arguments, "checkpointing.resume=false"])}"'
             )
     return status
 
 
 def with_own_folders(arguments: Sequence[str]) -> list[str]:
-    """The overrides, and folders named after them unless they name folders themselves."""
+    """Return the overrides plus folders named after them, unless the overrides set the folders."""
     named = {argument.lstrip("+").partition("=")[0]: argument for argument in arguments if not argument.startswith("-")}
     own = "-".join(re.sub(r"[^\w.=+-]", "_", argument) for key, argument in named.items() if key not in SAME_RUN)
     if not own:
@@ -66,7 +66,7 @@ def last_step(log_dir: Path) -> int | None:
 
 
 def summary(log_dir: Path) -> str:
-    """Validation before and after, samples before and after, how the reward went, and where everything lies."""
+    """Summarize validation and samples before and after training, the rewards, and the output files."""
     from strop.tracking.plot import plot_run
 
     steps = read_metrics(log_dir / FILE_NAME)
@@ -92,7 +92,7 @@ def accuracies(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
 
 
 def samples(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
-    """The same tasks before and after."""
+    """Show the same tasks before and after training."""
     after = {task["task"]: task["samples"][0] for task in last["tasks"]}
     lines = [f"The first {SHOWN} of them:"]
     for task in first["tasks"][:SHOWN]:

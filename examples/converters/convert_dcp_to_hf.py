@@ -1,4 +1,4 @@
-"""Pieces that many ranks saved, as one Hugging Face folder that ``from_pretrained``, ``strop eval`` and serving engines read.
+"""Convert a sharded checkpoint to a Hugging Face folder for ``from_pretrained``, ``strop eval`` and serving engines.
 
 python examples/converters/convert_dcp_to_hf.py --config results/grpo/step_170/config.yaml \\
     --dcp-ckpt-path results/grpo/step_170/policy/weights --hf-ckpt-path results/grpo/hf
@@ -15,10 +15,10 @@ from strop.checkpointing.convert import ConversionError, convert_pieces
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
-    """What went wrong; None where nothing did."""
+    """Run the conversion. Returns an error message, or None on success."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", type=Path, help="the run's config.yaml; says what model it is, if the pieces do not")
-    parser.add_argument("--dcp-ckpt-path", type=Path, required=True, help="the folder of pieces, such as step_170/policy/weights")
+    parser.add_argument("--config", type=Path, help="the run's config.yaml, which names the model if the shards do not")
+    parser.add_argument("--dcp-ckpt-path", type=Path, required=True, help="the folder of shards, such as step_170/policy/weights")
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="the folder to write")
     given = parser.parse_args(arguments)
     try:
@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
         convert_pieces(given.dcp_ckpt_path, given.hf_ckpt_path, model_name=name)
     except ConversionError as error:
         return f"error: {error}"
-    print(f"{given.hf_ckpt_path} holds the model and its tokenizer")
+    print(f"saved the model and its tokenizer to {given.hf_ckpt_path}")
     return None
 
 
 def model_name(path: Path) -> str | None:
     if not path.is_file():
         raise ConversionError(
-            f"there is no file {path}; the configuration of a run lies beside its checkpoints as step_<N>/config.yaml"
+            f"there is no file {path}; each checkpoint contains the run's configuration as step_<N>/config.yaml"
         )
     found = yaml.safe_load(path.read_text())
     name = found.get("policy", {}).get("model_name") if isinstance(found, dict) else None

@@ -1,9 +1,9 @@
 """The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop cluster
 check``, ``strop config``.
 
-Options and ``a.b=c`` overrides may stand in any order. Nothing heavy is imported before it is needed, so that ``--help`` and a
-mistake in a configuration answer at once. Exit codes: 0 done, 1 it failed, 2 a mistake in what was asked for, 130 interrupted, 143
-ended because it was told to (SIGTERM, or its time is up), to be continued.
+Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
+a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 143 stopped by
+SIGTERM or the time limit and can be continued.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from strop.stopping import ENDED_EARLY, EndedEarly
 if TYPE_CHECKING:
     from strop.config import ConfigError, EvalRunConfig, Loaded, TrainingRunConfig
 
-OVERRIDES_HELP = "key=value settings on top of the file, such as grpo.num_prompts_per_step=8; ~key takes one away"
+OVERRIDES_HELP = "key=value settings that override the file, such as grpo.num_prompts_per_step=8; ~key removes a key"
 MISTAKE, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The ``strop`` command."""
+    """Run the ``strop`` command. Return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _top_parser()
     if not arguments:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_script(command: str, default_config: Path) -> int:
-    """A script of examples/: ``strop COMMAND`` with a configuration of its own when none is named."""
+    """Run ``strop COMMAND`` for a script of examples/, with ``default_config`` if no ``--config`` is given."""
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
     if command == "eval":
@@ -50,7 +50,7 @@ def _top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop",
         description="Strop post-trains language models.",
-        epilog="`strop COMMAND --help` says what a command takes.\n\n"
+        epilog="`strop COMMAND --help` shows the options of a command.\n\n"
         "  strop grpo --config examples/configs/quickstart.yaml\n"
         "  strop grpo --config examples/configs/grpo_math_1B.yaml --dry-run policy.model_name=Qwen/Qwen2.5-0.5B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,8 +63,8 @@ def _top_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate), plot (draw a run's curves), doctor (how a run stands), "
-        "cluster check (whether machines are fit for a run), config (list the keys)",
+        + "; eval (evaluate a model), plot (plot the metrics of a run), doctor (diagnose a run), "
+        "cluster check (check nodes before a run), config (list all keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
     return parser
@@ -72,19 +72,19 @@ def _top_parser() -> argparse.ArgumentParser:
 
 def _run_parser(command: str, description: str, default_config: Path | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"strop {command}", description=description, allow_abbrev=False)
-    default = "the schema's defaults" if default_config is None else str(default_config)
+    default = "the default of every key" if default_config is None else str(default_config)
     parser.add_argument(
         "--config", type=Path, default=default_config, metavar="FILE", help=f"a YAML configuration (default: {default})"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="validate, print the resolved configuration and what would run where, and stop"
+        "--dry-run", action="store_true", help="validate, print the resolved configuration and a summary of the run, and exit"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     return parser
 
 
 def train_run(section: str, arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
-    """Train."""
+    """Run a training command. Return its exit code."""
     from strop.config import TRAINING_RUNS, ConfigError, load_config
 
     options = _run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
@@ -103,7 +103,7 @@ def train_run(section: str, arguments: Sequence[str], typed: str, default_config
         return _refuse(error)
     except KeyboardInterrupt:
         if loaded is None:
-            return _interrupted("Nothing had begun.")
+            return _interrupted("The run had not started.")
         return _interrupted(_how_to_continue(loaded.config, typed))
     except EndedEarly as ended:
         assert loaded is not None
@@ -114,7 +114,7 @@ def train_run(section: str, arguments: Sequence[str], typed: str, default_config
 def _how_to_continue(config: TrainingRunConfig, typed: str) -> str:
     saving = config.checkpointing
     if not (saving.saves and saving.resume):
-        return "Checkpoints or checkpointing.resume are off, so the same command starts from the beginning."
+        return "Checkpoints or checkpointing.resume are disabled, so the same command starts from the beginning."
     there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
     where = (
         f"from the newest checkpoint in {saving.checkpoint_dir}"
@@ -125,7 +125,7 @@ def _how_to_continue(config: TrainingRunConfig, typed: str) -> str:
 
 
 def evaluate(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
-    """Evaluate a model."""
+    """Run ``strop eval``. Return its exit code."""
     from strop.config import ConfigError, EvalRunConfig, load_config
 
     options = _run_parser("eval", "Evaluate a language model.", default_config).parse_intermixed_args(arguments)
@@ -144,13 +144,18 @@ def evaluate(arguments: Sequence[str], typed: str, default_config: Path | None =
 
 
 def plot(arguments: Sequence[str], typed: str) -> int:
-    """Draw a run's curves."""
-    parser = argparse.ArgumentParser(prog="strop plot", description="Draw the curves of a run to a PNG.", allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder, the one with metrics.jsonl")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture to write (default: in the log folder)")
+    """Run ``strop plot``. Return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="strop plot", description="Plot the metrics of a run to a PNG file.", allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, which contains metrics.jsonl")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the PNG file to write (default: in the log folder)")
     options = parser.parse_args(arguments)
     if not options.run.exists():
-        print(f"error: there is no folder {options.run}; name a run's log folder, the one with metrics.jsonl", file=sys.stderr)
+        print(
+            f"error: there is no folder {options.run}; give the log folder of a run, which contains metrics.jsonl",
+            file=sys.stderr,
+        )
         return MISTAKE
     from strop.tracking.plot import plot_run
 
@@ -163,15 +168,15 @@ def plot(arguments: Sequence[str], typed: str) -> int:
 
 
 def doctor(arguments: Sequence[str], typed: str) -> int:
-    """Say how a run stands; 0 if it is well, 1 if not, 2 if there is none."""
+    """Run ``strop doctor``. Return 0 if the run is healthy, 1 if not, 2 if there is no such run."""
     parser = argparse.ArgumentParser(
         prog="strop doctor",
-        description="Say whether a run lives, who waits for whom and for how long, what went wrong, and what to do.",
-        epilog="Exit codes: 0 running or finished, 1 in trouble, 2 there is no such run.",
+        description="Diagnose a run: whether it is alive, what waits for what and for how long, what went wrong, and how to fix it.",
+        epilog="Exit codes: 0 running or finished, 1 there are problems, 2 there is no such run.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder, or a configuration (its logger.log_dir)")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
+    parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     options = parser.parse_args(arguments)
     from strop.watch.doctor import NoRun, diagnose, plain, show
 
@@ -193,23 +198,23 @@ def doctor(arguments: Sequence[str], typed: str) -> int:
 
 
 def cluster(arguments: Sequence[str], typed: str) -> int:
-    """Say whether a cluster is fit for a run; 0 if it is, 1 if not, 2 after a mistake in the configuration."""
+    """Run ``strop cluster check``. Return 0 if a run can start, 1 if there are problems, 2 for an error in the configuration."""
     parser = argparse.ArgumentParser(
         prog="strop cluster",
-        description="check: join the Ray cluster that a run would join, or start one here as it would, and look at every node: versions, "
-        "GPUs, memory, shared folders, models, clocks, how fast the nodes reach each other, and whether the layout fits.",
-        epilog="Exit codes: 0 a run can start, 1 there are problems, 2 a mistake in the configuration.\n\n"
+        description="check: connect to the Ray cluster that a run would use, or start one here as it would, and check every node: "
+        "versions, GPUs, memory, shared folders, models, clocks, link speeds, and whether the layout fits.",
+        epilog="Exit codes: 0 a run can start, 1 there are problems, 2 error in the configuration.\n\n"
         "  strop cluster check cluster.num_nodes=2 cluster.gpus_per_node=8\n"
         "  strop cluster check --config examples/configs/grpo_math_1B.yaml cluster.num_nodes=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=("check",), metavar="check", help="the only thing there is to do")
+    parser.add_argument("action", choices=("check",), metavar="check", help="the only action")
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="the run's YAML configuration (default: none, only key=value about the machines)",
+        help="the YAML configuration of the run (default: none; key=value settings describe the cluster)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     options = parser.parse_intermixed_args(arguments)
@@ -226,11 +231,11 @@ def cluster(arguments: Sequence[str], typed: str) -> int:
 
         return check_cluster(loaded.config)
     except KeyboardInterrupt:
-        return _interrupted("Nothing was left behind.")
+        return _interrupted("All processes and files of the check were removed.")
 
 
 def _log_folder(run: Path) -> Path:
-    """The log folder of a run that is named by it, by its configuration, or by a checkpoint, which holds one."""
+    """Return the log folder of a run, given the folder itself, a configuration, or a checkpoint, which contains its configuration."""
     from strop.config import yaml_text
 
     for file in (run, run / "config.yaml"):
@@ -238,7 +243,7 @@ def _log_folder(run: Path) -> Path:
             try:
                 values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
             except yaml_text.YamlError as error:
-                raise ValueError(f"{file} is no YAML: {error}") from error
+                raise ValueError(f"{file} is not valid YAML: {error}") from error
             logger = values.get("logger") if isinstance(values, dict) else None
             named = logger.get("log_dir") if isinstance(logger, dict) else None
             if isinstance(named, str):
@@ -247,11 +252,13 @@ def _log_folder(run: Path) -> Path:
 
 
 def config(arguments: Sequence[str], typed: str) -> int:
-    """List the keys."""
+    """Run ``strop config``. Return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="strop config", description="List every key with type, default and meaning.", allow_abbrev=False
+        prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
     )
-    parser.add_argument("schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="whose keys (default: grpo)")
+    parser.add_argument(
+        "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
+    )
     options = parser.parse_args(arguments)
     from strop.config.document import annotated_yaml
     from strop.config.schema import TRAINING_RUNS, EvalRunConfig
@@ -260,13 +267,13 @@ def config(arguments: Sequence[str], typed: str) -> int:
     return 0
 
 
-TRAINING = {  # kinds of training run, each a section of its configuration
-    "grpo": "GRPO and the other policy gradients",
+TRAINING = {  # training commands; each is also a section of its configuration
+    "grpo": "GRPO and other policy gradients",
     "ppo": "policy gradients with a critic",
     "sft": "supervised fine-tuning",
     "dpo": "preference optimisation: DPO and its family",
     "rm": "a reward model",
-    "distillation": "learning from a teacher",
+    "distillation": "distillation from a teacher",
 }
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},

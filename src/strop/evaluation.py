@@ -1,4 +1,4 @@
-"""How good the policy is on held-out tasks: avg@n, pass@k and cons@k on any environment, with every sample on disk."""
+"""Evaluation on held-out tasks: avg@n, pass@k and cons@k for any environment, with every sample stored."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ from strop.tracking.atomic import replacing
 from strop.tracking.base import Tracker
 from strop.types import Group, Rollout
 
-_VALIDATION = 0x76616C  # keeps the seeds of validation apart from those of training
+_VALIDATION = 0x76616C  # separates the seeds of validation from those of training
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The probability that one of k samples is correct, estimated without bias from n samples of which c are (arXiv 2107.03374)."""
+    """Return the unbiased estimate of the probability that at least one of k samples is correct (arXiv 2107.03374).
+
+    ``correct`` of the ``samples`` samples are correct. Raises ValueError unless 1 <= k <= ``samples``.
+    """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples a task; k must be between 1 and that")
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples per task; k must be between 1 and {samples}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task's samples: how accurate each was, and what it answered."""
+    """The accuracy and the answer of each sample of one task."""
 
     environment: str
     accuracies: tuple[float, ...]
-    answers: tuple[str | None, ...]  # None: no answer that could be voted on
+    answers: tuple[str | None, ...]  # None: no answer to vote on
 
     @property
     def correct(self) -> int:
         return sum(accuracy >= 1 for accuracy in self.accuracies)
 
     def consensus(self, voters: int | None = None) -> float:
-        """The accuracy of the answer most samples gave, of the first ``voters`` or of all; of two equally frequent ones the earlier.
+        """Return the accuracy of the most frequent answer among the first ``voters`` samples (None: all). The earlier answer wins a tie.
 
-        0 where nobody answered.
+        0 if no sample has an answer.
         """
         votes = Counter(answer for answer in self.answers[:voters] if answer is not None)
         if not votes:
@@ -56,7 +59,7 @@ class TaskResult:
 
 
 def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
-    """Means over tasks: accuracy (avg@n), pass@k for each of ``ks``, cons@k for each of ``voters`` where answers can be voted on."""
+    """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
     count, samples = len(results), len(results[0].accuracies)
     found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
     if ks or voters:
@@ -70,16 +73,16 @@ def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence
 
 
 class Validation(Protocol):
-    """Whatever measures the policy between steps."""
+    """Measures the policy between steps."""
 
     async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
-        """Metrics under ``validation/``."""
+        """Return metrics under ``validation/``."""
         ...
 
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Samples every task ``samples`` times and writes ``<folder>/step_N.json``."""
+    """Samples every task ``samples`` times, scores the samples and writes them to ``<folder>/step_N.json``."""
 
     source: TaskSource
     size: int  # tasks
@@ -90,14 +93,14 @@ class Evaluator:
     rules: EpisodeRules
     seed: int
     folder: Path | None = None
-    ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, where there are several
-    voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, where there are several
-    at_once: int | None = None  # tasks sampled at a time; None: all
-    show: int = 0  # samples to print each time
-    last: list[Group] = field(default_factory=list)  # what was sampled last, for whoever wants to show it
+    ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, if that is above 1
+    voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
+    at_once: int | None = None  # tasks sampled concurrently; None: all
+    show: int = 0  # samples to print at each evaluation
+    last: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
-        """Metrics under ``validation/``. Groups with errors count as wrong and are counted in ``validation/errors``."""
+        """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
         if tracker is not None:
             tracker.progress(f"validating on {self.size} tasks")
@@ -127,7 +130,7 @@ class Evaluator:
         return {f"validation/{name}": value for name, value in found.items()}
 
     async def _groups(self) -> list[Group]:
-        """Every task's samples, ``at_once`` tasks at a time."""
+        """Sample every task, ``at_once`` tasks at a time."""
         groups: list[Group] = []
         for start in range(0, self.size, self.at_once or self.size):
             part = range(start, min(start + (self.at_once or self.size), self.size))
@@ -138,7 +141,7 @@ class Evaluator:
         try:
             name, environment, task = self.source.at(index)
         except Exception as error:
-            message = f"validation task {index} could not be made: {type(error).__name__}: {error}"
+            message = f"validation task {index} could not be created: {type(error).__name__}: {error}"
             raise EnvironmentConfigError(message) from error
         return await run_group(
             index,

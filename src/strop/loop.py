@@ -1,7 +1,7 @@
-"""The one loop: collect groups, score, update, publish, release; evaluate, save and log when due.
+"""The training loop: collect groups, score, update, publish weights, release slots; validate, save and log when due.
 
-Synchronous and asynchronous training, every algorithm, backend and placement go through here. How far rollouts may run ahead is the
-stream's business (``strop.rollouts.stream``); where things run is the cluster's.
+Every run uses this loop: synchronous or asynchronous, with any algorithm, backend and placement. The stream (``strop.rollouts.stream``)
+limits how far rollouts may run ahead of training.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from strop.weights.base import WeightSync
 
 
 class TooManyDropped(RuntimeError):
-    """Groups were dropped one after another until going on made no sense; the message says why they were."""
+    """Too many groups were dropped to continue the run. The message gives the reasons."""
 
 
 class OutOfTasks(RuntimeError):
-    """The tasks were used up before a single step could be trained; the message says what became of them."""
+    """There were too few tasks to train a single step. The message says what happened to them."""
 
 
-# When the groups in flight are finished: where learner and generator take turns, before training; where they work side by side, before the
-# new weights are published; never, and weights change while groups are sampled.
+# When the loop waits for the groups in flight: before training, if learner and generator take turns on the same devices; before the new
+# weights are published, if they run on separate devices; or never, so that weights change while groups are sampled.
 Drain = Literal["training", "publishing", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """When things happen and how a batch is used. Periods are in steps; 0 is never."""
+    """Options of the training loop. Periods are in steps; 0 means never."""
 
     max_steps: int
     groups_per_step: int
-    section: str = "grpo"  # of the configuration, for messages that name its keys
+    section: str = "grpo"  # section of the configuration, for messages that name its keys
     batch_key: str = "grpo.num_prompts_per_step"
     steps_per_batch: int = 1  # optimizer steps in one pass over a batch
     update_epochs: int = 1  # passes over a batch
-    max_staleness: int = 0  # how many steps newer the trained policy may be than the one that began a rollout
-    drops_stale: bool = False  # the stream's order does not wait for slow groups: those that are older are dropped
+    max_staleness: int = 0  # how many steps newer the trained policy may be than the one that started a rollout
+    drops_stale: bool = False  # the stream's order does not wait for slow groups: older ones are dropped
     drain_before: Drain = "never"
-    max_groups_per_step: int = 1_000_000  # groups generated in search of enough that pass the filter
+    max_groups_per_step: int = 1_000_000  # groups that may be generated to find enough that pass the filter
     max_errors_in_a_row: int = 16
     val_period: int = 0
     val_start_at: int = -1  # no periodic validation before this step
@@ -67,13 +67,13 @@ class LoopOptions:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything the loop works with. ``step`` counts batches trained on; it is also the version of the weights."""
+    """The components and the state of a training run. ``step`` counts trained batches and is also the version of the weights."""
 
     options: LoopOptions
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, Learner]
-    scorers: Mapping[str, ColumnSource]  # what an algorithm requires -> who fills it
+    scorers: Mapping[str, ColumnSource]  # column that the algorithm requires -> its source
     weights: WeightSync
     tracker: Tracker
     rollouts: RolloutStore
@@ -85,11 +85,11 @@ class Run:
     checkpoints: Checkpoints | None = None
     step: int = 0
     done: bool = False
-    leaving: bool = False  # it was asked to end, and goes on when it is started again
+    leaving: bool = False  # a stop was requested; the run continues when it is started again
     errors_in_a_row: int = 0
     saved: int = -1  # the step of the newest checkpoint
-    logged: Mapping[str, float] = field(default_factory=dict)  # what was measured in the last step
-    dropped: list[tuple[Group, Dropped]] = field(default_factory=list)  # of the current step, with the reason
+    logged: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+    dropped: list[tuple[Group, Dropped]] = field(default_factory=list)  # dropped in the current step, with the reason
 
     @property
     def finished(self) -> bool:
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """No other step is begun."""
+        """Whether the loop starts no further step."""
         return self.finished or self.leaving
 
 
 async def train(run: Run) -> None:
-    """Train until the last step, the last task, the metric that was to be reached, or until asked to end."""
+    """Train until the last step, the last task, early stopping or a stop request."""
     await run.weights.publish(run.step)
     await validate_before(run)
     while not run.over:
@@ -144,23 +144,23 @@ async def train(run: Run) -> None:
 
 
 async def drain(run: Run, *, before: Drain) -> None:
-    """Wait for the groups in flight where the run is to: then every rollout is of one version of the weights."""
+    """Wait for the groups in flight if ``drain_before`` asks for it here. Then all tokens of a rollout have the same weight version."""
     if run.options.drain_before == before:
         run.tracker.progress(f"finishing the groups in flight before {before}")
         await run.stream.drained()
 
 
 async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
-    """The tasks are used up: what is due after the last step is due now. Raises OutOfTasks where there was no step.
+    """Validate, save and log as after the last step, because no tasks are left. Raises OutOfTasks if no step was trained.
 
-    The checkpoint has the stream as it was before these tasks were begun, so that a run with more epochs trains on them.
+    The checkpoint stores the stream's state from before the leftover tasks were started, so that a run with more epochs trains on them.
     """
     dropped = f"; {len(run.dropped)} groups were dropped:{_reasons(run)}" if run.dropped else ""
     if run.step == 0:
         raise OutOfTasks(
             f"the tasks are used up and nothing was trained: {left_over} groups are left, and one step needs "
-            f"{run.options.groups_per_step} ({run.options.batch_key}). Give it more data, or more passes over it "
-            f"({run.options.section}.max_num_epochs; null is unbounded), or lower the first{dropped}"
+            f"{run.options.groups_per_step} ({run.options.batch_key}). Add data, allow more epochs "
+            f"({run.options.section}.max_num_epochs; null is unbounded), or lower {run.options.batch_key}{dropped}"
         )
     run.tracker.note(f"the tasks are used up after step {run.step}: {left_over} groups left over are not trained on{dropped}")
     run.done = True
@@ -174,9 +174,9 @@ async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
 
 
 async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
-    """Groups for one step. A group that failed or does not pass the algorithm's filter gives its slot back at once.
+    """Collect the groups for one step. Drop groups that failed or do not pass the algorithm's filter, and release their slots at once.
 
-    Returns fewer than asked only when the tasks are used up. Raises TooManyDropped.
+    Returns the groups and their metrics; fewer groups than a step needs only when no tasks are left. Raises TooManyDropped.
     """
     wanted = run.options.groups_per_step
     kept: list[Group] = []
@@ -202,7 +202,7 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
 
 
 def refused(run: Run, group: Group) -> Dropped | None:
-    """Why a group is not trained on, if it is not."""
+    """Return why a group is dropped; None if it is trained on."""
     if group.errors:
         return "error"
     if run.options.drops_stale and run.step - group.version > run.options.max_staleness:
@@ -221,14 +221,14 @@ def _stop_if_hopeless(run: Run, kept: int) -> None:
         mean = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
         raise TooManyDropped(
             f"{kept + len(dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
-            f"filter; the mean reward of the dropped ones is {mean:.3g}: if it is at the bottom the task is too hard or the reward "
-            f"broken, at the top too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
+            f"filter; the mean reward of the dropped ones is {mean:.3g}: at the lowest reward, the task is too hard or the reward is "
+            f"broken; at the highest, it is too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
         )
 
 
 def _reasons(run: Run) -> str:
-    """Why groups of this step were dropped, a line each: the last three different errors, how many did not pass the filter, how many were
-    too old."""
+    """Describe why groups of this step were dropped, one reason per line: the last three distinct errors, then the number of groups that
+    did not pass the filter and of those that were too old."""
     errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
     why = [reason for _, reason in run.dropped]
     counts = {"did not pass the algorithm's filter": why.count("filtered"), "were too old": why.count("stale")}
@@ -237,7 +237,10 @@ def _reasons(run: Run) -> str:
 
 
 async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
-    """Epochs of mini-batches, one optimizer step each; returns what the policy says of the batch before the first step, and metrics."""
+    """Run ``update_epochs`` passes of mini-batches, one optimizer step each.
+
+    Returns the policy's outputs for the batch from before the first optimizer step, and metrics.
+    """
     options, losses = run.options, run.algorithm.losses(run.step)
     several = options.steps_per_batch * options.update_epochs > 1
     before = await run.learners["policy"].score(batch) if several or "policy" not in losses else None
@@ -266,7 +269,7 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
 
 
 def agreement(run: Run, batch: Batch, before: Outputs) -> dict[str, float]:
-    """How sampler and learner agree on what was sampled; warns where they do not. Raises MismatchTooLarge."""
+    """Compare the log-probabilities of sampler and learner; warn if they differ too much. Raises MismatchTooLarge."""
     if run.algorithm.recorded or not isinstance(before, TokenOutputs):
         return {}
     report = measure(batch, before.logprobs, run.step)
@@ -276,13 +279,13 @@ def agreement(run: Run, batch: Batch, before: Outputs) -> dict[str, float]:
 
 
 async def survey(run: Run, batch: Batch) -> Batch:
-    """What an algorithm must know of a whole optimizer step, as columns, before the step is cut."""
+    """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
     outputs = await run.learners["policy"].score(batch) if run.algorithm.surveys else None
     return run.algorithm.survey(batch, None if outputs is None else token_outputs(outputs))
 
 
 def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, before: Outputs) -> list[RolloutRecord]:
-    """Every rollout of this step as it will be stored, the dropped ones too; none of recorded data, which is stored already."""
+    """Return the records of this step's rollouts to store, including dropped ones; none for recorded data, which is stored already."""
     if run.algorithm.recorded:
         return []
     learner_logprobs = token_outputs(before).logprobs
@@ -298,7 +301,7 @@ def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, before: Out
 
 
 async def validate_before(run: Run) -> None:
-    """The policy as it is before training, logged as step 0."""
+    """Validate the policy before training, if due, and log the metrics as step 0."""
     due = run.options.val_at_start and run.step == 0 and not leaves(run)
     if run.evaluator is not None and due:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
@@ -322,11 +325,11 @@ def save_if_due(run: Run, stream: StreamState) -> None:
     state = RunState(step=run.step, stream=stream, logged=run.logged, early_stop=run.early_stop)
     path = run.checkpoints.save(state, run.learners)
     run.saved = run.step
-    run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, being written beside training: {path}")
+    run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 
 
 def stops(run: Run, logged: Mapping[str, float]) -> bool:
-    """Whether what was measured ends the run early; says so. What ends it for now is looked for too."""
+    """Return whether the metrics stop the run early, and log the reason. Also check for a stop request."""
     leaves(run)
     if run.early_stop is None:
         return False
@@ -338,14 +341,14 @@ def stops(run: Run, logged: Mapping[str, float]) -> bool:
 
 
 def leaves(run: Run) -> bool:
-    """Whether the run was asked to end; says so once. It then ends as if it were killed here: what is due after the last step is not."""
+    """Return whether a stop was requested, and log it once. The run then stops without what is due after the last step."""
     if not run.leaving and (reason := run.stopper.asked()) is not None:
         run.leaving = True
         run.tracker.note(f"{reason}: this run ends after step {run.step}")
     return run.leaving
 
 
-# Whose limits of the watchdog a phase has; the others take as long as they take, or have waits of their own inside.
+# The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with limits of their own.
 LIMITED: Mapping[str, Kind] = {
     "drain": "generation",
     "logprobs": "training",
@@ -356,7 +359,7 @@ LIMITED: Mapping[str, Kind] = {
 
 
 class Stopwatch:
-    """Where a step's time goes, in seconds by phase; and what the loop waits for meanwhile."""
+    """Measures the seconds that each phase of a step takes, and registers the phase with the watchdog while it runs."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Metrics that can be added up over micro-batches, ranks and steps without changing their meaning.
+"""Metrics that can be merged over micro-batches, ranks and steps.
 
-A metric says what it is divided by: a mean carries its weight, so that merging two parts gives the mean of the whole.
+Each metric carries its denominator: a mean has a weight, so merging the means of two parts gives the mean of the whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """``value`` over ``weight`` units; ``reduction`` says how two parts of the same metric become one."""
+    """A value that stands for ``weight`` units; ``reduction`` says how two parts of the same metric are merged."""
 
     value: float
     weight: float = 1.0
@@ -43,7 +43,7 @@ def mean(value: float, weight: float) -> Metric:
 
 
 def total(value: float) -> Metric:
-    """A sum over parts; also a quantity that was divided by a global count before the split."""
+    """Return a metric that sums over parts. Also use it for a quantity that is already divided by a global count."""
     return Metric(value, 1.0, "sum")
 
 
@@ -52,7 +52,7 @@ def maximum(value: float) -> Metric:
 
 
 def per_step(metric: Metric) -> Metric:
-    """A sum over the parts of one optimizer step, as a quantity to be averaged over steps."""
+    """Turn a sum over the parts of one optimizer step into a mean over steps; return other metrics unchanged."""
     return Metric(metric.value, 1.0, "mean") if metric.reduction == "sum" else metric
 
 

@@ -1,10 +1,10 @@
-"""How far sampler and learner disagree on what was sampled: overall, by position, by age of the weights; and when that is too far.
+"""Mismatch between sampler and learner: overall, by position and by age of the weights, with limits that warn or stop the run.
 
     d = learner's log-probability before this step's updates - sampler's log-probability, for each counted token
 
-Two different things make d: the sampler computes another distribution than the learner does with the same weights (a bug, rounding, a
-quantised engine), and, where rollouts are older than the policy, the policy has changed since. Only the first is an error. So what is
-judged are the tokens of the youngest weights: those of age 0, where the batch has any.
+d has two causes: the sampler computes another distribution than the learner with the same weights (a bug, rounding, a quantized
+engine), or the policy has changed since the rollout was sampled. Only the first is an error. The limits therefore apply to the tokens
+of the newest weights in the batch: those of age 0, if there are any.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from torch import Tensor
 
 from strop.types import Batch
 
-POSITIONS = (1, 16, 64, 256, 1024, 4096)  # the last position of each bucket, counted from 1; the last bucket is open
-OLDEST = 8  # ages from here on are one bucket
-ENOUGH = 0.01  # share of the tokens that an age must hold to be judged by
+POSITIONS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open
+OLDEST = 8  # ages from here on share one bucket
+ENOUGH = 0.01  # share of the tokens that an age must have for the limits to apply to it
 
 
 class MismatchTooLarge(RuntimeError):
-    """Sampler and learner disagree so much, for so long, that training makes no sense; the message says what was found."""
+    """Sampler and learner have disagreed by more than the limit for too many steps. The message gives the measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Of a set of tokens. All means are over its tokens."""
+    """Mismatch statistics of a set of tokens. All means are over its tokens."""
 
     tokens: int
-    error: float  # mean of exp|d|: by what factor the two differ on a token; 1 is perfect
+    error: float  # mean of exp|d|, the factor by which the two probabilities of a token differ; 1 is perfect
     largest: float  # the largest exp|d|
-    kl: float  # nats a token: expm1(d) - d, an estimate of KL(sampler || learner) that no token makes negative
-    reverse_kl: float  # nats a token: exp(d) d - expm1(d), the like of KL(learner || sampler)
-    doubled: float  # share with exp|d| above 2
+    kl: float  # nats per token: expm1(d) - d, an estimate of KL(sampler || learner) that is never negative
+    reverse_kl: float  # nats per token: exp(d) d - expm1(d), the same estimate of KL(learner || sampler)
+    doubled: float  # share of tokens with exp|d| above 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchReport:
     overall: Agreement
-    by_position: Mapping[str, Agreement]  # "1", "2_16", "17_64", ..: place among the rollout's sampled tokens; without empty ones
-    by_age: Mapping[
-        int, Agreement
-    ]  # steps between the weights that sampled a token and those before the update; OLDEST: and more
-    judged_age: int  # the youngest that holds enough tokens to be judged by
+    # Position among the rollout's sampled tokens, as "1", "2_16", "17_64", ..; empty buckets are left out.
+    by_position: Mapping[str, Agreement]
+    # Steps between the weights that sampled a token and the weights before the update; OLDEST includes all older ones.
+    by_age: Mapping[int, Agreement]
+    judged_age: int  # the lowest age with enough tokens; the limits apply to it
 
     @property
     def judged(self) -> Agreement:
         return self.by_age.get(self.judged_age, self.overall)
 
     def metrics(self) -> dict[str, float]:
-        """Under ``train/``. Positions where there is more than one bucket, ages where there is more than one."""
+        """Return the metrics under ``train/``. Those by position or age are left out if there is only one bucket."""
         whole = self.overall
         logged = {
             "train/token_mult_prob_error": whole.error,
@@ -72,7 +72,10 @@ class MismatchReport:
 
 
 def measure(batch: Batch, logprobs: Tensor, version: int) -> MismatchReport:
-    """``logprobs`` [N]: the learner's before the update, with weights of ``version``. Tokens that do not count are left out."""
+    """Compare the learner's log-probabilities with the sampler's over counted tokens.
+
+    ``logprobs`` [N] are the learner's before the update, with weights of ``version``.
+    """
     counted = batch.mask > 0
     difference = (logprobs.detach() - batch.sampler_logprobs)[counted].double().cpu()
     positions = positions_in_rollout(batch)[counted].cpu()
@@ -89,11 +92,11 @@ def measure(batch: Batch, logprobs: Tensor, version: int) -> MismatchReport:
 
 
 def agreement(difference: Tensor) -> Agreement:
-    """``difference`` [n] float64: learner - sampler, in nats. Of no tokens: perfect."""
+    """Return the statistics of ``difference`` [n] float64: learner - sampler, in nats. Without tokens the match is perfect."""
     if not len(difference):
         return Agreement(tokens=0, error=1.0, largest=1.0, kl=0.0, reverse_kl=0.0, doubled=0.0)
     factor, ratio = difference.abs().exp(), difference.exp()
-    weighed = torch.where(ratio == 0, 0.0, ratio * difference)  # a token that the learner finds impossible has no share in its KL
+    weighed = torch.where(ratio == 0, 0.0, ratio * difference)  # a token with probability 0 under the learner adds 0 to its KL
     return Agreement(
         tokens=len(difference),
         error=float(factor.mean()),
@@ -105,7 +108,7 @@ def agreement(difference: Tensor) -> Agreement:
 
 
 def positions_in_rollout(batch: Batch) -> Tensor:
-    """[N] int64, from 1: the place of each token among the sampled tokens of its rollout."""
+    """Return the position of each token among the sampled tokens of its rollout, counted from 1, [N] int64."""
     order = torch.argsort(batch.sequence, stable=True)
     counts = torch.bincount(batch.sequence, minlength=batch.num_sequences)
     first = torch.cumsum(counts, 0) - counts
@@ -123,7 +126,7 @@ def _bucket_name(bucket: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchLimits:
-    """On ``token_mult_prob_error`` of the judged tokens."""
+    """Limits of ``token_mult_prob_error`` over the tokens of the newest weights."""
 
     warn: float | None = 1.2  # None: never
     warn_every: int = 20  # steps between two warnings
@@ -133,20 +136,20 @@ class MismatchLimits:
 
 @dataclass
 class MismatchGuard:
-    """Judges one step after the other."""
+    """Checks each step against the limits."""
 
     limits: MismatchLimits = field(default_factory=MismatchLimits)
     in_a_row: int = 0  # steps above ``stop``
     warned: int | None = None  # the step of the last warning
 
     def judge(self, step: int, report: MismatchReport) -> str | None:
-        """What to warn of, if anything. Raises MismatchTooLarge after ``stop_after`` steps in a row above ``stop``."""
+        """Return a warning, if one is due. Raises MismatchTooLarge after ``stop_after`` consecutive steps above ``stop``."""
         limits, error = self.limits, report.judged.error
         self.in_a_row = self.in_a_row + 1 if _above(error, limits.stop) else 0
         if self.in_a_row >= limits.stop_after:
             raise MismatchTooLarge(
                 f"step {step}: {_found(report)}. That is above policy.generation.mismatch.stop = {limits.stop:g} for {self.in_a_row} steps "
-                "in a row. The gradient is of a policy that did not write these rollouts, so training on them is meaningless. "
+                "in a row. The learner's policy is not the one that sampled these rollouts, so training on them is meaningless. "
                 f"{_advice(report)}"
             )
         if not _above(error, limits.warn) or (self.warned is not None and step < self.warned + limits.warn_every):
@@ -159,7 +162,7 @@ class MismatchGuard:
 
 
 def _above(error: float, limit: float | None) -> bool:
-    """NaN is above everything: what cannot be compared does not agree."""
+    """NaN exceeds every limit: values that cannot be compared do not match."""
     return limit is not None and (math.isnan(error) or error > limit)
 
 
@@ -168,12 +171,12 @@ def _found(report: MismatchReport) -> str:
     whose = (
         f"on {part.tokens} tokens that the current weights sampled"
         if report.judged_age == 0
-        else f"on {part.tokens} tokens of weights {report.judged_age} steps old (there are no younger ones to judge by, so part of this is "
-        "the policy's own change)"
+        else f"on {part.tokens} tokens of weights {report.judged_age} steps old (too few tokens have newer weights, so part of the "
+        "difference is the policy's own change)"
     )
     return (
         f"sampler and learner differ by a factor of {part.error:.3f} (train/token_mult_prob_error), at most {part.largest:.3g}, {whose}; "
-        f"KL(sampler, learner) {part.kl:.3g} nats a token"
+        f"KL(sampler, learner) {part.kl:.3g} nats per token"
     )
 
 
@@ -181,7 +184,7 @@ def _advice(report: MismatchReport) -> str:
     worst = max(report.by_position.items(), key=lambda item: item[1].error, default=None)
     where = f"It is worst at position {worst[0].replace('_', ' to ', 1).replace('to on', 'and later')}. " if worst else ""
     return (
-        f"Likely causes: weights that did not arrive, another precision or quantisation of the engine, other sampling settings, a model's "
-        f"code that differs. {where}Look at rollouts/step_*_ratios.jsonl (the tokens that differ most) and at 'Sampler and learner "
-        "disagree' in docs/troubleshooting.md"
+        f"Likely causes: the engine did not receive the weights, or it has another precision or quantization, other sampling settings or "
+        f"another model implementation. {where}Look at rollouts/step_*_ratios.jsonl (the tokens that differ most) and at 'Sampler and "
+        "learner disagree' in docs/troubleshooting.md"
     )

@@ -1,4 +1,4 @@
-"""What a step says about its rollouts and its tokens."""
+"""Metrics of a step's rollouts and tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from strop.types import Batch, Ending, Group
 def group_metrics(
     kept: Sequence[Group], dropped: Sequence[tuple[Group, object]], staleness: Sequence[int], *, recorded: bool = False
 ) -> dict[str, float]:
-    """Means are over the rollouts that are trained on; ``groups_dropped`` counts the others by reason. Of ``recorded`` groups there is
-    nothing to say about rewards, endings and age."""
+    """Return means over the rollouts that are trained on, and the number of dropped groups by reason.
+
+    For ``recorded`` groups, metrics of rewards, endings and staleness are left out.
+    """
     logged = {
         "train/groups_dropped": float(len(dropped)),
         "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
@@ -51,8 +53,10 @@ def group_metrics(
 
 
 def batch_metrics(batch: Batch, before: Outputs, *, recorded: bool = False) -> dict[str, float]:
-    """What the learner's weights before this step's updates say of the batch; means over counted tokens. How sampler and learner agree on
-    sampled ones is ``strop.mismatch``'s to say."""
+    """Return means over counted tokens of the policy's outputs from before this step's updates.
+
+    ``strop.mismatch`` compares sampler and learner.
+    """
     counted = batch.mask > 0
     logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
     if not isinstance(before, TokenOutputs):

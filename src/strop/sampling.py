@@ -1,9 +1,9 @@
-"""How tokens are drawn, in one place, so that sampler and learner cannot disagree (law 3).
+"""The sampling distribution, defined once so that sampler and learner cannot disagree (law 3).
 
-The engine draws from the softmax of ``filtered_logits(logits, sampling)``; the learner's log-probabilities are of the same function of
-its own logits. Filters make that function jump: where the learner's logits differ a little, another set of tokens may pass, and all
-probabilities change by the mass that came or went. With ``Sampling.record_kept`` they do not: the engine reports the set it drew from,
-and the learner renormalises over that one (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
+The engine samples from the softmax of ``filtered_logits(logits, sampling)``; the learner computes log-probabilities with the same function
+on its own logits. Filters make that function discontinuous: a small difference in the logits can change the set of tokens that pass, and
+with it the probability of every token. ``Sampling.record_kept`` avoids this: the engine records the set that it sampled from, and the
+learner renormalizes over that set (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-KEPT = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was drawn from, padded with NO_TOKEN
+KEPT = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
-MOST_RECORDED = 4096  # top_k of a request that records what it kept; 16 KiB for each sampled token
+MOST_RECORDED = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Options of one request. Raises ValueError for values that describe no distribution."""
+    """Sampling options of one request. Raises ValueError if they do not define a distribution."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int | None = None  # keep the k most likely tokens
-    top_p: float = 1.0  # keep the smallest set whose mass reaches top_p
+    top_p: float = 1.0  # keep the smallest set of tokens with a total probability of at least top_p
     min_p: float = 0.0  # keep tokens at least min_p times as likely as the most likely one
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     entropy: bool = False  # also report the entropy of each token's distribution, in nats
-    record_kept: bool = False  # also report which tokens the filters kept at each step; nothing where there are none
+    record_kept: bool = False  # also report which tokens the filters kept at each step; no effect without filters
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -47,9 +47,9 @@ class Sampling:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if self.records and (self.top_k is None or self.top_k > MOST_RECORDED):
             raise ValueError(
-                f"all tokens that could have been drawn are to be recorded for each sampled one, and top_k is {self.top_k}: they may be "
-                f"most of the vocabulary every time. Set top_k to at most {MOST_RECORDED}; 512 seldom binds below a top_p of 0.95, and "
-                "costs at most 2 KiB a token"
+                f"the sampling mask is to be recorded for each sampled token, but top_k is {self.top_k}: a mask may then hold most of the "
+                f"vocabulary. Set top_k to at most {MOST_RECORDED}; 512 seldom changes the result of a top_p below 0.95 and costs at most "
+                "2 KiB per token"
             )
 
     @property
@@ -58,12 +58,12 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are cut from the distribution."""
+        """Whether top_k, top_p or min_p removes tokens from the distribution."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def records(self) -> bool:
-        """Whether the set of tokens that each one is drawn from will be reported."""
+        """Whether the engine reports the sampling mask of each token."""
         return self.record_kept and self.filtered and not self.greedy
 
 
@@ -72,9 +72,9 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Which tokens survive top-k and min-p, then top-p; logits [.., V] already divided by temperature -> bool [.., V].
+    """Return which tokens top-k and min-p, then top-p keep; logits [.., V], already divided by temperature -> bool [.., V].
 
-    top_p is a share of the mass that the other two kept, as in vLLM.
+    top_p is relative to the probability mass that the other two filters kept, as in vLLM.
     """
     keep = torch.ones_like(logits, dtype=torch.bool)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -91,10 +91,10 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def filtered_logits(logits: Tensor, sampling: Sampling, sampled: Tensor | None = None) -> Tensor:
-    """Logits [.., V] after temperature and filters, in float32: softmax of them is the sampling distribution.
+    """Return logits [.., V] after temperature and filters, in float32. Their softmax is the sampling distribution.
 
-    ``sampled`` [..] names tokens that are known to have been drawn: they are always kept, so that a learner whose logits
-    differ in the last bit from the sampler's does not give a drawn token probability zero.
+    ``sampled`` [..] gives the tokens that were sampled. They are always kept, so that the learner does not assign probability
+    zero to a sampled token because its logits differ from the sampler's in the last bit.
     """
     scaled = _scaled(logits, sampling)
     if not sampling.filtered or sampling.greedy:
@@ -106,16 +106,16 @@ def filtered_logits(logits: Tensor, sampling: Sampling, sampled: Tensor | None =
 
 
 def recorded_logits(logits: Tensor, kept: Tensor, sampling: Sampling) -> Tensor:
-    """The logits [.., V] of the recorded tokens ``kept`` [.., K] after the temperature, [.., K] in float32; -inf where ``kept`` is padding.
+    """Return the logits [.., V] of the recorded tokens ``kept`` [.., K] after temperature, [.., K] in float32; -inf for padding.
 
-    Their softmax is the sampling distribution over the set that the sampler drew from, whatever these logits would keep themselves.
+    Their softmax is the distribution over the set that the sampler used, even where filtering these logits would keep another set.
     """
     chosen = _scaled(logits.gather(-1, kept.long().clamp(min=0)), sampling)
     return chosen.masked_fill(kept == NO_TOKEN, float("-inf"))
 
 
 def pad_kept(rows: Sequence[Tensor]) -> Tensor:
-    """Sets of token ids, one [k] for each token, as [L, K] int32 with K the size of the largest."""
+    """Pad sets of token ids, one [k] per token, to [L, K] int32, with K the size of the largest set."""
     return pad_sequence([row.to(torch.int32) for row in rows], batch_first=True, padding_value=NO_TOKEN)
 
 
@@ -128,9 +128,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix_seed(*identity: int) -> int:
-    """A 64-bit seed from an identity such as (run seed, task, sample, turn), by SplitMix64's finaliser (Steele 2014).
+    """Return a 64-bit seed for an identity such as (run seed, task, sample, turn), with SplitMix64's finalizer (Steele 2014).
 
-    Randomness follows identity, never arrival order (law 5).
+    Randomness depends on identity, never on arrival order (law 5).
     """
     state = 0x9E3779B97F4A7C15
     for part in identity:
@@ -143,5 +143,5 @@ def mix_seed(*identity: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A uniform number in [0, 1) that depends on (seed, position) alone: no generator state to save or share."""
+    """Return a uniform number in [0, 1) that depends only on (seed, position), so no generator state has to be saved or shared."""
     return (mix_seed(seed, position) >> 11) * 2.0**-53

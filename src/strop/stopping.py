@@ -1,4 +1,4 @@
-"""When a run stops before its last step: a metric reached a value, or has not improved; or somebody asked it to, for now."""
+"""Stopping a run before its last step: early stopping by a metric, and requests to stop now and continue later."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-ENDED_EARLY = 143  # exit code, whoever told it to: 128 + SIGTERM
+ENDED_EARLY = 143  # exit code for any stop request: 128 + SIGTERM
 
 
 class EndedEarly(BaseException):
-    """A run that was told to end, and will go on when it is started again. No error: like KeyboardInterrupt."""
+    """The run stopped on request and continues when it is started again. Not an error, like KeyboardInterrupt."""
 
 
 @dataclass
 class Stopper:
-    """Whether a run is to end after the step in progress, to go on later: it was told to, or its time is up."""
+    """A request to stop the run after the current step and continue it later, by a signal or because its time is up."""
 
-    deadline: float | None = None  # on ``time.monotonic``
-    reason: str | None = None  # set by whoever wants it to end
+    deadline: float | None = None  # in the time of ``time.monotonic``
+    reason: str | None = None  # set to request a stop
 
     def asked(self) -> str | None:
-        """Why it is to end, if it is. Once it is, that stays so."""
+        """Return the reason of the stop request, or None. A request is never withdrawn."""
         if self.reason is None and self.deadline is not None and time.monotonic() >= self.deadline:
             self.reason = "the time is up (checkpointing.checkpoint_must_save_by)"
         return self.reason
@@ -29,19 +29,22 @@ class Stopper:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """What is watched and what was seen of it. Part of a checkpoint, so that a run that continues stops where it would have."""
+    """The watched metric and its history. Part of a checkpoint, so that a resumed run stops at the same step."""
 
     metric: str  # as logged, such as validation/accuracy
     higher_is_better: bool = True
     threshold: float | None = None  # stop when the metric is at least as good as this
-    patience: int | None = None  # stop when this many measurements in a row were no improvement
+    patience: int | None = None  # stop after this many consecutive measurements without improvement
     smallest_improvement: float = 0.0
     best: float | None = None
     without_improvement: int = 0
     reason: str | None = None
 
     def seen(self, logged: Mapping[str, float]) -> EarlyStop:
-        """After another step, which may have measured the metric or not. Raises ValueError for one that is never reported."""
+        """Return the state after another step, which may or may not have measured the metric.
+
+        Raises ValueError if the step reported other metrics of the same group, such as validation/, but not this one.
+        """
         if self.metric not in logged:
             kind = self.metric.partition("/")[0] + "/"
             if there_are := sorted(name for name in logged if name.startswith(kind)):

@@ -1,12 +1,12 @@
 """The data that flows through Strop: Task -> Rollout -> Group -> Batch.
 
-Everything here is a frozen dataclass over torch tensors. Nothing in this module knows about
-models, engines, environments or algorithms; everything else may import it.
+Everything here is a frozen dataclass over torch tensors. This module depends on no models, engines,
+environments or algorithms, so every other module may import it.
 
-Shapes use three index spaces, and the letters below everywhere in the code base:
+Shapes are written with these letters throughout the code base:
 
-    T  tokens the network reads (a flat row, no padding)
-    N  predicted tokens: the ones the policy sampled (or, in supervised training, is taught)
+    T  tokens that the network reads (a flat row, no padding)
+    N  predicted tokens: sampled by the policy or, in supervised training, the loss tokens
     S  rollouts (sequences)
     G  rollouts of one group
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation, as chat templates understand it."""
+    """One message of a conversation, in the form that chat templates take."""
 
     role: str
     content: str
@@ -50,10 +50,10 @@ def assistant(content: str) -> Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One prompt with what its environment needs to score it.
+    """One prompt and the data that its environment needs to score a rollout of it.
 
-    Environments subclass this with their own fields. ``id`` names the task in logs and stored rollouts;
-    it must be the same in every run over the same data.
+    Environments subclass this with their own fields. ``id`` names the task in logs and stored rollouts
+    and must be the same in every run over the same data.
     """
 
     id: str
@@ -63,26 +63,26 @@ class Task:
 
 
 class Ending(StrEnum):
-    """How a rollout ended."""
+    """Why a rollout ended."""
 
-    STOP = "stop"  # the model stopped (end-of-sequence token or stop string) and the environment had no more to say
-    LENGTH = "length"  # a turn hit its maximum of new tokens
+    STOP = "stop"  # the model stopped (end-of-sequence token or stop string) and the environment did not respond
+    LENGTH = "length"  # a turn reached the maximum number of new tokens
     CONTEXT = "context"  # the conversation no longer fits the maximum sequence length
     TURNS = "turns"  # the maximum number of turns was reached
-    ERROR = "error"  # the environment or the engine raised
+    ERROR = "error"  # the environment or the engine raised an exception
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
-    """A run of tokens by one author. The policy's turns are trained on, the environment's are only read."""
+    """Consecutive tokens by one author. The policy's turns are trained on; the environment's turns are only context."""
 
     author: Literal["policy", "environment"]
     tokens: Tensor  # [L] int64
     text: str
-    logprobs: Tensor  # [L] float32, under the distribution that sampled; zeros for the environment
+    logprobs: Tensor  # [L] float32, under the sampling distribution; zeros for the environment
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
-    entropies: Tensor | None = None  # [L] float32, of the distribution that sampled, if it was asked for
-    kept: Tensor | None = None  # [L, K] int32, the ids each token was drawn from, padded with -1, if they were recorded
+    entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
+    kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
 
     @property
     def sampled(self) -> bool:
@@ -90,7 +90,7 @@ class Turn:
 
 
 def observation(tokens: Sequence[int], text: str) -> Turn:
-    """The environment's turn: tokens appended to the conversation, never trained on."""
+    """Return a turn of the environment: tokens appended to the conversation and never trained on."""
     length = len(tokens)
     return Turn(
         author="environment",
@@ -103,13 +103,13 @@ def observation(tokens: Sequence[int], text: str) -> Turn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One trajectory sampled for a task: a prompt and a list of turns, in tokens.
+    """One trajectory sampled for a task: the tokens of a prompt and of the turns after it.
 
-    While an episode runs, environments see the rollout so far with ``ending`` None and no rewards.
+    During an episode, environments see the rollout so far, with ``ending`` None and no rewards.
     """
 
     task: Task
-    sample: int  # which of the group's samples this is
+    sample: int  # index of this sample in its group
     seed: int
     messages: tuple[Message, ...]  # the whole conversation as text
     prompt: Tensor  # [P] int64
@@ -117,12 +117,12 @@ class Rollout:
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
     rewards: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)  # what the environment wants logged
+    metrics: Mapping[str, float] = field(default_factory=dict)  # further values that the environment logs
     error: str | None = None
 
     @property
     def text(self) -> str:
-        """What the policy wrote in its last turn."""
+        """The text of the policy's last turn."""
         for turn in reversed(self.turns):
             if turn.sampled:
                 return turn.text
@@ -138,7 +138,7 @@ class Rollout:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole conversation, the prompt included."""
+        """Number of tokens of the whole conversation, including the prompt."""
         return len(self.prompt) + sum(len(turn.tokens) for turn in self.turns)
 
     @property
@@ -154,20 +154,20 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one task: the unit of credit, of filtering and of staleness."""
+    """The rollouts of one task: the unit for credit, filtering and staleness."""
 
-    index: int  # the position of this task in the run's stream; identity for seeds and order
+    index: int  # the position of this task in the run's stream; determines seeds and order
     environment: str
-    version: int  # the weight version the generators held when the group was started
+    version: int  # the weight version of the generators when the group was started
     rollouts: tuple[Rollout, ...]
-    baseline: Rollout | None = None  # sampled greedily where an algorithm compares with it; never trained on
+    baseline: Rollout | None = None  # a greedy rollout, for algorithms that use it as a baseline; never trained on
 
     @property
     def task(self) -> Task:
         return self.rollouts[0].task
 
     @property
-    def rewards(self) -> Tensor:  # [G] float64: float32 residue must not look like signal
+    def rewards(self) -> Tensor:  # [G] float64: float32 rounding errors must not look like signal
         return torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
 
     @property
@@ -182,9 +182,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Totals:
-    """What losses are divided by: counts over the whole optimizer step, fixed before any split (law 1)."""
+    """The denominators of a loss: counts over the whole optimizer step, fixed before it is split into micro-batches (law 1)."""
 
-    tokens: int  # predicted tokens with weight
+    tokens: int  # predicted tokens that count in the loss
     sequences: int
     groups: int
 
@@ -194,11 +194,11 @@ class Batch:
     """Packed, flat tensors of many groups.
 
     The network reads ``tokens`` as a forest of *segments*: contiguous runs, each of which continues its parent
-    (``segment_parent``, -1 for a root). With prefix sharing a group is one prompt segment with G children; without,
-    every rollout is one root segment. A token attends to its own segment causally and to its ancestors whole.
+    (``segment_parent``, -1 for a root). With prefix sharing a group is one prompt segment with G children; without it,
+    every rollout is one root segment. A token attends causally within its own segment and to all tokens of its ancestors.
 
-    The network predicts N tokens: predicted token n is ``target[n]``, read off the output at flat index ``source[n]``,
-    and belongs to rollout ``sequence[n]``. All per-token columns are over N; all per-rollout columns over S.
+    The network predicts N tokens: token n is ``target[n]``, predicted by the output at flat index ``source[n]``,
+    and belongs to rollout ``sequence[n]``. Per-token columns have N entries, per-rollout columns S.
     """
 
     tokens: Tensor  # [T] int64
@@ -211,15 +211,15 @@ class Batch:
     sequence: Tensor  # [N] int64, index into S
     sampler_logprobs: Tensor  # [N] float32
     versions: Tensor  # [N] int32
-    advantages: Tensor  # [N] float32: per-token credit
-    mask: Tensor  # [N] float32: 1 where the token counts in the loss, 0 where it was filtered
+    advantages: Tensor  # [N] float32: credit per token
+    mask: Tensor  # [N] float32: 1 where the token counts in the loss, 0 where it was filtered out
 
     leaf: Tensor  # [S] int64: the segment in which the rollout ends
-    group: Tensor  # [S] int64: the group's place in this batch
-    rewards: Tensor  # [S] float64, as the algorithm sees them
+    group: Tensor  # [S] int64: the index of the group in this batch
+    rewards: Tensor  # [S] float64, as returned by ``Algorithm.rewards``
 
     totals: Totals
-    idle: Tensor | None = None  # [S] bool: rollouts whose loss has no gradient at all; they are read without one
+    idle: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
     def __post_init__(self) -> None:
@@ -245,11 +245,11 @@ class Batch:
         return ends - self.segment_start
 
     @property
-    def sequence_lengths(self) -> Tensor:  # [S] float32: predicted tokens that count, per rollout
+    def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout
         return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
 
     def extra(self, name: str) -> Tensor:  # [N]
-        """The column ``name``; raises KeyError naming the columns there are."""
+        """Return the column ``name``. Raises KeyError, listing the existing columns, if there is none."""
         if name not in self.extras:
             raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.extras)}")
         return self.extras[name]

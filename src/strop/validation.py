@@ -1,4 +1,4 @@
-"""The loss on held-out recorded data: what supervised and preference training are validated by."""
+"""Validation by the loss on held-out recorded data, for supervised and preference training."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from strop.types import Batch, Group
 
 @dataclass(kw_only=True)
 class LossValidation:
-    """The algorithm's own loss and metrics on fixed groups: means over all of them, whatever the micro-batches.
+    """Computes the algorithm's loss and metrics on fixed groups, as means over all of them that do not depend on the micro-batches.
 
-    The groups are packed once, and required columns are asked for once: who fills them must be frozen, as a reference is. Groups with
-    errors are left out and counted. Raises ValueError where no group is left.
+    The groups are packed once and the required columns are computed once, so the models that compute them must be frozen, as a reference
+    is. Groups with errors are left out and counted. Raises ValueError if no group is left.
     """
 
     groups: Sequence[Group]
     algorithm: Algorithm
     learner: Learner
-    scorers: Mapping[str, ColumnSource] = field(default_factory=dict)  # what the algorithm requires -> who fills it
+    scorers: Mapping[str, ColumnSource] = field(default_factory=dict)  # column that the algorithm requires -> its source
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:
@@ -34,12 +34,12 @@ class LossValidation:
         if not self.usable:
             reasons = [error for group in self.groups for error in group.errors]
             raise ValueError(
-                f"none of the {len(self.groups)} validation examples can be used{': ' + reasons[0] if reasons else ''}; give other data, "
-                "or none (data.validation)"
+                f"none of the {len(self.groups)} validation examples can be used{': ' + reasons[0] if reasons else ''}; set "
+                "data.validation to other data, or to null"
             )
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
-        """Metrics under ``validation/``: those of the loss, and how many examples were used and left out."""
+        """Return metrics under ``validation/``: those of the loss, and the number of examples used and left out."""
         started = time.perf_counter()
         if tracker is not None:
             tracker.progress(f"validating on {len(self.usable)} examples")
@@ -54,7 +54,7 @@ class LossValidation:
         return {f"validation/{name}": value for name, value in found.items()}
 
     async def _prepared(self) -> Batch:
-        """The batch with its columns and credit, made at the first call."""
+        """Pack the groups, with columns and credit; done once, at the first call."""
         if self._batch is None:
             batch = pack(self.usable, self.algorithm, share_prefixes=self.share_prefixes)
             for required in sorted(self.algorithm.requires):
@@ -63,6 +63,6 @@ class LossValidation:
         return self._batch
 
     async def _surveyed(self, batch: Batch) -> Batch:
-        """What depends on the weights as they are now is asked for each time."""
+        """Add the columns that depend on the current weights."""
         outputs = token_outputs(await self.learner.score(batch)) if self.algorithm.surveys else None
         return self.algorithm.survey(batch, outputs)

@@ -1,4 +1,4 @@
-"""The tiny model in a folder, built once."""
+"""A fixture with the folder of the tiny model, built once per session."""
 
 from __future__ import annotations
 

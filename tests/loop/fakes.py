@@ -1,4 +1,4 @@
-"""Stand-ins for the roles of a run, without torch modules: a virtual clock, a generator, a learner, an environment, a tracker."""
+"""Fakes for the parts of a run, without torch modules: a virtual clock, a generator, a learner, an environment, a tracker."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ T = TypeVar("T")
 
 
 class _VirtualClock(selectors.SelectSelector):
-    """Nobody waits: the time jumps to the next timer."""
+    """A virtual clock that jumps to the next timer instead of waiting."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise RuntimeError("everyone waits for something that will never come")
+            raise RuntimeError("deadlock: all tasks wait, and no timer is pending")
         self.now += max(timeout, 0.0)
         return super().select(0)
 
 
 def virtually(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on a clock that jumps. A deadlock is an error at once."""
+    """Run a coroutine like ``asyncio.run``, on a virtual clock. A deadlock raises immediately."""
 
     def make_loop() -> asyncio.AbstractEventLoop:
         clock = _VirtualClock()
@@ -68,12 +68,12 @@ class Request:
     session: str
 
 
-Script = Callable[[Request], tuple[list[int], bool]]  # the tokens to answer with, and whether they end in a stop
+Script = Callable[[Request], tuple[list[int], bool]]  # returns (tokens, stopped)
 
 
 @dataclass
 class FakeGenerator:
-    """Answers by a script; without one, with random letters and an end token that follow from the seed."""
+    """Generates by a script, or else random letters and an end token that depend on the seed."""
 
     tokenizer: Any
     script: Script | None = None
@@ -115,11 +115,11 @@ class FakeGenerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Letters(Environment[Task]):
-    """The reward is the share of letters a. ``broken`` names tasks, by index, that raise."""
+    """The reward is the share of the letter a. ``broken`` lists the indices of tasks whose reward raises."""
 
     size: int = 1000
     broken: tuple[int, ...] = ()
-    constant: tuple[int, ...] = ()  # tasks whose rewards do not vary
+    constant: tuple[int, ...] = ()  # indices of tasks with constant rewards
 
     def tasks(self, data: DataSource) -> Sequence[Task]:
         return GeneratedTasks(data.size or self.size, lambda index: Task(id=str(index), question=f"task {index}"))
@@ -133,7 +133,7 @@ class Letters(Environment[Task]):
 
 @dataclass
 class FakeLearner:
-    """Its log-probabilities are the sampler's plus ``shift``, which every step raises by a tenth."""
+    """Scores with the rollout log-probabilities plus ``shift``, which every step increases by 0.1."""
 
     shift: float = 0.0
     batches: list[Batch] = field(default_factory=list)
@@ -181,7 +181,7 @@ class FakeLearner:
 
 @dataclass
 class Recorder:
-    """A tracker that remembers."""
+    """A tracker that stores everything."""
 
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -218,7 +218,7 @@ class FakeCheckpoints:
 
 @dataclass
 class Tasks:
-    """One environment's tasks in order."""
+    """Serves one environment's tasks in order."""
 
     environment: Environment[Any]
     tasks: Sequence[Task]
@@ -247,7 +247,7 @@ def make_run(
     scorers: Mapping[str, Any] | None = None,
     latency: Callable[[int], float] = lambda seed: 0.0,
 ) -> tuple[Run, FakeGenerator, Recorder]:
-    """A run of the real loop, stream, episodes and packing with fakes around them. ``tasks`` None is without end."""
+    """Build a run with the real loop, stream, episodes and packing, and fakes for the rest. ``tasks`` None: no limit."""
     environment = environment or Letters()
     generator = FakeGenerator(tokenizer, latency=latency)
     template, sampling, rules = ChatTemplate(tokenizer), Sampling(max_new_tokens=8), EpisodeRules(max_length=200)

@@ -1,4 +1,4 @@
-"""An environment in which every rollout earns something, some tasks more than others, and some the same whatever is written."""
+"""An environment in which every rollout earns a reward; some tasks are easier, and some give a constant reward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from strop.types import Rollout, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Graded(Environment[Task]):
-    """The share of sevens among the characters, a tenth for each digit, and ``easy`` for every other task, whose prompt says so."""
+    """Rewards the share of sevens among the characters, 0.1 per digit, and ``easy`` for every other task, marked in its prompt."""
 
     easy: float = 0.0
-    flat: int = 0  # every so many tasks earn 1 for anything
+    flat: int = 0  # every ``flat``-th task gives reward 1 for any output
 
     def tasks(self, data: DataSource) -> Sequence[Task]:
         return GeneratedTasks(data.size or 1000, self._task)

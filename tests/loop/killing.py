@@ -1,4 +1,4 @@
-"""Where a run dies: SIGKILL to itself at the n-th call of something, at once, with nothing flushed and no handler run."""
+"""Kill a run at a chosen point: it sends itself SIGKILL at the n-th call of a function, without flushing or handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# What dies -> the function that is called there.
+# Point -> the function at whose call the run dies.
 POINTS = {
     "at a flush to disk": "os:fsync",
     "at a rename": "pathlib:Path.rename",
@@ -31,7 +31,7 @@ POINTS = {
 
 
 def replace_function(place: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """``place`` is module:name or module:Class.name; what is called there from now on is ``around`` what was."""
+    """Wrap the function at ``place``, which is module:name or module:Class.name, with ``around``."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, name = path.split(".")
@@ -47,7 +47,7 @@ def die(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """``when``: before or after the n-th call, or in the middle of the write that it would make."""
+    """Kills the run before or after the n-th call of a point."""
 
     point: str
     nth: int
@@ -78,7 +78,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class HalfALine:
-    """Dies in the middle of writing the n-th line of metrics.jsonl."""
+    """Kills the run in the middle of writing the n-th line of metrics.jsonl."""
 
     nth: int
 
@@ -104,7 +104,7 @@ class HalfALine:
 
 @dataclass(frozen=True)
 class HalfAFolder:
-    """Dies with half of the files gone, when a folder is removed for the n-th time."""
+    """Kills the run in the middle of the n-th removal of a folder, with half of its files deleted."""
 
     nth: int
 

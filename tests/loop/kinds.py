@@ -1,4 +1,4 @@
-"""Tiny runs of every kind, ``strop sft`` to ``strop distillation``, and the recorded data that some of them read: small sums."""
+"""Tiny runs of every kind, from ``strop sft`` to ``strop distillation``, and their recorded data: small sums."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from loop.runs import Outcome, Running, overrides, start, tiny_config
 
 Row = Mapping[str, Any]
 
-DATA = {"sft": "conversations", "dpo": "preferences", "rm": "preferences"}  # what the recorded kinds read
+DATA = {"sft": "conversations", "dpo": "preferences", "rm": "preferences"}  # the data of runs on recorded data
 SUMS = [(a, b) for a in range(4) for b in range(6)]
-GRADED = {  # for runs that sample: an environment in which every rollout earns something
+GRADED = {  # for runs that sample: an environment in which every rollout earns a reward
     "data.train.env_name": "graded",
     "data.validation.env_name": "graded",
     "env.arithmetic.max_operand": ...,
@@ -25,7 +25,7 @@ GRADED = {  # for runs that sample: an environment in which every rollout earns 
 
 
 def conversation(a: int, b: int) -> Row:
-    """Every third has a second turn."""
+    """Return a conversation; every third has a second turn."""
     messages = [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(a + b)}]
     more = [{"role": "user", "content": "+1="}, {"role": "assistant", "content": str(a + b + 1)}]
     return {"messages": [*messages, *more] if (a + b) % 3 == 0 else messages}
@@ -54,14 +54,14 @@ def write_rows(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def write_data(folder: Path) -> None:
-    """Sixteen examples of every kind to train on and eight others to measure."""
+    """Write 16 training and 8 validation examples of every kind."""
     for kind, make in MAKERS.items():
         write_rows(folder / f"{kind}.jsonl", [make(*pair) for pair in SUMS[:16]])
         write_rows(folder / f"{kind}_held_out.jsonl", [make(*pair) for pair in SUMS[16:]])
 
 
 def recorded_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
-    """Six steps of four examples, measured at each. ``changes`` as for ``tiny_config``."""
+    """Return the settings of six steps with four examples each, validated at every step. ``changes`` as in ``tiny_config``."""
     data = "judgements" if changes.get("algorithm.name") == "kto" else DATA[section]
     settings: dict[str, Any] = {
         "policy.model_name": str(model),
@@ -86,7 +86,7 @@ def recorded_config(section: str, model: Path, **changes: Any) -> dict[str, Any]
 
 
 def sampling_config(section: str, model: Path, **changes: Any) -> dict[str, Any]:
-    """The settings of a tiny GRPO run for any kind of run that samples. A teacher is the policy itself unless that is changed."""
+    """Return the settings of ``tiny_config`` for any kind of run that samples. The default teacher is the policy itself."""
     settings = {key.replace("grpo.", f"{section}.", 1): value for key, value in tiny_config(model).items()}
     settings |= GRADED
     settings["logger.console"] = "plain"
@@ -98,7 +98,7 @@ def sampling_config(section: str, model: Path, **changes: Any) -> dict[str, Any]
 
 
 def begin(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Running:
-    """``strop SECTION`` with the tiny settings, in ``folder``; recorded data is written there, unless it is there."""
+    """Start ``strop SECTION`` with the tiny settings in ``folder``, and write recorded data there if it is missing."""
     config = recorded_config if section in DATA else sampling_config
     if section in DATA and not (folder / "conversations.jsonl").exists():
         write_data(folder)
@@ -110,21 +110,21 @@ def train(section: str, model: Path, folder: Path, *, before: Callable[[], None]
 
 
 def trained(section: str, model: Path, folder: Path, **changes: Any) -> str:
-    """A run that has to end well; what it printed."""
+    """Run to the end and return the output. Asserts success."""
     outcome = train(section, model, folder, **changes)
     assert outcome.code == 0, outcome.err
     return outcome.out + outcome.err
 
 
 def refused(outcome: Outcome, code: int = 1) -> str:
-    """What a run that was refused said."""
+    """Return the error output of a rejected run. Asserts its exit code and that it has no traceback."""
     assert outcome.code == code, outcome
     assert "Traceback" not in outcome.err and "error: " in outcome.err
     return outcome.err
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states, trees of tensors and numbers, are the same to the last bit."""
+    """Return whether two trees of tensors and numbers are bitwise equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping):

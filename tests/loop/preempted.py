@@ -1,4 +1,4 @@
-"""Where a run is told to end: SIGTERM to itself at the n-th call of something."""
+"""Preempt a run: it sends itself SIGTERM at the n-th call of a function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loop.killing import POINTS, replace_function
 
 @dataclass(frozen=True)
 class ToldToEnd:
-    """For ``before``: ``times`` signals at the ``nth`` call of ``point``, which then takes ``longer`` seconds more."""
+    """For ``before``: send ``times`` signals at the ``nth`` call of ``point``, then delay that call by ``longer`` seconds."""
 
     point: str
     nth: int

@@ -1,7 +1,7 @@
-"""Whole runs of the ``strop`` command on the tiny model, each in a process of its own.
+"""Complete runs of the ``strop`` command on the tiny model, each in its own process.
 
-Importing torch and transformers takes longer than such a run. So a server imports them once and every run is a fork of it (Python's
-``forkserver``): a process of its own that can be killed, without the seconds of a fresh interpreter.
+Importing torch and transformers takes longer than such a run. So a server imports them once and forks every run (Python's
+``forkserver``): a separate process that can be killed, without the startup time of a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ PRELOAD = [
     "safetensors.torch",
     "pyarrow.parquet",
 ]
-NOT_REPEATABLE = ("timing/", "performance/")  # and whatever counts seconds
+NOT_REPEATABLE = ("timing/", "performance/")  # and all metrics in seconds
 
 
 def tiny_config(model: Path, **changes: Any) -> dict[str, Any]:
-    """Settings of a run of seconds: six steps of four sums, eight rollouts each. ``changes`` are whole dotted keys, ``__`` for dots."""
+    """Return the settings of a run that takes seconds: six steps of four sums, eight rollouts each.
+
+    ``changes`` are complete dotted keys, with ``__`` for dots.
+    """
     settings: dict[str, Any] = {
         "policy.model_name": str(model),
         "policy.max_total_sequence_length": 64,
@@ -65,20 +68,20 @@ def tiny_config(model: Path, **changes: Any) -> dict[str, Any]:
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    """As they stand on a command line; ``...`` takes a setting away."""
+    """Format settings as command-line overrides; ``...`` omits a setting."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    code: int  # of exit; minus the signal's number where one ended it
+    code: int  # exit code, or the negative signal number
     out: str
     err: str
 
 
 @dataclass
 class Running:
-    """A run that was started; ``finish`` waits for it."""
+    """A started run; ``finish`` waits for its end."""
 
     process: Any
     folder: Path
@@ -93,7 +96,7 @@ class Running:
 
 
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
-    """``strop ARGUMENTS`` in ``folder``, or ``python SCRIPT.py ARGUMENTS``; ``before`` is called in its process first."""
+    """Start ``strop ARGUMENTS`` or ``python SCRIPT.py ARGUMENTS`` in ``folder``. The new process calls ``before`` first."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +110,7 @@ def strop(*arguments: str, folder: Path, before: Callable[[], None] | None = Non
 
 
 def grpo(model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
-    """``strop grpo`` with the tiny settings."""
+    """Run ``strop grpo`` with the tiny settings."""
     return strop("grpo", *overrides(tiny_config(model, **changes)), folder=folder, before=before)
 
 
@@ -132,7 +135,7 @@ def _main(arguments: list[str], folder: str, before: Callable[[], None] | None) 
 
 @dataclass(frozen=True)
 class Environ:
-    """For ``before``: environment variables. (What is called there must be importable in the new process; test modules are not.)"""
+    """For ``before``: set environment variables. (``before`` must be importable in the new process; test modules are not.)"""
 
     variables: dict[str, str]
 
@@ -141,21 +144,21 @@ class Environ:
 
 
 def heed_interrupts() -> None:
-    """For ``before``: a test runner that was started in the background ignores Ctrl-C, and so would its children."""
+    """For ``before``: restore the Ctrl-C handler, which children of a background test runner would inherit as ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
-    """The lines of metrics.jsonl by step."""
+    """Return the lines of metrics.jsonl by step."""
     from strop.tracking.jsonl import read_metrics
 
     lines = read_metrics(folder / "metrics.jsonl")
-    assert [step for step, _ in lines] == sorted({step for step, _ in lines}), "a step stands once, in order"
+    assert [step for step, _ in lines] == sorted({step for step, _ in lines}), "each step occurs once, in order"
     return dict(lines)
 
 
 def repeatable(metrics: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Without what a clock measured."""
+    """Return the metrics without timings."""
     return {
         step: {name: value for name, value in line.items() if not name.startswith(NOT_REPEATABLE) and "seconds" not in name}
         for step, line in metrics.items()

@@ -1,6 +1,6 @@
-"""A generator that holds weights of its own and runs while the learner does, on the virtual clock of ``loop.fakes``.
+"""A generator with its own weights that runs concurrently with the learner, on the virtual clock of ``loop.fakes``.
 
-What it samples follows from (seed, position, version of the weights) alone; when, from a clock seed of its own.
+Its samples depend only on (seed, position, weights version); its timing depends on a separate clock seed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from support.algorithms import grpo
 
 @dataclass
 class SeparateGenerator:
-    """Token by token, each of the weights that are there when it is sampled."""
+    """Samples token by token, each with the current weights."""
 
     tokenizer: Any
     clock: random.Random
-    pace: float = 1.0  # seconds that a second takes
+    pace: float = 1.0  # time scale
     version: int = -1
     shift: float = 0.0  # the weights
     running: int = 0
@@ -80,7 +80,7 @@ class SeparateGenerator:
 
 @dataclass
 class CopiedWeights:
-    """Sends the learner's one weight; that takes a second, in which nobody waits for a generation to end."""
+    """Sends the learner's single weight, which takes one second and does not wait for running generations."""
 
     generator: SeparateGenerator
     learner: FakeLearner
@@ -98,11 +98,11 @@ class CopiedWeights:
 
 @dataclass
 class SlowLearner(FakeLearner):
-    """Takes its time, in which the event loop goes on."""
+    """Takes a random time, during which the event loop continues."""
 
     clock: random.Random = field(default_factory=lambda: random.Random(0))
     generator: SeparateGenerator | None = None
-    generating: int = 0  # optimizer steps during which something was sampled
+    generating: int = 0  # optimizer steps during which tokens were sampled
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         before = self.generator.sampled if self.generator else 0
@@ -113,7 +113,7 @@ class SlowLearner(FakeLearner):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogue(Letters):
-    """A second turn after an answer that takes its time; some sums are broken, some rewards do not vary."""
+    """Adds a second turn after a random delay."""
 
     clock: random.Random = field(default_factory=lambda: random.Random(0))
     pace: float = 1.0
@@ -125,7 +125,7 @@ class Dialogue(Letters):
 
 @dataclass
 class Checkpoints:
-    """Keeps what a kill leaves: the state of the loop, and the learner's."""
+    """Stores what survives a kill: the states of the loop and of the learner."""
 
     saved: list[tuple[RunState, float, int]] = field(default_factory=list)
 
@@ -149,7 +149,7 @@ def separate_run(
     checkpoints: Checkpoints | None = None,
     scaling: Any = None,
 ) -> tuple[Run, SeparateGenerator, Recorder]:
-    """A run of the real loop, stream and episodes, from the newest of ``checkpoints``; ``clock`` decides how long everything takes."""
+    """Build a run with the real loop, stream and episodes, resumed from the last of ``checkpoints``. ``clock`` seeds all durations."""
     times = random.Random(clock)
     generator = SeparateGenerator(tokenizer, times, pace)
     learner = learner or SlowLearner(clock=times)

@@ -1,4 +1,4 @@
-"""Where a run gets stuck: at the n-th call of something, which then waits for ever, or blocks the event loop."""
+"""Hang a run at the n-th call of a function, which then waits forever or blocks the event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POINTS = {
 
 @dataclass(frozen=True)
 class StuckAt:
-    """For ``before``."""
+    """For ``before``: hang at the ``nth`` call of ``point``."""
 
     point: Literal["environment", "engine", "learner"]
     nth: int
@@ -52,7 +52,7 @@ class StuckAt:
 
 @dataclass(frozen=True)
 class SamplerOff:
-    """For ``before``: the engine reports log-probabilities that are lower by so many nats than those it drew with."""
+    """For ``before``: make the engine report log-probabilities that are ``nats`` too low."""
 
     nats: float
 

@@ -204,7 +204,7 @@ def test_a_prompt_that_is_too_long_is_dropped_counted_and_stored(tiny, tmp_path)
         ("reward", "RewardError: Mine.length raised KeyError on task"),
         ("prompt", "KeyError: 'the table of answers is gone'"),
         ("respond", "KeyError: 'the table of answers is gone'"),
-        ("task", "of the stream could not be made: KeyError: 'the table of answers is gone'"),
+        ("task", "of the stream could not be created: KeyError: 'the table of answers is gone'"),
     ],
 )
 def test_an_environment_that_always_raises_stops_the_run_in_its_own_words(refused, where, said):
@@ -264,7 +264,7 @@ def test_a_folder_that_holds_no_model_is_named(refused, tmp_path):
 
 def test_a_hub_name_without_network_says_what_was_tried(refused):
     said = refused(1, before=Environ({"HF_ENDPOINT": "http://127.0.0.1:9"}), **{"policy.model_name": "acme/never-heard-of"})
-    assert "acme/never-heard-of is neither a folder here nor in the local hub cache" in said
+    assert "acme/never-heard-of is neither a local folder nor in the local hub cache" in said
     assert "set policy.model_name to a folder with the model" in said
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny,
     else:
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else os.urandom(len(content)))
     said = message_of(grpo(tiny, tmp_path, **changes), 1)
-    assert "step_2 cannot be resumed from: " in said and "remove that folder to go back to the checkpoint before it" in said
+    assert "step_2 cannot be resumed from: " in said and "remove that folder to go back to the previous checkpoint" in said
     assert metrics_of(tmp_path / "logs") == before, "nothing is lost"
     (tmp_path / "results" / "step_2").rename(tmp_path / "broken")
     assert grpo(tiny, tmp_path, **changes).code == 0
@@ -301,7 +301,7 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
     assert grpo(tiny, tmp_path, **changes).code == 0
     first = metrics_of(tmp_path / "logs")
     outcome = grpo(tiny, tmp_path, **changes, **{"checkpointing.resume": False, "grpo.seed": 7})
-    assert outcome.code == 0 and "checkpoints of an earlier run are now in results/previous_1" in outcome.out
+    assert outcome.code == 0 and "moved the checkpoints of an earlier run to results/previous_1" in outcome.out
     assert metrics_of(tmp_path / "logs" / "previous_1") == first
     assert metrics_of(tmp_path / "logs")[2]["train/loss"] != first[2]["train/loss"]
     assert (tmp_path / "results" / "previous_1" / "step_2").exists() and (tmp_path / "results" / "step_2").exists()
@@ -318,7 +318,7 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
         ("gprpo", {}, "algorithm.name: 'gprpo' is neither one of Strop's algorithms nor module:Class; did you mean 'grpo'?"),
         ("mine.py:Stronk", {}, "'mine.py' has no 'Stronk'; did you mean 'Strong'?"),
         ("nowhere:Mine", {}, "No module named 'nowhere'"),
-        ("mine.py:dataclass", {}, "is no class of algorithm (strop.algorithms.base.Algorithm)"),
+        ("mine.py:dataclass", {}, "is not a subclass of strop.algorithms.base.Algorithm"),
         (
             "mine.py:Strong",
             {"strenght": 2},
@@ -327,7 +327,7 @@ def test_starting_over_in_the_same_folders_writes_over_nothing(tiny, tmp_path):
         ("mine.py:Strong", {"strength": "big"}, "algorithm.kwargs.strength: found 'big': Input should be a valid number"),
         ("mine.py:Needs", {}, "algorithm.kwargs: mine.py:Needs needs something"),
         ("mine.py:Unmarked", {}, "has options but is not decorated with @dataclass"),
-        ("mine.py:Half", {}, "mine.py:Half does not define loss, which an algorithm must"),
+        ("mine.py:Half", {}, "mine.py:Half does not define loss, which every algorithm must define"),
         ("grpo", {"objective": {"hihg": 1}}, "algorithm.kwargs.objective.hihg: Clip has no such option; did you mean 'high'?"),
     ],
 )
@@ -344,7 +344,7 @@ def test_an_algorithm_that_cannot_be_made_is_refused(refused, name, kwargs, said
         ({"generation.model_name": "./nothing"}, 1, "there is no folder ./nothing"),
         ({"eval.num_tests_per_promt": 3}, 2, "Did you mean eval.num_tests_per_prompt?"),
         ({"data.env_name": "maths"}, 2, "found 'maths'"),
-        ({"eval.metric": "cons@k"}, 1, "needs answers to vote on, and the environment names none (answer_key)"),
+        ({"eval.metric": "cons@k"}, 1, "votes on final answers, and the environment defines no answer_key"),
     ],
 )
 def test_an_evaluation_that_cannot_be_done_is_refused(tiny, tmp_path, changes, code, said):

@@ -111,7 +111,7 @@ def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint
     outcome = running.finish(200)
     assert outcome.code == 0, outcome.err
     assert f"the learner group lost a member: learner-1 (process {process}, on" in outcome.out
-    assert "The learner starts anew, from the checkpoint of step" in outcome.out
+    assert "The learner restarts from the checkpoint of step" in outcome.out
     assert "continuing after step" in outcome.out
     assert_as_if_undisturbed(tmp_path, alone)
 
@@ -119,12 +119,12 @@ def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint
 def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look(tiny: Path, tmp_path: Path) -> None:
     running = begin(tiny, tmp_path, **{"cluster.max_restarts": 1})
     first = kill(running, "learner-0")
-    wait_for(running, lambda: "starts anew, from the beginning" in said_by(running))
+    wait_for(running, lambda: "restarts from the beginning" in said_by(running))
     wait_for(running, lambda: (found := worker("learner-0", str(tmp_path))) is not None and found.pid != first)
     kill(running, "learner-0")
     outcome = running.finish(200)
     assert outcome.code == 1
-    assert "started anew 1 times without one more saved step (cluster.max_restarts)" in outcome.err
+    assert "restarted 1 times without saving another step (cluster.max_restarts)" in outcome.err
     assert "learner-0" in outcome.err and str(Path("logs") / "workers") in outcome.err and "Traceback" not in outcome.err
     assert_nobody_left(tmp_path)
 
@@ -193,5 +193,5 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node_if_it_may(
     assert outcome.code == 0, outcome.err
     metrics = metrics_of(tmp_path / "logs")
     assert metrics[1]["generation/engines"] == 2 and metrics[STEPS]["generation/engines"] == 1
-    assert "cannot be started anew; its requests go to the 1 others" in outcome.out + outcome.err
+    assert "cannot be restarted; its requests go to the 1 others" in outcome.out + outcome.err
     assert_as_if_undisturbed(tmp_path, alone)

@@ -170,7 +170,7 @@ def test_a_run_whose_tasks_are_used_up_goes_on_when_it_is_given_more_passes(tiny
         assert outcome.code == 0 and "used up after step 2: 2 groups left over" in outcome.out
     changes["grpo.max_num_epochs"] = 2
     outcome = grpo(tiny, tmp_path / "parts", **changes, logger__console="plain")
-    assert "other settings than those of the checkpoint: grpo.max_num_epochs: 1 -> 2" in outcome.out
+    assert "settings that differ from the checkpoint's: grpo.max_num_epochs: 1 -> 2" in outcome.out
     assert grpo(tiny, tmp_path / "whole", **changes).code == 0
     assert repeatable(metrics_of(tmp_path / "parts" / "logs")) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
     assert list(metrics_of(tmp_path / "parts" / "logs")) == [1, 2, 3, 4, 5]

@@ -157,7 +157,7 @@ def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_eac
     changes = {"dpo.max_num_epochs": 2, "dpo.max_num_steps": -1, "dpo.val_at_start": True}
     for name, once in (("once", True), ("each", False)):
         said = trained("dpo", tiny, tmp_path / name, **changes, **{"dpo.precompute_reference": once})
-        assert ("computing them once" in said) is once
+        assert ("computed once" in said) is once
     assert (tmp_path / "once" / "logs" / "reference_logprobs.safetensors").exists()
     once, each = (repeatable(metrics_of(tmp_path / name / "logs")) for name in ("once", "each"))
     assert once.keys() == each.keys() and len(each) == 9
@@ -179,7 +179,7 @@ def test_a_computed_reference_that_lacks_an_example_says_what_to_remove(tiny: Pa
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
     trained("dpo", tiny, tmp_path, **changes, **{"dpo.val_period": 0})
     said = refused(train("dpo", tiny, tmp_path, **{**changes, "dpo.max_num_steps": 4}))
-    assert "is not among the examples" in said and "Remove that file, and they are computed anew" in said
+    assert "was not among the examples" in said and "Remove that file to compute them again" in said
     longer = refused(train("dpo", tiny, tmp_path, **{**changes, "policy.max_total_sequence_length": 80}))
     assert "were computed with other data" in longer
 
@@ -408,7 +408,7 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
     assert sum(line["train/groups_dropped_for_errors"] for line in logged.values()) == 4
     assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
     assert all(line["validation/examples"] == 3 for line in logged.values())
-    assert "1 examples of the validation data cannot be used (too long, most likely) and are left out" in said
+    assert "1 examples of the validation data are unusable (most likely too long) and are left out" in said
 
 
 def test_examples_that_are_all_too_long_stop_the_run_with_the_limit(tiny: Path, tmp_path: Path) -> None:
@@ -431,13 +431,13 @@ def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(t
 @pytest.mark.parametrize(
     ("section", "name", "said"),
     [
-        ("sft", "grpo", "learns from the rewards of rollouts: that is strop grpo"),
-        ("sft", "dpo", "learns from recorded preferences or verdicts: that is strop dpo"),
-        ("dpo", "sft", "learns from recorded conversations: that is strop sft"),
+        ("sft", "grpo", "learns from the rewards of rollouts, so it belongs to strop grpo"),
+        ("sft", "dpo", "learns from recorded preferences, paired or unpaired, so it belongs to strop dpo"),
+        ("dpo", "sft", "learns from recorded conversations, so it belongs to strop sft"),
         ("rm", "dpo", "run strop dpo"),
-        ("dpo", "reward_model", "scores whole rollouts, as a reward model does: that is strop rm"),
+        ("dpo", "reward_model", "scores whole rollouts, as a reward model does, so it belongs to strop rm"),
         ("grpo", "dpo", "run strop dpo"),
-        ("grpo", "ppo", "learns from rollouts with a critic: that is strop ppo"),
+        ("grpo", "ppo", "learns from rollouts with a critic, so it belongs to strop ppo"),
         ("ppo", "grpo", "run strop grpo"),
     ],
 )

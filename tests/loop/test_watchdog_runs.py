@@ -64,7 +64,7 @@ def test_what_is_stuck_is_named_within_its_limit_and_the_run_ends_if_asked_to(ti
     assert found, outcome.err
     assert 0.5 <= float(found[1]) < 2.5, "at its limit, and not only when the run ended"
     assert "the run was ended after waiting longer than watchdog.stop_after_seconds = 2.5" in outcome.err
-    assert ("holds the event loop" in outcome.err) == (how == "blocks")
+    assert ("blocked the event loop" in outcome.err) == (how == "blocks")
     (stacks,) = (tmp_path / "logs").glob("stacks_*.txt")
     assert "stuck.py" in stacks.read_text(), "the very line is in the stacks"
     status = read_status(tmp_path / "logs")
@@ -91,7 +91,7 @@ def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp
     end(running)
     dead = strop("doctor", "logs", "--json", folder=tmp_path)
     found = json.loads(dead.out)
-    assert dead.code == 1 and found["verdict"] == "dead" and "is gone and said nothing" in found["why"]
+    assert dead.code == 1 and found["verdict"] == "dead" and "died without a final status" in found["why"]
     assert found["step"] == 1 and found["checkpoint"] == str(tmp_path / "results" / "step_1")
     assert any("start the same command again; it continues from" in line for line in found["advice"])
 
@@ -113,7 +113,7 @@ def test_the_doctor_tells_interrupted_and_failed_runs_from_others(tiny, tmp_path
     failed = grpo(tiny, tmp_path / "failed", **{"data.max_input_seq_length": 2, "grpo.max_errors_in_a_row": 3})
     assert failed.code == 1
     told = strop("doctor", "logs", folder=tmp_path / "failed")
-    assert told.code == 1 and "TooManyDropped: 3 groups in a row failed" in told.out and "mend what the error says" in told.out
+    assert told.code == 1 and "TooManyDropped: 3 groups in a row failed" in told.out and "fix the error, then" in told.out
 
 
 def test_a_stopped_process_is_a_hung_run(tiny, tmp_path):

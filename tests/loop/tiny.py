@@ -1,8 +1,8 @@
-"""A language model so small that a whole run takes seconds: two Llama layers, about a hundred tokens, a ChatML template.
+"""A language model so small that a complete run takes seconds: two Llama layers, about a hundred tokens, a ChatML template.
 
-The weights are drawn from a seed and not trained. Digits and the end of a turn are made likely by hand, so that arithmetic on small
-numbers is right now and then and there is something to learn from. A few merges ("12", "th") make text tokenisable in more than one
-way: whoever re-tokenises what was sampled is found out.
+The weights are random and untrained. Digits and the end of a turn are made likely, so that sums of small numbers are sometimes correct
+and there is a signal to learn from. A few merges ("12", "th") make tokenization ambiguous, so that tests detect re-tokenization of
+sampled text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHATML = (
 
 
 def tiny_tokenizer(*, template: str | None = CHATML) -> Any:
-    """Characters of ASCII, and the merges above."""
+    """Build a tokenizer of ASCII characters and the merges above."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -42,7 +42,7 @@ def tiny_tokenizer(*, template: str | None = CHATML) -> Any:
 
 
 def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = (), head_dim: int = 8) -> Any:
-    """``likely`` tokens have larger logits everywhere: all embeddings share a direction, and their output rows point along it."""
+    """Build the model. ``likely`` tokens get larger logits: all embeddings share a direction that their output rows align with."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -72,7 +72,7 @@ def tiny_model(vocabulary: int, *, seed: int = 0, likely: tuple[int, ...] = (), 
 
 
 def build_tiny(folder: Path, *, seed: int = 0, template: str | None = CHATML, head_dim: int = 8) -> Path:
-    """A Hugging Face folder with the model and its tokenizer. vLLM's kernels for a CPU want a ``head_dim`` of at least 32."""
+    """Save the model and its tokenizer to a Hugging Face folder. vLLM's CPU kernels need a ``head_dim`` of at least 32."""
     tokenizer = tiny_tokenizer(template=template)
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
     model = tiny_model(

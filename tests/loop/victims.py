@@ -1,4 +1,4 @@
-"""Processes of a run over Ray: who is who, and who is left when it has ended."""
+"""Find the processes of a run over Ray, and those left after it has ended."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MARK = "STROP_TEST_RUN"  # an environment variable that all processes of a run i
 
 @dataclass(frozen=True)
 class Marked:
-    """For ``before``: the mark, and Ctrl-C is heeded."""
+    """For ``before``: set the mark and restore the Ctrl-C handler."""
 
     mark: str
 
     def __call__(self) -> None:
         os.environ[MARK] = self.mark
-        os.environ["SPT_NOENV"] = "1"  # Ray's processes would write their titles over it
+        os.environ["SPT_NOENV"] = "1"  # otherwise the process titles set by Ray would overwrite it
         heed_interrupts()
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
-    """All that carry the mark in the environment they were started with."""
+    """Return all processes started with the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -46,7 +46,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def worker(name: str, mark: str) -> psutil.Process | None:
-    """A process of a run by its name, such as learner-0: that of the file it writes to."""
+    """Find a process of a run by its name, such as learner-0, which is the name of its output file."""
     for process in processes_of(mark):
         with suppress(psutil.Error, OSError):
             if Path(os.readlink(f"/proc/{process.pid}/fd/1")).stem == name:
@@ -55,7 +55,7 @@ def worker(name: str, mark: str) -> psutil.Process | None:
 
 
 def named(names: Sequence[str], mark: str) -> psutil.Process | None:
-    """A process of a run by the program it is."""
+    """Find a process of a run by its program name."""
     for process in processes_of(mark):
         with suppress(psutil.Error):
             if process.name().startswith(tuple(names)):
@@ -64,7 +64,7 @@ def named(names: Sequence[str], mark: str) -> psutil.Process | None:
 
 
 def left_over(mark: str, known: Iterable[psutil.Process] = (), seconds: float = 15.0) -> tuple[list[psutil.Process], float]:
-    """Processes of a run, ``known`` ones among them, that are there ``seconds`` after it ended; and how long it took to see that."""
+    """Wait up to ``seconds`` for all processes of a run, and ``known`` ones, to exit. Returns those left and the time waited."""
     began, others = time.monotonic(), list(known)
     while True:
         alive = {process.pid: process for process in [*processes_of(mark), *filter(lives, others)]}

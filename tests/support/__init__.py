@@ -1,1 +1,1 @@
-"""What tests share: tiny models, a tiny tokenizer, builders of rollouts, an engine to ask, statistics."""
+"""Shared test helpers: tiny models, a tiny tokenizer, rollout builders, engines, statistics."""

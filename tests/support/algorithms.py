@@ -1,4 +1,4 @@
-"""Policy gradients by flat options, as most tests want them."""
+"""Build policy-gradient algorithms from flat options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KL = {"kl_penalty": "weight", "kl_estimator": "estimator", "kl_input_clamp": "i
 
 
 def grpo(**flat: Any) -> GRPO:
-    """GRPO with options of its parts: clip_low, kl_penalty, kl_in_reward, sequence_ratio, leave_one_out, ..."""
+    """Build GRPO from the options of its parts: clip_low, kl_penalty, kl_in_reward, sequence_ratio, leave_one_out, ..."""
     advantage = {name: flat.pop(name) for name in _ADVANTAGE if name in flat}
     objective = {field: flat.pop(name) for name, field in _OBJECTIVE.items() if name in flat}
     kl = {field: flat.pop(name) for name, field in _KL.items() if name in flat}

@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of the common families, and a tokenizer that knows their special tokens."""
+"""Chat templates modelled on the common families, and a tokenizer with their special tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.tokenizer import build_tokenizer
 @dataclass(frozen=True)
 class Family:
     template: str
-    end: str  # how the policy ends its turn
-    begin: str = ""  # what it writes before the content
+    end: str  # the end of the policy's turn
+    begin: str = ""  # written before the content
     specials: tuple[str, ...] = ()
-    trims: bool = False  # contents are written without white space around them
-    system: bool = True  # takes system messages
-    tool: bool = True  # takes roles other than user and assistant, in any order
+    trims: bool = False  # strips white space around contents
+    system: bool = True  # supports system messages
+    tool: bool = True  # supports roles other than user and assistant, in any order
 
 
 CHATML_DEFAULT_SYSTEM = Family(
@@ -48,13 +48,13 @@ GEMMA = Family(
     system=False,
     tool=False,
 )
-PHI = Family(  # the end of the whole conversation stands where a new turn would be opened
+PHI = Family(  # writes the end of the conversation where a new turn would start
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
     end="<|end|>",
     specials=("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
 )
-MISTRAL = Family(  # no header before replies, and a space at both of their ends
+MISTRAL = Family(  # no header before replies, and a space around them
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% else %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% endif %}"
     "{% endfor %}",
@@ -64,7 +64,7 @@ MISTRAL = Family(  # no header before replies, and a space at both of their ends
 )
 FAMILIES = {"chatml": CHATML_DEFAULT_SYSTEM, "llama3": LLAMA3, "gemma": GEMMA, "phi": PHI, "mistral": MISTRAL}
 
-# Writes reasoning marks into the replies after the last question, and takes them out of the earlier ones.
+# Adds reasoning tags to replies after the last question and removes them from earlier ones.
 QWEN3 = Family(
     "{% set ns = namespace(last=-1) %}{% for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for message in messages %}{% if message.role == 'assistant' %}{% set content = message.content %}"
@@ -79,7 +79,7 @@ QWEN3 = Family(
     end="<|im_end|>",
     specials=("<|im_start|>",),
 )
-# Opens a turn to be sampled with a mark of reasoning, and writes recorded replies as they are.
+# The generation prompt opens a reasoning tag; recorded replies are unchanged.
 OPENS_THINKING = Family(
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
@@ -96,7 +96,7 @@ GLM = Family(
 
 
 def tokenizer_of(family: Family) -> Any:
-    """A byte-level tokenizer whose end of sequence is <|im_end|>."""
+    """Build a byte-level tokenizer with the family's template. Its end of sequence is <|im_end|>."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.specials)})
     tokenizer.chat_template = family.template

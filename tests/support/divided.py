@@ -1,4 +1,4 @@
-"""Tiny models of which a rank computes a part, beside the same models whole, exact enough in float64 to compare to the last digits."""
+"""Helpers to compare sharded tiny models with unsharded ones in float64, up to the last digits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dist: Any = torch.distributed
 
 
 class _Wide:
-    """torch with float64 where modelling code asks for float32."""
+    """A stand-in for torch that provides float64 where modelling code requests float32."""
 
     float32 = float = torch.float64
 
@@ -29,7 +29,7 @@ class _Wide:
 
 
 class _WideNorm(nn.Module):
-    """Gemma's RMSNorm, whose weight is an offset from one."""
+    """Gemma's RMSNorm without its cast to float32; its weight is an offset from one."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class _WideNorm(nn.Module):
 
 
 def widen(family: str) -> None:
-    """From now on, in this process, the family's code computes in float64 where it asks for float32."""
+    """Make the family's modelling code use float64 instead of float32, for the rest of this process."""
     kind = CONFIGS[family]().model_type.removesuffix("_text")
     vars(import_module(f"transformers.models.{kind}.modeling_{kind}"))["torch"] = _Wide()
 
 
 def exact_model(family: str, *, tied: bool = False, change: Mapping[str, Any] | None = None) -> Any:
-    """A family's tiny model in float64 throughout: routers and norms too, in this process from then on."""
+    """Build a family's tiny model entirely in float64, including routers and norms. Affects the rest of this process."""
     make = CONFIGS[family]
 
     def changed() -> Any:
@@ -75,7 +75,7 @@ def tokens_of(length: int, seed: int) -> Tensor:
 
 
 def tree(length: int) -> TreePlan:
-    """A prompt of a third of the tokens, and two continuations of unequal lengths."""
+    """Return the plan of a prompt with a third of the tokens and two continuations of unequal lengths."""
     third = length // 3
     lengths = torch.tensor([third, third - 1, length - 2 * third + 1])
     return TreePlan(lengths.cumsum(0) - lengths, lengths, torch.tensor([-1, 0, 0]), torch.device("cpu"))
@@ -86,7 +86,7 @@ def positions(length: int) -> Tensor:
     return torch.cat([torch.arange(third), third + torch.arange(third - 1), third + torch.arange(length - 2 * third + 1)])
 
 
-def hidden_states(model: Any, tokens: Tensor) -> Tensor:  # [T] -> [T, H], or a rank's rows
+def hidden_states(model: Any, tokens: Tensor) -> Tensor:  # [T] -> [T, H], or this rank's rows
     output = model.get_decoder()(
         input_ids=tokens[None], position_ids=positions(len(tokens))[None], plan=tree(len(tokens)), use_cache=False
     )
@@ -95,7 +95,7 @@ def hidden_states(model: Any, tokens: Tensor) -> Tensor:  # [T] -> [T, H], or a 
 
 
 def loss_of(model: Any, tokens: Tensor, meshes: Meshes | None = None) -> Tensor:
-    """Something that every logit counts in; with meshes as a learner takes it, each tensor rank reading some of the rows."""
+    """Return a loss that depends on every logit. With meshes, each tensor-parallel rank reads some of the rows, as in a learner."""
     hidden = hidden_states(model, tokens)
     if meshes is not None and meshes.sizes.tensor > 1:
         hidden = (gather if meshes.sizes.sequence else copy)(hidden, meshes.tensor)
@@ -108,7 +108,7 @@ def loss_of(model: Any, tokens: Tensor, meshes: Meshes | None = None) -> Tensor:
 
 
 def whole_gradient(parameter: Any) -> Tensor:
-    """A parameter's gradient as if it were not divided; zeros where there is none."""
+    """Return a parameter's unsharded gradient, or zeros if it has none."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     if not isinstance(parameter.grad, DTensor):
@@ -122,7 +122,7 @@ def whole_gradient(parameter: Any) -> Tensor:
 
 
 def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of a parameter's gradient in units of that gradient's largest entry, and whose it is."""
+    """Return the largest gradient difference, relative to that gradient's largest entry, and the parameter's name."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     largest = max(float(tensor.abs().max()) for tensor in wanted.values())
     return max(

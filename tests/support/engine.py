@@ -1,4 +1,4 @@
-"""An embedded engine to put questions to, without a run around it."""
+"""An embedded engine without a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cached_runner(
     prepack: bool | None = False,
     cuda_graphs: bool = False,
 ) -> CachedRunner:
-    """Memory for ``slots`` sequences of ``length`` tokens, and ``prefix_tokens`` kept besides."""
+    """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens."""
     from strop.generation.torch.runner import cache_shape
 
     memory = (slots * length + prefix_tokens) * cache_shape(network).bytes_per_token
@@ -39,7 +39,7 @@ def cached_runner(
 
 
 def engine_on(runner: Runner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096) -> TorchEngine:
-    """An engine that may generate at once, holding weights of version 0."""
+    """Build an engine that is ready to generate with weights of version 0."""
     engine = TorchEngine(runner, tokenizer or _NoText(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
     engine.resume(0)
     return engine
@@ -51,7 +51,7 @@ class _NoText:
 
 
 async def ask(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
-    """All requests at once, in order."""
+    """Run all requests concurrently. Returns completions in order."""
     return list(
         await asyncio.gather(
             *(
@@ -63,7 +63,7 @@ async def ask(engine: TorchEngine, requests: Sequence[Request]) -> list[Completi
 
 
 def answers(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
-    """The same from outside an event loop; the engine is closed afterwards."""
+    """Run all requests without an event loop, then close the engine."""
 
     async def run() -> list[Completion]:
         try:

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: a tiny model, one event loop that outlives the tests, and publishes that are proven."""
+"""Real vLLM engines for tests: a tiny model, one event loop that outlives the tests, and verified publishes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from support.tokenizer import END
 
 T = TypeVar("T")
 
-TESTS = Path(__file__).parents[1]  # engines import the faulty worker from there
+TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty worker
 
 
 class EngineRoom:
-    """An event loop in a thread: engines belong to the loop they were started on, and a test's own ends with it."""
+    """An event loop in a thread. Engines are bound to the loop that started them, and a test's own loop ends with the test."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -46,7 +46,7 @@ class EngineRoom:
 
 
 def served_model(family: str = "llama", *, layers: int = 2, tied: bool = True, seed: int = 0, spread: float = 0.08) -> Any:
-    """A tiny model whose heads are as large as vLLM's CPU kernels want them, in float32, with logits that vary."""
+    """Build a tiny float32 model with varied logits and the minimum head size of vLLM's CPU kernels."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes: dict[str, Any] = {
@@ -71,7 +71,7 @@ def served_model(family: str = "llama", *, layers: int = 2, tied: bool = True, s
 
 
 def perturb(model: Any, seed: int, size: float = 0.02) -> None:
-    """Another policy: every weight moved a little."""
+    """Add noise to every weight, to get a different policy."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,7 +79,7 @@ def perturb(model: Any, seed: int, size: float = 0.02) -> None:
 
 
 def describe(model: Any, tokenizer: Any, folder: Path, *, weights: bool = False) -> Path:
-    """A folder that vLLM builds the model from."""
+    """Save the folder from which vLLM builds the model: config and tokenizer, optionally weights."""
     model.config.architectures = [type(model).__name__]
     if weights:
         model.save_pretrained(folder)
@@ -104,7 +104,7 @@ def options(folder: Path, **changes: Any) -> EngineOptions:
 
 
 def logprobs_of(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sampling) -> Tensor:
-    """[L] what the model itself gives the tokens after the prompt."""
+    """Return the model's own log-probabilities of the tokens after the prompt, [L]."""
     row = torch.cat([torch.tensor(list(prompt)), tokens])
     with torch.no_grad():
         logits = model(row[None].to(model.device)).logits[0, len(prompt) - 1 : -1].cpu()
@@ -119,12 +119,12 @@ def score_by(model: Any, sampling: Sampling) -> Callable[[Sequence[Sequence[int]
 
 
 ALWAYS = ProofSchedule("always")
-PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # two blocks of a prefix cache and more
+PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # more than two blocks of the prefix cache
 
 
 @dataclass
 class Served:
-    """A model, the engines that sample for it, and the publisher between them."""
+    """A model, its engines and the weight publisher."""
 
     model: Any
     tokenizer: Any
@@ -159,7 +159,7 @@ def serve(
     tolerance: float = 0.002,
     **changes: Any,
 ) -> Served:
-    """Engines with a publisher; nothing is started before the first publish."""
+    """Connect engines with a publisher. Nothing starts before the first publish."""
     asked = sampling or Sampling(max_new_tokens=8)
     replicas = Replicas(engines)
     options = PublishOptions(**{"apart": True, "proof": proof, "adapters": adapters is not None, **changes})

@@ -1,4 +1,4 @@
-"""A worker of vLLM's that can be told to go wrong as engines have gone wrong."""
+"""A vLLM worker with injectable faults, modelled on real failures of engines."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class FaultyWorker(StropWorker):
             self.model_runner.reload_weights(weights_iterator=iter(kept))
             return
         if self.fault == "killed half way":
-            raise RuntimeError("this worker was told to fail in the middle of a publish")
+            raise RuntimeError("injected fault: this worker fails in the middle of a publish")
         super()._strop_use(kept)
 
     def strop_held_adapter(self, adapter: int) -> bytes:
-        """Adapters go wrong before they are read back, as they would have when they were loaded."""
+        """Inject adapter faults just before the read-back, as if they had happened during loading."""
         manager = self.model_runner.lora_manager._adapter_manager
         if self.fault == "adapter forgotten":
             manager.remove_all_adapters()

@@ -1,4 +1,4 @@
-"""Environments in other threads and processes, over pickles: what a cluster does, without one."""
+"""Serve environments from other threads and processes over pickles, like a cluster but without one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from strop.environments.hosted import EnvironmentHost, HostDied, HostedDescripti
 
 
 class HostThread:
-    """A host on an event loop of its own. ``die`` forgets it and everything in it; the next call reaches a new one."""
+    """An environment server on its own event loop. A method in ``deaths`` kills it; the next call reaches a new server."""
 
     def __init__(self, description: HostedDescription) -> None:
         self.description = description
         self.calls: list[Method] = []
-        self.deaths: list[Method] = []  # at the next call of each of these it dies
+        self.deaths: list[Method] = []  # methods at whose next call it dies
         self.hosts = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -39,7 +39,7 @@ class HostThread:
             self.deaths.remove(method)
             self.dead.append(self.host)
             self.host = self._new()
-            raise HostDied(f"the host died in {method}")
+            raise HostDied(f"the server died in {method}")
         return asyncio.run_coroutine_threadsafe(self.host.answer(method, pickle.loads(pickle.dumps(arguments))), self._loop)
 
     async def _call(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
@@ -66,7 +66,7 @@ async def _made(description: HostedDescription) -> EnvironmentHost:
 
 
 class HostProcess:
-    """A host in a process of its own, started anew where it died."""
+    """An environment server in its own process, restarted when it died."""
 
     def __init__(self, description: HostedDescription) -> None:
         self.description = description

@@ -1,4 +1,4 @@
-"""Tiny models with adapters on them."""
+"""Tiny models with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.models import build
 
 
 def adapted(model: Any, *, spread: float = 0.3, base: str = "base", seed: int = 0, **options: Any) -> Any:
-    """The model with adapters that change what it computes: ``up``, which begins at zero, is drawn with this spread."""
+    """Add adapters that change the model's outputs: ``up``, normally initialized to zero, is drawn with this spread."""
     add_adapters(model, LoraOptions(**options), base=base, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
@@ -27,10 +27,10 @@ def adapted_family(family: str, **options: Any) -> Any:
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every weight as it is now."""
+    """Return a copy of every weight."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what the adapters lie on."""
+    """Return copies of the base weights, without adapters."""
     return {name: tensor for name, tensor in copy_of(model).items() if ".lora_" not in name}

@@ -1,4 +1,4 @@
-"""What corrections are shown, from the log ratios of a few rollouts."""
+"""Build the input of corrections from the log ratios of a few rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mismatch_of(
     counted: Sequence[bool] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Mismatch:
-    """One rollout for each sequence of log ratios, an empty one too; ``credit`` and ``counted`` say per rollout what its tokens have."""
+    """Build a Mismatch with one rollout per sequence of log ratios, which may be empty. ``credit`` and ``counted`` are per rollout."""
     rollouts = [
         rollout_of([5, 6], *([sampled([7] * len(row), [sampler] * len(row))] if len(row) else []), reward=float(place))
         for place, row in enumerate(log_ratios)

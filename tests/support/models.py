@@ -1,4 +1,4 @@
-"""Tiny random models of the families Strop knows, a few thousand parameters each, and how to make them exact in float64."""
+"""Tiny random models of the supported families, with a few thousand parameters each, and their conversion to float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 307  # no multiple of the sampler's block of 256
+VOCABULARY = 307  # not a multiple of the sampler's block of 256
 WINDOW = 7  # shorter than most test sequences
 
 _SIZES: dict[str, Any] = {
@@ -135,11 +135,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mamba": _mamba,
 }
 
-FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # with packed rows and the cached engine
+FAMILIES = tuple(name for name in CONFIGS if name not in ("mamba", "deepseek_v3"))  # support packed rows and the cached engine
 
 
 def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal LM whose next-token distributions are neither flat nor peaked, so that mistakes show."""
+    """Build a causal LM with next-token distributions that are neither flat nor peaked, so that errors are visible."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -152,7 +152,7 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             if "norm" in name or "ln_" in name:
                 parameter.add_(0.1 * noise)
             elif name.endswith(("A_log", ".D", "dt_proj.bias")):
-                continue  # what keeps a recurrence stable
+                continue  # keeps the recurrence stable
             elif parameter.dim() == 1:
                 parameter.copy_(0.1 * noise)
             else:
@@ -161,7 +161,7 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 class ExactNorm(nn.Module):
-    """Llama's RMSNorm without its detour over float32, which would round a float64 model to seven digits."""
+    """Llama's RMSNorm without its cast to float32, which would round a float64 model to seven digits."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class ExactNorm(nn.Module):
 
 
 def exact(model: Any) -> Any:
-    """The model in float64 throughout (families with Llama's RMSNorm)."""
+    """Convert the model entirely to float64 (families with Llama's RMSNorm)."""
     model.double()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -183,7 +183,7 @@ def exact(model: Any) -> Any:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """A copy of every parameter's gradient, zeros where there is none."""
+    """Return a copy of every parameter's gradient, or zeros if it has none."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -191,7 +191,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """max |left - right| over all parameters, in units of the largest entry of either."""
+    """Return max |left - right| over all parameters, relative to the largest entry of either."""
     assert left.keys() == right.keys()
     size = max(float(tensor.abs().max()) for tensor in (*left.values(), *right.values()))
     return max(float((left[name] - right[name]).abs().max()) for name in left) / max(size, 1e-300)

@@ -1,4 +1,4 @@
-"""The same training in one process and on several ranks, to be compared."""
+"""Compare the same training in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FEW = ((6, (5, 3, 4, 9)),)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run of three steps."""
+    """One short training run."""
 
     sizes: ParallelSizes
     family: str = "llama"
@@ -54,12 +54,12 @@ class Case:
     shapes: Sequence[tuple[int, Sequence[int]]] = MANY
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
-    precision: torch.dtype | None = None  # None: that of the weights
+    precision: torch.dtype | None = None  # None: the dtype of the weights
     packed: bool = True
     checkpointing: bool = False
     lora: bool = False
-    value: bool = False  # a critic of its own
-    head: bool = False  # a critic that is a head on the policy
+    value: bool = False  # train a separate critic
+    head: bool = False  # train a critic that is a head on the policy
     loaded_once: bool = False
     rate: float = 1e-2
     train_tokens: int = 40
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What one rank, or the only process, has to say."""
+    """The results of one rank or of the single process."""
 
     steps: list[Shares]
     stepped: list[dict[str, float]]
@@ -82,7 +82,7 @@ class Trained:
 
 
 def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
-    """``load`` is how the model comes to be, before it is made exact and gets adapters."""
+    """Build the network. ``load`` loads the model before it is converted to float64 and gets adapters."""
     model = load(lambda: build_classifier(case.family) if case.value else build(case.family))
     model = exact(model) if case.dtype == torch.float64 else model.to(case.dtype)
     for parent in list(model.modules()) if case.dtype == torch.float64 else []:
@@ -90,7 +90,7 @@ def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda bui
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
     if case.dtype == torch.float64 and case.family in ("qwen3_moe", "mixtral", "deepseek_v3"):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     if case.weights_dtype is not None and case.lora:
         round_weights(model, case.weights_dtype)
     if case.lora:
@@ -101,7 +101,7 @@ def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda bui
 
 
 def trainee_of(case: Case, meshes: Meshes | None) -> tuple[Network | ValueHead, Placement | None]:
-    """What a case trains, and where it is."""
+    """Return the network that a case trains, and its parallelism."""
     network = network_of(case, load_once if case.loaded_once and meshes else lambda build: build())
     placement = None
     if meshes is not None:
@@ -123,13 +123,13 @@ def groups_of(case: Case) -> list[Group]:
     if case.algorithm in ("sft", "dpo"):
         return random_groups(len(case.shapes), seed=3)
     groups = simple_groups(*case.shapes)
-    if len(groups) > 2:  # one without signal: its rollouts are idle
+    if len(groups) > 2:  # one group without signal: its rollouts have zero gradient
         groups[1] = replace(groups[1], rollouts=tuple(replace(rollout, reward=1.0) for rollout in groups[1].rollouts))
     return groups
 
 
 def batch_of(case: Case) -> Batch:
-    """With its columns, by the weights the training starts from."""
+    """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
     batch = pack(groups_of(case), algorithm)
     plain = network_of(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
@@ -175,14 +175,14 @@ def train(case: Case, batch: Batch, meshes: Meshes | None = None) -> Trained:
         if (first := places.setdefault(id(tensor) if meshes else tensor.data_ptr(), name)) != name:
             tied.append((first, name))
         places[id(name)] = name  # keeps ids apart
-        weights[name + "/held"] = tensor  # so that no other tensor gets its place
+        weights[name + "/held"] = tensor  # so that no other tensor reuses its address
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith("/held")}
     adapters = {name: tensor.detach().clone() for name, tensor in learner.adapters()}
     return Trained(steps, stepped, measured, scored, weights, tied, adapters)
 
 
 def on_rank(rank: int, cases: dict[str, tuple[Case, Batch]]) -> dict[str, Trained]:
-    """Every case on this rank; weights from the first rank alone."""
+    """Train every case on this rank. Only rank 0 returns weights."""
     found = {}
     for name, (case, batch) in cases.items():
         trained = train(case, batch, Meshes(case.sizes, "cpu"))
@@ -199,7 +199,7 @@ def frozen_scores(case: Case, batch: Batch, meshes: Meshes | None) -> Shares:
 
 @dataclass(frozen=True)
 class Differences:
-    """The largest ones between two trainings, relative to the size of what is compared."""
+    """The largest relative differences between two trainings."""
 
     loss: float
     norm: float
@@ -209,9 +209,9 @@ class Differences:
 
 
 def compare(ranks: Sequence[Trained], alone: Trained, size: int) -> Differences:
-    """Raises AssertionError where the ranks disagree on what must be equal to the bit, or names differ."""
+    """Compare ranks with a single process. Raises AssertionError if bitwise-equal results differ between ranks, or names differ."""
     first = ranks[0]
-    assert all(rank.stepped == first.stepped for rank in ranks), "all ranks say the same of a step"
+    assert all(rank.stepped == first.stepped for rank in ranks), "all ranks report the same step metrics"
     assert list(first.weights) == list(alone.weights)
     assert first.tied == alone.tied
     losses, norms, outputs, others = [], [], [], []

@@ -1,4 +1,4 @@
-"""Run a function on several ranks: real processes, joined by gloo."""
+"""Run a function on several ranks, in real processes with a gloo process group."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TIMEOUT = 240.0  # seconds for all of them together
 
 
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``function(rank, *arguments)`` on ranks 0 to ``count`` - 1 of a process group; what each returns, which must pickle.
+    """Call ``function(rank, *arguments)`` on ranks 0 to ``count`` - 1 of a process group. Returns the results, which must be picklable.
 
-    ``function`` must be importable: a function of a module, not of a test's body. Raises AssertionError with the traceback of the first
-    rank that failed, and where they are not done within TIMEOUT.
+    ``function`` must be importable: defined in a module, not inside a test. Raises AssertionError with the traceback of the first rank
+    that failed, or if the ranks exceed TIMEOUT.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
-    work = pickle.dumps((function, arguments))  # by value, as answers: shared tensors would be gone with their process
+    work = pickle.dumps((function, arguments))  # by value, like the results: shared tensors would vanish with their process
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         ranks = [

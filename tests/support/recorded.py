@@ -1,4 +1,4 @@
-"""Recorded groups by hand, classifiers with one label, and a learner to train them with."""
+"""Build recorded groups, classifiers with one label, and a learner that trains on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.rollouts import GroupShape, group_of, rollout_of, rollout_shapes
 
 
 def taught(tokens: Sequence[int]) -> Turn:
-    """A turn that nobody sampled."""
+    """Build a recorded turn of the policy, which was not sampled."""
     count = len(tokens)
     return Turn(
         author="policy",
@@ -36,7 +36,7 @@ def taught(tokens: Sequence[int]) -> Turn:
 def recorded(
     prompt: Sequence[int], *completions: Sequence[int], rewards: Sequence[float] = (1.0, 0.0), index: int = 0, name: str = "data"
 ) -> Group:
-    """A group of completions of one prompt; an empty one has no turn."""
+    """Build a group of recorded completions of one prompt; an empty completion has no turn."""
     rollouts = [
         rollout_of(prompt, *([taught(tokens)] if len(tokens) else []), reward=reward)
         for tokens, reward in zip(completions, rewards, strict=False)
@@ -53,7 +53,7 @@ def other_prompt(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
 
 
 def random_groups(count: int, completions: int = 2, *, seed: int = 0, longest: int = 6) -> list[Group]:
-    """Groups of random tokens; of a pair the first is chosen, and every other group's is desirable."""
+    """Build groups of random tokens. In a pair the first is chosen; as unpaired preferences, every other group is desirable."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens() -> list[int]:
@@ -79,7 +79,7 @@ pair_shapes = st.lists(
 
 
 def build_classifier(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A sequence classifier with one label on the trunk of the tiny language model of that family."""
+    """Build a sequence classifier with one label on the base model of the family's tiny language model."""
     from transformers import AutoModelForSequenceClassification
 
     config = CONFIGS[family]()
@@ -110,7 +110,7 @@ def train_steps(
     scorers: Sequence[ColumnSource] = (),
     watch: Callable[[dict[str, float]], None] = lambda logged: None,
 ) -> list[dict[str, float]]:
-    """Optimizer steps on the same groups, as the loop takes them; the metrics of each."""
+    """Take optimizer steps on the same groups like the training loop. Returns the metrics of each."""
 
     async def run() -> list[dict[str, float]]:
         logged = []

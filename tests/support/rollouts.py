@@ -1,4 +1,4 @@
-"""Rollouts, groups and batches by hand, and hypothesis strategies for them."""
+"""Build rollouts, groups and batches, and hypothesis strategies for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.models import VOCABULARY
 
 
 def sampled(tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Turn:
-    """A turn by the policy."""
+    """Build a sampled turn of the policy."""
     return Turn(
         author="policy",
         tokens=torch.tensor(list(tokens), dtype=torch.int64),
@@ -29,7 +29,7 @@ def sampled(tokens: Sequence[int], logprobs: Sequence[float] | None = None, vers
 
 
 def turn_of(completion: Completion) -> Turn:
-    """What an engine sampled, as a turn."""
+    """Build a turn from an engine's completion."""
     return Turn(
         author="policy",
         tokens=completion.tokens,
@@ -61,7 +61,7 @@ def group_of(*rollouts: Rollout, index: int = 0) -> Group:
 
 
 def simple_groups(*shapes: tuple[int, Sequence[int]], seed: int = 0) -> list[Group]:
-    """(prompt length, completion lengths) per group, with random tokens, sampler log-probabilities and rewards."""
+    """Build groups from (prompt length, completion lengths), with random tokens, rollout log-probabilities and rewards."""
     return [
         _group(GroupShape(prompt, tuple(RolloutShape(((length, 0),)) for length in lengths)), index, seed)
         for index, (prompt, lengths) in enumerate(shapes)
@@ -70,7 +70,7 @@ def simple_groups(*shapes: tuple[int, Sequence[int]], seed: int = 0) -> list[Gro
 
 @dataclass(frozen=True)
 class RolloutShape:
-    turns: tuple[tuple[int, int], ...]  # (tokens of the policy, tokens of the environment's answer) ...
+    turns: tuple[tuple[int, int], ...]  # (policy tokens, environment tokens) per turn
     truncated: bool = False
 
 
@@ -78,7 +78,7 @@ class RolloutShape:
 class GroupShape:
     prompt: int
     rollouts: tuple[RolloutShape, ...]
-    own_prompts: bool = False  # the rollouts' prompts differ, so that nothing can be shared
+    own_prompts: bool = False  # each rollout has a different prompt, so that no prefix is shared
 
 
 def groups_of(shapes: Sequence[GroupShape], seed: int) -> list[Group]:
@@ -125,7 +125,7 @@ batch_shapes = st.lists(group_shapes, min_size=1, max_size=4)
 
 
 def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
-    """Scored columns near ``logprobs`` [N]: ratios on both sides of the clip range, and a reference that differs."""
+    """Add scored columns near ``logprobs`` [N], with ratios on both sides of the clip range and a different reference."""
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
     batch = batch.with_extra("policy_logprobs", logprobs.float() + 0.3 * torch.randn(count, generator=generator))
@@ -133,5 +133,5 @@ def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
 
 
 def packed(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
-    """The groups as a batch of GRPO with ``options``."""
+    """Pack the groups into a batch for GRPO with ``options``."""
     return pack(groups, grpo(**options), share_prefixes=share_prefixes)

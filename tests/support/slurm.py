@@ -1,7 +1,7 @@
-"""Enough of Slurm to run ``ray.sub`` on this machine: every node is this one.
+"""A minimal Slurm to run ``ray.sub`` on this machine, where all nodes are this machine.
 
-``srun`` runs a step here, once for each node it is asked for. A signal that it gets goes to the first process of each task and to no
-other, as with Slurm's proctrack/cgroup; nothing is killed at a step's end, so that what a job leaves behind can be seen.
+``srun`` runs a step once for each requested node. It forwards signals only to the first process of each task, like Slurm's
+proctrack/cgroup. It kills nothing at the end of a step, so that tests see what a job leaves behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PYTHON = Path(sys.executable)
 
 
 def install(folder: Path) -> None:
-    """``srun`` and ``scontrol`` in ``folder``, to be put in front of PATH."""
+    """Install ``srun`` and ``scontrol`` in ``folder``, which belongs at the front of PATH."""
     for name in ("srun", "scontrol"):
         (folder / name).write_text(f'#!/bin/bash\nexec {PYTHON} {Path(__file__)} {name} "$@"\n')
         (folder / name).chmod(0o755)
@@ -32,7 +32,7 @@ def scontrol(arguments: list[str]) -> int:
 
 
 def srun(arguments: list[str]) -> int:
-    """Options are ``--name=value`` or ``--name``; the first other word begins the command."""
+    """Run a step. Options are ``--name=value`` or ``--name``; the first other word starts the command."""
     place = next(number for number, word in enumerate(arguments) if not word.startswith("--"))
     options = dict(word[2:].partition("=")[::2] for word in arguments[:place])
     if record := os.environ.get("SRUN_RECORD"):

@@ -1,4 +1,4 @@
-"""Pearson's chi-square without scipy."""
+"""Pearson's chi-square test without SciPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def chi_square(counts: Tensor, probabilities: Tensor, *, least_expected: float = 5.0) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; cells expected less than ``least_expected`` times are merged into one."""
+    """Return the statistic and its degrees of freedom. Cells with expected counts below ``least_expected`` are merged into one."""
     expected = probabilities.double() * counts.sum()
     order = expected.argsort()
     expected, observed = expected[order], counts.double()[order]
@@ -21,7 +21,7 @@ def chi_square(counts: Tensor, probabilities: Tensor, *, least_expected: float =
 
 
 def chi_square_limit(freedom: int, deviations: float = 4.5) -> float:
-    """What the statistic exceeds as often as a normal variable exceeds ``deviations`` (3e-6 at 4.5), by Wilson and Hilferty."""
+    """Return the critical value at the tail probability of ``deviations`` normal standard deviations (3e-6 at 4.5), by Wilson-Hilferty."""
     if freedom == 0:
         return 1e-9
     scale = 2 / (9 * freedom)
@@ -29,7 +29,7 @@ def chi_square_limit(freedom: int, deviations: float = 4.5) -> float:
 
 
 def fits(counts: Tensor, probabilities: Tensor) -> bool:
-    """Whether draws of these counts may come from these probabilities; nothing of probability 0 may have been drawn."""
+    """Return whether the counts are consistent with the probabilities. Any count at probability 0 is inconsistent."""
     if bool((counts[probabilities == 0] > 0).any()):
         return False
     possible = probabilities > 0

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer of 307 tokens with a chat template, made on the spot."""
+"""A byte-level tokenizer of 307 tokens with a chat template, built on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT = ["the user and the assistant add numbers: what is 12 plus 7? The answer 
 
 
 def build_tokenizer() -> Any:
-    """Every text goes in and comes out again: the 256 bytes are tokens, and so are a few merges and four special tokens."""
+    """Build a lossless tokenizer: the 256 bytes, a few merges and four special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""One optimizer step written down as numbers, and what an objective makes of it, in float64."""
+"""One optimizer step in plain numbers, and the evaluation of objectives on it, in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strop.types import Batch
 from support.algorithms import grpo
 from support.rollouts import group_of, rollout_of, sampled
 
-Rows = Sequence[Sequence[float]]  # a number for each token, rollout by rollout
+Rows = Sequence[Sequence[float]]  # one number per token, grouped by rollout
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Step:
         return TokenOutputs(self.logprobs, self.entropy)
 
     def tokens(self, before: Tensor | None = None) -> PolicyTokens:
-        """As PolicyGradient shows them: the ratio is to the learner before the update unless ``before`` is given."""
+        """Build the objective's input like PolicyGradient. ``before``: old log-probabilities; default: the learner before the update."""
         older = self.batch.extras.get("policy_logprobs", self.logprobs.detach())
         return PolicyTokens(
             logprobs=self.logprobs,
@@ -51,8 +51,8 @@ def step_of(
     entropy: Rows | None = None,
     counted: Sequence[bool] | None = None,
 ) -> Step:
-    """One group of rollouts. ``now``: log-probabilities by the policy that is trained; ``before``: by the learner before the update;
-    ``sampler``: as recorded, by default what the learner said before. ``counted``: which rollouts a filter left in."""
+    """Build the step of one group. ``now``: log-probabilities under the current policy; ``before``: under the learner before the update;
+    ``sampler``: as recorded while sampling (default: ``before``). ``counted``: which rollouts a filter kept."""
     lengths = torch.tensor([len(row) for row in now])
     rollouts = [rollout_of([5, 6], sampled([7] * len(row)), reward=float(place)) for place, row in enumerate(now)]
     batch = pack([group_of(*rollouts)], grpo())
@@ -77,12 +77,12 @@ def flat(rows: Rows) -> Tensor:
 @dataclass(frozen=True)
 class Found:
     value: list[float]  # [N]
-    slope: list[float]  # [N] the gradient of the values' sum by each token's log-probability
+    slope: list[float]  # [N] gradient of the sum of the values with respect to each log-probability
     columns: dict[str, list[float]]  # [N]
 
 
 def evaluate(objective: Objective, step: Step) -> Found:
-    """What an objective says of a step, surveyed first where it wants to be."""
+    """Evaluate an objective on a step, after ``prepare_step`` if it needs step outputs."""
     tokens = step.tokens()
     if objective.surveys:
         surveyed = step.batch.with_extras(objective.survey(replace(tokens, logprobs=tokens.logprobs.detach())))
@@ -95,7 +95,7 @@ def evaluate(objective: Objective, step: Step) -> Found:
 
 
 def slopes(algorithm: PolicyGradient, step: Step) -> tuple[float, list[float], dict[str, float]]:
-    """(loss, its gradient by each token's log-probability [N], metrics) of a whole algorithm, surveyed as the loop does."""
+    """Return (loss, gradient with respect to each log-probability [N], metrics) of an algorithm, prepared as in the training loop."""
     detached = TokenOutputs(step.logprobs.detach(), step.entropy)
     batch = algorithm.survey(step.batch, detached if algorithm.surveys else None)
     step.logprobs.grad = None

@@ -1,4 +1,4 @@
-"""What the tests of weight transports share: tensors of many kinds, and receivers and senders in processes of their own."""
+"""Helpers of the weight transport tests: tensors of many kinds, and receivers and senders in other processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 
 def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
-    """Tensors as a learner has them: float32 mostly, one larger than a small bucket, views, empty and scalar ones, integers."""
+    """Build tensors like a learner's: mostly float32, one larger than a small bucket, views, empty and scalar ones, integers."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -46,20 +46,20 @@ def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
 
 
 def sent(tensors: list[tuple[str, Tensor]], manifest: Manifest) -> dict[str, int]:
-    """The fingerprints of what has to arrive."""
+    """Return the fingerprints of the tensors that must arrive."""
     return {name: fingerprint(tensor.to(entry.dtype)) for (name, tensor), entry in zip(tensors, manifest.entries, strict=True)}
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process's attempt ended."""
+    """A failed receive: its message and duration."""
 
     text: str
     seconds: float
 
 
 def received(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:
-    """One publish: fingerprints of what came, or why it did not."""
+    """Receive one publish. Returns the fingerprints, or the failure."""
     started = time.monotonic()
     try:
         return {name: fingerprint(tensor) for name, tensor in receiver.receive(manifest)}
@@ -68,7 +68,7 @@ def received(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:
 
 
 def receive_on_demand(pipe: Connection, address: ChannelAddress, index: int, pause: float = 0.0) -> None:
-    """A receiver that receives a publish for every manifest it is told, and answers with what came. ``pause`` seconds after each tensor."""
+    """Receive one publish per manifest from ``pipe`` and reply with the result. Sleeps ``pause`` seconds after each tensor."""
     receiver = address.connect(index, CPU)
     pipe.send("connected")
     while (manifest := pipe.recv()) is not None:
@@ -84,7 +84,7 @@ def receive_on_demand(pipe: Connection, address: ChannelAddress, index: int, pau
 
 
 def send_once(pipe: Connection, make: Callable[[], Sender], manifest: Manifest, seed: int, stop_at: str) -> None:
-    """A sender in a process of its own, which says when it has come to tensor ``stop_at`` and hangs there."""
+    """Send once from a separate process. Reports when it reaches the tensor ``stop_at`` and hangs there."""
     sender = make()
     pipe.send(sender.address)
 
@@ -117,7 +117,7 @@ class Child:
 
 @contextmanager
 def child(body: Callable[..., None], *arguments: Any) -> Iterator[Child]:
-    """A spawned process that runs ``body(pipe, *arguments)``; killed in the end if it is still there."""
+    """Run ``body(pipe, *arguments)`` in a spawned process, which is killed at the end if it is still alive."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=body, args=(theirs, *arguments), daemon=True)
     process.start()

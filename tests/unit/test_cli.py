@@ -98,7 +98,7 @@ def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[
 
 def test_a_warning_goes_to_stderr(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["grpo", *RUN, "cluster.roles.learner.num_cpus=2"]) == 0
-    assert "warning: command line: cluster.roles.learner.num_cpus: it changes nothing" in capsys.readouterr().err
+    assert "warning: command line: cluster.roles.learner.num_cpus: it has no effect" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_continue(assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,7 +94,7 @@ def test_what_cannot_be_converted_is_refused_with_a_reason(script: ModuleType, t
     assert f"python -m strop.models.lora merge {adapters} {target}" in said
     (tmp_path / "half").mkdir()
     assert "it has no .metadata" in str(convert(script, tmp_path, target, "half"))
-    assert "is there already" in str(convert(script, tmp_path, whole))
+    assert "already exists" in str(convert(script, tmp_path, whole))
     assert "there is no file" in str(convert(script, tmp_path / "policy", target, "weights"))
     assert not target.exists()
 
@@ -103,7 +103,7 @@ def test_weights_of_another_model_than_its_configuration_are_refused(script: Mod
     saved(tmp_path, "llama", tokenizer)
     write_pieces(tmp_path / "policy" / "weights", {"odd": Piece(torch.ones(2), (0,), (2,))}, None)
     said = str(convert(script, tmp_path, tmp_path / "hf"))
-    assert "do not fit LlamaForCausalLM" in said and "not of the model ['odd']" in said
+    assert "do not fit LlamaForCausalLM" in said and "unexpected ['odd']" in said
     assert not (tmp_path / "hf").exists()
 
 

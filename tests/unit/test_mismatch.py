@@ -144,7 +144,7 @@ def test_a_warning_names_metric_value_causes_and_the_age_of_what_was_judged() ->
         "factor of 1.649",
         "train/token_mult_prob_error",
         "current weights",
-        "weights that did not arrive",
+        "did not receive the weights",
         "_ratios.jsonl",
     ):
         assert part in text, part

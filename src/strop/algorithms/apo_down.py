@@ -1,4 +1,4 @@
-"""Anchored Preference Optimization, down (arXiv 2408.06266, equation 8): for data worse than what the policy writes."""
+"""Anchored Preference Optimization, down (arXiv 2408.06266, equation 8): for data worse than the policy's own samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from strop.algorithms.preference import ReferencedPreference
 
 @dataclass(frozen=True, kw_only=True)
 class APODown(ReferencedPreference):
-    """sigmoid(beta h(chosen)) + 1 - sigmoid(beta (h(chosen) - h(rejected))): both become less likely, the rejected one more so.
+    """sigmoid(beta h(chosen)) + 1 - sigmoid(beta (h(chosen) - h(rejected))): both completions become less likely, the rejected one
+    more so.
 
-    At the reference it is 1, and has no slope in h(chosen) yet: that begins once the two are apart.
+    The loss is 1 at the reference policy, where its gradient in h(chosen) is 0.
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

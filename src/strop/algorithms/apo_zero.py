@@ -1,4 +1,4 @@
-"""Anchored Preference Optimization, zero (arXiv 2408.06266, equation 7): for data better than what the policy writes."""
+"""Anchored Preference Optimization, zero (arXiv 2408.06266, equation 7): for data better than the policy's own samples."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from strop.algorithms.preference import ReferencedPreference
 
 @dataclass(frozen=True, kw_only=True)
 class APOZero(ReferencedPreference):
-    """1 - sigmoid(beta h(chosen)) + sigmoid(beta h(rejected)): the chosen completion becomes likelier, the rejected one less likely.
+    """1 - sigmoid(beta h(chosen)) + sigmoid(beta h(rejected)): the chosen completion becomes more likely, the rejected one less.
 
-    At the reference it is 1.
+    The loss is 1 at the reference policy.
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

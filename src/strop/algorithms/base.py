@@ -1,7 +1,7 @@
-"""What an algorithm is: credit, a loss for each learner and a group filter.
+"""The interface of an algorithm: credit, a loss for each learner and a group filter.
 
-An algorithm is a frozen dataclass that is configuration and code at once. It sees types and tensors, never the loop, an
-engine or a device. A new one is one file: in this package, where its name is the file's, or anywhere else as ``module:Class``.
+An algorithm is a frozen dataclass that holds both its options and its code. It works on types and tensors and knows no loop, engine or
+device. A new algorithm is one file: in this package, under the name of the file, or anywhere else as ``module:Class``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a language model says of the N predicted tokens, under the distribution that sampled them."""
+    """Outputs of a language model for the N predicted tokens, under the sampling distribution."""
 
     logprobs: Tensor  # [N] float32, differentiable
     entropy: Tensor  # [N] float32, of the same distribution, differentiable
@@ -29,102 +29,102 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """What a network with a scalar head says at the N places a batch asks about: a critic's values, a reward model's scores."""
+    """Outputs of a network with a scalar head for the N predicted tokens: a critic's values or a reward model's scores."""
 
     values: Tensor  # [N] float32, differentiable
 
 
 Outputs = TokenOutputs | ValueOutputs
-LossFn = Callable[[Any, Batch], tuple[Tensor, Metrics]]  # (what the learner's network puts out, batch) -> (loss, metrics)
+LossFn = Callable[[Any, Batch], tuple[Tensor, Metrics]]  # (outputs of the learner's network, batch) -> (loss, metrics)
 
-CANDIDATES = "candidates"  # a batch column, [N, K] int64: token ids whose log-probabilities a loss wants besides the target's
+CANDIDATES = "candidates"  # a batch column, [N, K] int64: token ids whose log-probabilities the loss needs besides the target's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do with an algorithm, as far as it decides whether the two fit together."""
+    """Properties of a run that decide whether an algorithm can be used in it."""
 
     group_size: int = 1
-    optimizer_steps: int = 1  # from one batch
+    optimizer_steps: int = 1  # per batch
     max_staleness: int = 0
-    environment_rewards: tuple[str, ...] = ()  # names, if they are known
+    environment_rewards: tuple[str, ...] = ()  # their names, if known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
     """Credit + losses + group filter.
 
-    A loss must divide by ``batch.totals`` only, never by the size of what it was handed: it is called once per
-    micro-batch and the results are added up (law 1). What depends on the whole optimizer step belongs in ``survey``.
+    A loss must divide by ``batch.totals`` only, never by the size of its inputs: it is called once per micro-batch and the results are
+    summed (law 1). Compute what depends on the whole optimizer step in ``prepare_step``.
     """
 
-    # What kind of recorded data it learns from, where nothing is sampled; empty for rollouts.
+    # The kind of recorded data it learns from; empty if it learns from sampled rollouts.
     recorded: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
-    whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group: a micro-batch never cuts one
-    places: ClassVar[Literal["tokens", "ends"]] = (
-        "tokens"  # a batch asks about every sampled token, or about the end of each rollout
-    )
+    whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group, so a micro-batch must not split one
+    # What a batch predicts: every sampled token, or one value at the last token of each rollout.
+    places: ClassVar[Literal["tokens", "ends"]] = "tokens"
 
     @property
     def requires(self) -> frozenset[str]:
-        """Names of the columns that must be filled in before ``credit``, such as ``reference_logprobs``."""
+        """Names of the columns that must be computed before ``token_credit``, such as ``reference_logprobs``."""
         return frozenset()
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether each group needs one more rollout, sampled greedily and not trained on (``Group.baseline``)."""
+        """Whether each group needs one more rollout that is sampled greedily and not trained on (``Group.baseline``)."""
         return False
 
     @property
     def surveys(self) -> bool:
-        """Whether ``survey`` needs the outputs of the whole optimizer step: one more forward pass for each step."""
+        """Whether ``prepare_step`` needs the outputs of the whole optimizer step, at the cost of one more forward pass per step."""
         return False
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Why this algorithm, as it is set, makes no sense in such a run: what was found, and what to set instead."""
+        """Yield a message for each reason why this algorithm cannot be used in such a run, with what to set instead."""
         return iter(())
 
     def keep(self, group: Group) -> bool:
-        """False drops the group; its slot goes to a new task."""
+        """Return whether to train on the group. If not, it is dropped and its slot goes to a new task."""
         return True
 
     def trains(self, group: Group) -> Tensor:
-        """Which rollouts count in the loss, [G] bool. The others give a baseline but are not divided by."""
+        """Return which rollouts count in the loss, [G] bool. The others count in the baseline but not in ``Batch.totals``."""
         return torch.ones(len(group.rollouts), dtype=torch.bool)
 
     def rewards(self, group: Group) -> Tensor:
-        """Rewards as the algorithm sees them, [G] float64; shaped ones, for instance."""
+        """Return the rewards that the algorithm uses, [G] float64, for example after shaping."""
         return group.rewards
 
     @abstractmethod
     def advantages(self, group: Group) -> Tensor:
-        """Credit per rollout, [G]."""
+        """Return the credit of each rollout, [G]."""
 
     def credit(self, batch: Batch) -> Batch:
-        """Per-token credit of the whole batch, when all required columns are there. By default each token has its rollout's advantage."""
+        """Compute the credit of each token of the whole batch from the required columns. By default it is the rollout's advantage."""
         return batch
 
     def report(self, batch: Batch) -> dict[str, float]:
-        """What there is to log about a batch with its credit."""
+        """Return further metrics of a batch with its credit."""
         return {}
 
     def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
-        """Columns that depend on everything one optimizer step sees, added before the step is cut into micro-batches.
+        """Add the columns that depend on the whole optimizer step, before it is split into micro-batches.
 
-        ``outputs`` are those of the weights this step starts from, without gradient; None unless ``surveys``.
+        ``outputs`` are computed with the weights before this step, without gradient; None unless ``needs_step_outputs``.
         """
         return batch
 
     def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
-        """Rollouts whose loss has exactly no gradient for ``learner``, [S] bool. They count in every total and metric, but are read
-        without a backward pass: the gradient is the same, and two thirds of their cost are saved. None, unless an algorithm knows.
+        """Return the rollouts whose loss gradient for ``learner`` is exactly zero, [S] bool; by default none.
+
+        They count in every total and metric, but run without a backward pass, which saves two thirds of their cost.
         """
         return torch.zeros(batch.num_sequences, dtype=torch.bool)
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The loss to be minimised, already divided by ``batch.totals``, and its metrics."""
+        """Return the loss to minimize, already divided by ``batch.totals``, and its metrics."""
 
     def losses(self, step: int) -> dict[str, LossFn]:
-        """One loss for each learner that trains in the step numbered ``step`` (from 0); most algorithms have just a policy."""
+        """Return one loss for each learner that trains in ``step`` (counted from 0); most algorithms only have a policy."""
         return {"policy": self.loss}

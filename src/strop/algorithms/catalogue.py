@@ -1,7 +1,7 @@
-"""Algorithms and their parts by name. Nothing is registered: an algorithm is a file of this package, and its name is the file's.
+"""Algorithms and their parts by name. There is no registry: each algorithm is a file of this package and has the file's name.
 
-gspo.py  ->  algorithm.name: gspo      the one Algorithm that is defined there
-         ->  {name: sequence_clip}     every part that is defined there
+gspo.py  ->  algorithm.name: gspo      the one Algorithm that the file defines
+         ->  {name: sequence_clip}     every part that the file defines
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from strop.algorithms.parts import Part
 
 @cache
 def algorithms() -> dict[str, type[Algorithm]]:
-    """Every algorithm of the package by its file's name."""
+    """Return every algorithm of the package by the name of its file."""
     found: dict[str, type[Algorithm]] = {}
     for name, module in _modules():
         own = [kind for kind in _defined(module, Algorithm) if not inspect.isabstract(kind) and not _is_base(kind)]
         if len(own) > 1:
-            raise TypeError(
-                f"strop.algorithms.{name} defines {[kind.__name__ for kind in own]}: an algorithm has a file of its own"
-            )
+            raise TypeError(f"strop.algorithms.{name} defines {[kind.__name__ for kind in own]}: define one algorithm per file")
         if own:
             found[name] = own[0]
     return found
@@ -36,7 +34,7 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 @cache
 def parts() -> dict[str, type[Part]]:
-    """Every part of the package by its name."""
+    """Return every part of the package by its name."""
     found: dict[str, type[Part]] = {}
     for _, module in _modules():
         for kind in _defined(module, Part):
@@ -48,12 +46,12 @@ def parts() -> dict[str, type[Part]]:
 
 
 def part_name(kind: type[Part]) -> str:
-    """What a configuration calls a part: ``name``, or the class name in snake case."""
+    """Return the name of a part in a configuration: ``name``, or the class name in snake case."""
     return vars(kind).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _is_base(kind: type[Algorithm]) -> bool:
-    """Whether others are made from it: a required field says that it is no algorithm yet."""
+    """Whether the class is only a base class: an algorithm has a default for every field."""
     return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
 
 

@@ -14,7 +14,7 @@ from strop.algorithms.preference import NoisyPreference
 class CDPO(NoisyPreference):
     """-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), with d = h(chosen) - h(rejected) and e = ``label_smoothing``.
 
-    Its minimum is finite, at beta d = log((1 - e) / e); ``robust_dpo`` corrects the bias that smoothing brings.
+    Its minimum is at a finite margin, beta d = log((1 - e) / e). ``robust_dpo`` corrects the bias of label smoothing.
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

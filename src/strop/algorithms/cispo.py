@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a weight that is clipped, so that no token loses its gradient.
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a clipped weight without gradient, so that every token keeps its gradient.
 
 Metrics: ratio_outside_clip, the share of tokens whose weight was clipped; probs_ratio and its maximum.
 """
@@ -19,9 +19,8 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class ClippedWeight(Objective):
     """stop_gradient(clip(ratio, 1 - low, 1 + high)) A log pi.
 
-    The paper sets no lower bound (``low`` 1) and tunes the upper one without naming it; ScaleRL (2510.13786) caps the weight at
-    5 (``high`` 4). TRL clamps at its epsilon_high itself, without the 1: with PPO's 0.2 it would scale an on-policy weight of 1
-    down to 0.2.
+    The paper has no lower bound (``low`` 1) and does not report the upper one; ScaleRL (2510.13786) caps the weight at 5 (``high`` 4).
+    TRL clamps the weight to its epsilon_high instead of 1 + epsilon_high: with PPO's 0.2 an on-policy weight of 1 would become 0.2.
     """
 
     name: ClassVar[str] = "cispo"
@@ -31,7 +30,7 @@ class ClippedWeight(Objective):
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 or self.high < 0:
             raise ValueError(
-                f"the weight is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], high must not be negative"
+                f"the weight is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], and high must be at least 0"
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -42,7 +41,7 @@ class ClippedWeight(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyGradient):
-    """GRPO's advantage, clipped weights, the mean over all tokens of the batch."""
+    """GRPO's advantage, clipped weights, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = ClippedWeight()

@@ -1,4 +1,4 @@
-"""PPO's clipped objective (arXiv 1707.06347), with the bounds that others added to it."""
+"""PPO's clipped objective (arXiv 1707.06347), with bounds from later papers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from strop.algorithms.parts import Objective, PolicyTokens
 class Clip(Objective):
     """min(ratio A, clip(ratio, 1 - low, 1 + high) A).
 
-    ``high`` > ``low``: DAPO's clip-higher (2503.14476). ``dual`` c > 1: where A < 0 bounded below by c A (1912.09729).
-    ``two_sided`` d > 1: the unclipped ratio is at most d, which bounds the term where A < 0 too (2505.07291).
+    ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A for A < 0 (1912.09729).
+    ``two_sided`` d > 1 limits the unclipped ratio to d, which also bounds the objective for A < 0 (2505.07291).
     """
 
     low: float = 0.2
@@ -27,16 +27,20 @@ class Clip(Objective):
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1 or self.high < 0:
             raise ValueError(
-                f"the ratio is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], high must not be negative"
+                f"the ratio is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], and high must be at least 0"
             )
         for option in ("dual", "two_sided"):
             bound = getattr(self, option)
             if bound is not None and bound <= 1:
-                raise ValueError(f"{option} is {bound}: it bounds the ratio and must be above 1, or null for no bound")
+                raise ValueError(
+                    f"{option} is {bound}: it is an upper bound of the ratio; set it above 1, or to null for no bound"
+                )
         if self.two_sided is not None and self.two_sided < 1 + self.high:
-            raise ValueError(f"two_sided is {self.two_sided}, below 1 + high = {1 + self.high}: the clip would never be reached")
+            raise ValueError(
+                f"two_sided is {self.two_sided}, below 1 + high = {1 + self.high}: high would have no effect; raise two_sided"
+            )
         if self.dual is not None and self.two_sided is not None:
-            raise ValueError("dual and two_sided both bound the ratio where the advantage is negative: set one of them")
+            raise ValueError("dual and two_sided both bound the ratio for negative advantages: set only one of them")
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         return self.clipped(tokens.ratio, tokens.advantages)

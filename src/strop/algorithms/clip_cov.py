@@ -1,6 +1,6 @@
-"""Clip-Cov (arXiv 2505.22617): a few of the tokens that lower the policy's entropy most get no gradient.
+"""Clip-Cov (arXiv 2505.22617): removes the gradient of a few of the tokens that reduce the policy's entropy most.
 
-Metrics: covariance_clipped, the share of tokens left out; ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+Metrics: covariance_clipped, the share of tokens without gradient; ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.types import Batch
 
 
 def covariances(tokens: PolicyTokens) -> Tensor:
-    """(A - mean A) (log pi - mean log pi), means over counted tokens, [N] float64; -inf for tokens that do not count."""
+    """Return (A - mean A) (log pi - mean log pi), with means over counted tokens, [N] float64; -inf for tokens that do not count."""
     counted = tokens.batch.mask > 0
     advantages, logprobs = tokens.advantages.double(), tokens.logprobs.detach().double()
     products = (advantages - advantages[counted].mean()) * (logprobs - logprobs[counted].mean())
@@ -29,11 +29,11 @@ def covariances(tokens: PolicyTokens) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceClip(Clip):
-    """PPO's clip, times 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and
+    """PPO's clip, multiplied by 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and
     ``highest``.
 
-    At least one token is chosen, as in the authors' code, and none that the clip already holds. ``choose`` uniform draws them
-    by a seed made of the step's own tokens, so that a repeated run draws the same; largest takes those of largest covariance.
+    At least one token is chosen, as in the authors' code, and none that the clip already leaves without gradient. ``choose`` uniform
+    samples them with a seed derived from the step's tokens, so that runs are reproducible; largest takes those with the largest covariance.
     """
 
     surveys: ClassVar[bool] = True
@@ -46,8 +46,8 @@ class CovarianceClip(Clip):
         super().__post_init__()
         if not 0 < self.share <= 1 or self.lowest >= self.highest:
             raise ValueError(
-                f"a share of {self.share} of the tokens, with a covariance in ({self.lowest}, {self.highest}), is to be left "
-                "out: the share must lie in (0, 1], and lowest below highest"
+                f"share is {self.share}, lowest {self.lowest} and highest {self.highest}: the share must lie in (0, 1], and lowest must be "
+                "below highest"
             )
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
@@ -57,7 +57,7 @@ class CovarianceClip(Clip):
         return {"covariance_kept": kept}
 
     def _chosen(self, tokens: PolicyTokens) -> Tensor:
-        """Indices into N of the tokens that get no gradient."""
+        """Return the indices into N of the tokens that get no gradient."""
         found = covariances(tokens)
         _, columns = self.clipped(tokens.ratio, tokens.advantages)
         eligible = ((found > self.lowest) & (found < self.highest) & (columns["ratio_clipped"] == 0)).nonzero().squeeze(1)
@@ -74,14 +74,14 @@ class CovarianceClip(Clip):
 
 
 def _seed(batch: Batch) -> int:
-    """From what was sampled, in its order: the same for the same step, whatever ran before."""
+    """Derive a seed from the sampled tokens in their order, so that it depends on this step only."""
     places = torch.arange(1, len(batch.target) + 1)
     return int((batch.target.cpu() * places % 2_147_483_647).sum()) + int(batch.versions.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(PolicyGradient):
-    """GRPO's advantage, PPO's clip without some tokens of high covariance, the mean over all tokens of the batch."""
+    """GRPO's advantage, PPO's clip without some tokens of high covariance, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = CovarianceClip()

@@ -1,4 +1,4 @@
-"""From the rewards of groups to the credit of tokens: shaping, the advantage, a KL term in the reward, whitening, clipping."""
+"""Credit of tokens from the rewards of groups: shaping, the advantage, a KL term in the reward, whitening and clipping."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class GroupCredit(Algorithm):
     kl: Kl | None = None
     advantage_low: float | None = None  # clip advantages from below
     advantage_high: float | None = None
-    drop_constant_groups: bool = False  # dynamic sampling (DAPO): a group that does not vary makes room for another
-    overlong_filtering: bool = False  # a truncated rollout counts in the baseline, not in the loss
+    drop_constant_groups: bool = False  # dynamic sampling (DAPO): replace groups with equal rewards
+    overlong_filtering: bool = False  # truncated rollouts count in the baseline, but not in the loss
 
     @property
     def requires(self) -> frozenset[str]:
@@ -39,7 +39,7 @@ class GroupCredit(Algorithm):
         return not self.drop_constant_groups or any(varies(rewards) for rewards in self._compared(group))
 
     def _compared(self, group: Group) -> list[Tensor]:
-        """What this group's credit comes from: rewards that tell no rollout from another teach nothing."""
+        """Return the rewards that this group's credit is computed from. If none of them varies, the group has no signal."""
         if self.advantage.needs_parts:
             return list(_parts(group).values())
         baseline = [] if group.baseline is None else [group.baseline.reward]
@@ -87,7 +87,7 @@ class GroupCredit(Algorithm):
 
 
 def _parts(group: Group) -> dict[str, Tensor]:
-    """Each reward of a group's rollouts by name, [G] float64, not weighted; 0 where a rollout lacks it."""
+    """Return each reward of a group's rollouts by name, [G] float64, unweighted; 0 for rollouts without it."""
     names = sorted({name for rollout in group.rollouts for name in rollout.rewards})
     return {
         name: torch.tensor([rollout.rewards.get(name, 0.0) for rollout in group.rollouts], dtype=torch.float64) for name in names

@@ -1,7 +1,7 @@
 """On-policy distillation by the policy gradient (Thinking Machines, "On-Policy Distillation", 2025; GKD, arXiv 2306.13649).
 
-The student writes, the teacher reads. What a token earns is log pi_T(token) - log pi(token): minus a sample of the reverse KL
-divergence KL(pi || pi_T) at that place. A token answers for its own term alone, not for those of later tokens (discount 0).
+The student samples and the teacher scores. The reward of a token is log pi_T(token) - log pi(token), the negative of a sample of the
+reverse KL divergence KL(pi || pi_T) at that position. A token gets only its own reward, not those of later tokens (discount 0).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from strop.algorithms.parts import Advantage, GroupRewards, Objective
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.types import Batch
 
-TEACHER = "teacher_logprobs"  # a batch column, [N]: what the teacher gives the sampled tokens
+TEACHER = "teacher_logprobs"  # a batch column, [N]: the teacher's log-probabilities of the sampled tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReverseKl(Advantage):
-    """A_t = log pi_T - log mu, and ``reward_weight`` x what the advantage ``reward`` makes of the environment's rewards.
+    """A_t = log pi_T - log mu, plus ``reward_weight`` x the advantage ``reward`` of the environment's rewards.
 
-    mu is the policy that sampled, by the sampler's own record: with it A_t has minus the reverse KL of the policy that
-    wrote the rollout for its expectation. Under staleness that policy is older than the one that learns, for which the
-    objective's ratio and the corrections account.
+    mu is the sampling policy, with the log-probabilities that the sampler recorded, so the expectation of A_t is the negative reverse KL
+    of that policy. With stale rollouts, that policy is older than the trained one; the objective's ratio and the corrections account
+    for the difference.
     """
 
     smallest_group: ClassVar[int] = 1
@@ -46,21 +46,21 @@ class ReverseKl(Advantage):
 
     def problems(self, plan: Plan) -> Iterator[str]:
         if self.reward_weight < 0:
-            yield f"reward_weight is {self.reward_weight}: the policy would be paid for failing; set it to 0 or above"
+            yield f"reward_weight is {self.reward_weight}: a negative weight rewards failure; set it to 0 or above"
         if self.reward_weight:
             yield from self.reward.problems(plan)
             if self.reward.greedy_baseline or self.reward.needs_parts:
-                yield f"{type(self.reward).__name__} needs more than rewards and cannot be mixed in; choose another reward"
+                yield f"{type(self.reward).__name__} needs more than the total reward and cannot be combined; choose another reward"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(PolicyGradient):
-    """The teacher's advantage through any objective: PPO's clip by default, whose ratio is 1 with one optimizer step a batch.
+    """The teacher's advantage with any objective; by default PPO's clip, whose ratio is 1 with one optimizer step per batch.
 
-    ``advantage_low`` and ``advantage_high`` bound the sum of both advantages: a token that the teacher finds impossible would
-    otherwise outweigh all others. The teacher's log-probabilities are wanted at the temperature the student samples with.
+    ``advantage_low`` and ``advantage_high`` bound the sum of both advantages; otherwise a token with a teacher probability near 0 would
+    outweigh all others. The teacher's log-probabilities must be computed at the student's sampling temperature.
 
-    Metrics: those of a policy gradient; teacher_kl, the mean of log mu - log pi_T, which estimates KL(policy || teacher) a token.
+    Metrics: those of a policy gradient; teacher_kl, the mean of log mu - log pi_T, an estimate of KL(policy || teacher) per token.
     """
 
     advantage: ReverseKl = ReverseKl()
@@ -73,9 +73,9 @@ class Distillation(PolicyGradient):
     def problems(self, plan: Plan) -> Iterator[str]:
         yield from super().problems(plan)
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
-            yield f"the KL term is in the {self.kl.place}, and a teacher's advantage looks at no reward; put it in the loss"
+            yield f"the KL term is in the {self.kl.place}, but a teacher's advantage does not use the reward; put it in the loss"
         if self.drop_constant_groups and not self.advantage.reward_weight:
-            yield "dynamic sampling drops groups by rewards that are not learned from; set drop_constant_groups to false"
+            yield "dynamic sampling drops groups by rewards that have no weight in the loss; set drop_constant_groups to false"
 
     def report(self, batch: Batch) -> dict[str, float]:
         counted = batch.mask > 0

@@ -14,7 +14,8 @@ from strop.algorithms.preference import ReferencedPreference
 class DPO(ReferencedPreference):
     """-log sigmoid(beta (h(chosen) - h(rejected))), with h = log pi - log pi_ref of a completion.
 
-    At the reference it is log 2. ``average_log_probs`` is NeMo-RL's preference_average_log_probs and TRL's "sigmoid_norm": h per token.
+    The loss is log 2 at the reference policy. With ``average_log_probs``, h is the mean per token (NeMo-RL's preference_average_log_probs,
+    TRL's "sigmoid_norm").
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

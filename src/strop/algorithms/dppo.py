@@ -1,6 +1,6 @@
-"""DPPO (arXiv 2602.04879): the trust region is about probabilities, not their ratio, and about the sampler, not the last policy.
+"""DPPO (arXiv 2602.04879): a trust region on probabilities instead of their ratio, around the sampler instead of the previous policy.
 
-Metrics: divergence, the mean |pi - mu| of sampled tokens; divergence_masked, the share of tokens without a gradient;
+Metrics: divergence, the mean |pi - mu| of sampled tokens; divergence_masked, the share of tokens without gradient;
 ratio_capped; probs_ratio and its maximum, of policy to sampler.
 """
 
@@ -22,9 +22,8 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class DivergenceMask(Objective):
     """stop_gradient(min(r, cap)) A log pi where (A > 0 and pi - mu <= high) or (A <= 0 and pi - mu >= -low), else 0; r = pi / mu.
 
-    |pi - mu| of the sampled token bounds the total variation from below (the paper's Binary-TV). r is taken to the sampler,
-    which makes a correction beside it needless. ``low`` and ``high`` are probabilities; the paper's variant with a KL
-    divergence is not here.
+    |pi - mu| of the sampled token is a lower bound of the total variation (the paper's Binary-TV). r is relative to the sampler, so no
+    correction is needed. ``low`` and ``high`` are probabilities. The paper's variant with a KL divergence is not implemented.
     """
 
     own_correction: ClassVar[bool] = True
@@ -35,7 +34,9 @@ class DivergenceMask(Objective):
 
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and 0 <= self.high <= 1):
-            raise ValueError(f"probabilities may move by -{self.low} to {self.high}: both bounds must lie in [0, 1]")
+            raise ValueError(
+                f"low is {self.low} and high {self.high}: they bound the change of a probability and must lie in [0, 1]"
+            )
         if self.cap < 1:
             raise ValueError(f"cap is {self.cap}: it would scale down tokens whose probability has not changed; set at least 1")
 
@@ -55,7 +56,7 @@ class DivergenceMask(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class DPPO(PolicyGradient):
-    """GRPO's advantage, a mask by total variation from the sampler, the mean over all tokens of the batch."""
+    """GRPO's advantage, a mask by total variation from the sampler, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = DivergenceMask()

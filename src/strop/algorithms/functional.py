@@ -1,4 +1,4 @@
-"""The arithmetic that algorithms share. Shapes: [G] rollouts of a group, [N] predicted tokens, [S] rollouts of a batch."""
+"""Functions that algorithms share. Shapes: [G] rollouts of a group, [N] predicted tokens, [S] rollouts of a batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from strop.types import Batch
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
-# A group whose rewards differ by less than this share of their size does not vary: sums of float32 rewards leave such residue,
-# and dividing by its standard deviation would make full-size advantages out of nothing.
+# Rewards that differ by less than this share of their magnitude count as equal: sums of float32 rewards have rounding errors of that size,
+# and dividing by their standard deviation would turn them into full-size advantages.
 RESIDUE = 1e-6
-EPS = 1e-6  # beside a standard deviation that is divided by
-LARGEST_EXPONENT = 60.0  # nats: float32 ends at 88, and a ratio is still multiplied by advantages and summed
+EPS = 1e-6  # added to a standard deviation before dividing by it
+LARGEST_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
 
 
 def varies(rewards: Tensor) -> bool:
-    """Whether the rewards [G] of a group differ by more than rounding."""
+    """Return whether the rewards [G] of a group differ by more than rounding errors."""
     spread = rewards.max() - rewards.min()
     return bool(spread > RESIDUE * rewards.abs().max())
 
@@ -28,12 +28,13 @@ def varies(rewards: Tensor) -> bool:
 def group_advantages(
     rewards: Tensor, *, baseline: bool = True, leave_one_out: bool = False, normalize: bool = True, eps: float = EPS
 ) -> Tensor:
-    """(r - baseline) / (population standard deviation + eps), [G] -> [G]; exactly zero where the group does not vary, or the
-    rewards as they are where there is no baseline either: no deviation is there to divide by.
+    """Return (r - baseline) / (population standard deviation + eps), [G] -> [G].
 
-    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, leave-one-out, the mean of the other rollouts (RLOO,
-    2402.14740). The scale is always the deviation of the whole group: dividing by a leave-one-out deviation gives a lone
-    success less than its due and the group a net negative credit. ``normalize=False`` is Dr.GRPO's choice (2503.20783).
+    If the group does not vary, the result is exactly zero, or the unchanged rewards without a baseline.
+
+    The baseline is the group's mean (GRPO, arXiv 2402.03300) or, with ``leave_one_out``, the mean of the other rollouts (RLOO,
+    2402.14740). The scale is always the deviation of the whole group: dividing by a leave-one-out deviation would give a single success
+    too little credit, and the group a negative net credit. ``normalize=False`` is Dr.GRPO (2503.20783).
     """
     if not varies(rewards):
         return torch.zeros_like(rewards) if baseline else rewards
@@ -49,9 +50,9 @@ def group_advantages(
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
-    """(value - mean) / (population standard deviation + eps) over the counted tokens of a batch, [N] -> [N] float64.
+    """Return (value - mean) / (population standard deviation + eps) over the counted tokens of a batch, [N] -> [N] float64.
 
-    Zeros where the counted values do not vary.
+    The result is zero if the counted values do not vary.
     """
     counted = values[mask > 0].double()
     if not len(counted) or not varies(counted):
@@ -60,7 +61,7 @@ def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
 
 
 def exponential(logs: Tensor) -> Tensor:
-    """exp, at most e^60: a token that one side held for impossible must not become an infinity, and that times 0 a nan."""
+    """Return exp(logs), at most e^60, so that a token with probability 0 on one side gives no infinity (or NaN, when multiplied by 0)."""
     return logs.clamp(max=LARGEST_EXPONENT).exp()
 
 
@@ -72,9 +73,10 @@ def kl_estimate(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Per-token estimates of KL(policy || reference) from tokens the policy sampled (Schulman, 2020), [N].
+    """Estimate KL(policy || reference) per token from tokens that the policy sampled (Schulman, 2020), [N].
 
-    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. Clamps bound outliers and their gradient.
+    With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. ``input_clamp`` bounds d and ``output_clamp`` the
+    estimate, and with them the gradient of outliers.
     """
     difference = reference - logprobs
     if input_clamp is not None:
@@ -90,9 +92,9 @@ def kl_estimate(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None) -> Tensor:
-    """PPO's objective min(ratio A, clip(ratio, 1 - low, 1 + high) A), [N], to be maximised (arXiv 1707.06347).
+    """Return PPO's objective min(ratio A, clip(ratio, 1 - low, 1 + high) A), [N], which is maximized (arXiv 1707.06347).
 
-    ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A where A < 0
+    ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A for A < 0
     (dual clip, 1912.09729).
     """
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
@@ -102,29 +104,29 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, *, low: float, high: fl
 
 
 def sequence_sum(values: Tensor, batch: Batch) -> Tensor:
-    """Sums over each rollout's counted tokens, [N] -> [S]."""
+    """Sum over each rollout's counted tokens, [N] -> [S]."""
     return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence, values * batch.mask.to(values.dtype))
 
 
 def sequence_mean(values: Tensor, batch: Batch) -> Tensor:
-    """Each rollout's mean over its counted tokens, [N] -> [S]; 0 for a rollout without any."""
+    """Average over each rollout's counted tokens, [N] -> [S]; 0 for a rollout without counted tokens."""
     return sequence_sum(values, batch) / batch.sequence_lengths.clamp(min=1)
 
 
 def geometric_mean(log_ratios: Tensor, batch: Batch) -> Tensor:
-    """exp(mean over each rollout's counted tokens), [N] -> [N], where each token's entry has the gradient of its own log-ratio.
+    """Return exp(mean over each rollout's counted tokens), [N] -> [N], where each entry has the gradient of its own token's log-ratio.
 
-    The sum over a rollout of these gradients is its length times the gradient of the mean itself (arXiv 2507.18071).
+    Summed over a rollout, these gradients are its length times the gradient of the geometric mean (arXiv 2507.18071).
     """
     shared = sequence_mean(log_ratios.detach(), batch)[batch.sequence]
     return exponential(shared + log_ratios - log_ratios.detach())
 
 
 def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:
-    """Sum [N] values into a scalar over the counts of the whole optimizer step (``batch.totals``), so that parts add up (law 1).
+    """Reduce [N] values to a scalar, divided by counts of the whole optimizer step (``batch.totals``) so that micro-batches add up (law 1).
 
-    token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of their means. sequence_sum: mean over rollouts
-    of their sums. constant_length: sums over rollouts x ``constant_length`` (Dr.GRPO).
+    token_mean: mean over all counted tokens. sequence_mean: mean over rollouts of each rollout's mean. sequence_sum: mean over rollouts of
+    each rollout's sum. constant_length: sum over tokens, divided by rollouts x ``constant_length`` (Dr.GRPO).
     """
     counted = values * batch.mask
     match how:

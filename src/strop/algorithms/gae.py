@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (arXiv 1506.02438): the credit of tokens from rewards and a critic's values."""
+"""Generalized advantage estimation (arXiv 1506.02438): credit of tokens from rewards and a critic's values."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from strop.algorithms.functional import RESIDUE, whiten
 from strop.algorithms.parts import Advantage, GroupRewards
 from strop.types import Batch
 
-VALUES = "values"  # batch columns, [N]: what the critic expected before each token, by its weights before the update
-TOKEN_REWARDS = "token_rewards"  # what each token earned, float64
-RETURNS = "returns"  # what the critic should have expected
+VALUES = "values"  # a batch column, [N]: the critic's value before each token, with its weights before the update
+TOKEN_REWARDS = "token_rewards"  # a batch column, [N] float64: the reward of each token
+RETURNS = "returns"  # a batch column, [N]: the critic's targets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gae(Advantage):
     """A_t = sum over k of (gamma lambda)^k delta_{t+k}, with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    A time step is a token that the policy sampled: gamma and lambda count no token of a prompt or of an environment's answer.
-    V_t is the critic's value of everything before token t, so in a conversation the value that follows the last token of a
-    turn is that of the state after the environment's answer. After a rollout's last token the value is 0, whether it stopped
-    or met a length limit: the limit is part of the task, as it is to TRL and verl, and the critic never reads the last
-    token. (``overlong_filtering`` leaves rollouts that met the limit out of both losses.)
+    A time step is a sampled token; tokens of prompts and of the environment are no time steps. V_t is the critic's value of everything
+    before token t, so the value after the last token of a turn is that of the state after the environment's response. After the last
+    token of a rollout the value is 0, whether the rollout stopped or reached a length limit: the limit is part of the task, as in TRL and
+    verl, and the critic never reads the last token. (``overlong_filtering`` leaves rollouts that reached the limit out of both losses.)
 
-    ``lambda_value`` is that of the critic's targets V + A: VAPO's decoupled GAE (2504.05118) sets it to 1, which makes them
-    plain discounted returns. ``length_adaptive_alpha`` a > 0 makes lambda of the policy 1 - 1 / (a l) for a rollout of l
-    sampled tokens (VAPO: 0.05), at least 0. ``whiten``: advantages minus their mean, over their population standard
-    deviation, both over all counted tokens of the batch; exactly 0 where they do not vary. The critic's targets are never
-    whitened.
+    ``lambda_value`` is the lambda of the critic's targets V + A. VAPO's decoupled GAE (2504.05118) sets it to 1, so that the targets are
+    plain discounted returns. ``length_adaptive_alpha`` a > 0 sets the policy's lambda to 1 - 1 / (a l), at least 0, for a rollout of l
+    sampled tokens (VAPO: 0.05). ``whiten`` subtracts the mean of the advantages and divides by their population standard deviation, over
+    all counted tokens of the batch; the result is exactly 0 if they do not vary. The critic's targets are never whitened.
     """
 
     smallest_group: ClassVar[int] = 1
@@ -46,27 +44,27 @@ class Gae(Advantage):
         for name in ("gamma", "lambda_policy", "lambda_value"):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}; what remains of a token's credit one token earlier must lie in [0, 1]")
+                raise ValueError(f"{name} is {share}; it discounts the credit of later tokens and must lie in [0, 1]")
         if self.length_adaptive_alpha < 0:
             raise ValueError(f"length_adaptive_alpha is {self.length_adaptive_alpha}; set it above 0, or to 0 for a fixed lambda")
 
     def relative(self, group: GroupRewards) -> Tensor:
-        """The plain reward: what the critic has to say is not known yet."""
+        """Return the plain reward, because the critic's values are not known yet."""
         return group.rewards
 
     def over_batch(self, batch: Batch) -> Tensor:
-        """Advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
+        """Compute advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
         advantages = self._estimate(batch, self.lambdas(batch))
         return (_whitened(advantages, batch) if self.whiten else advantages).float()
 
     def returns(self, batch: Batch) -> Tensor:
-        """The critic's targets, [N] float32, from the same columns."""
+        """Compute the critic's targets, [N] float32, from the same columns."""
         share = self.lambda_policy if self.lambda_value is None else self.lambda_value
         same = torch.full((len(batch.target),), share, dtype=torch.float64)
         return (batch.extra(VALUES).double() + self._estimate(batch, same)).float()
 
     def lambdas(self, batch: Batch) -> Tensor:
-        """Lambda of the policy's advantages for each token, [N] float64; the same for all tokens of a rollout."""
+        """Return the lambda of the policy's advantages for each token, [N] float64; it is the same for all tokens of a rollout."""
         if not self.length_adaptive_alpha:
             return torch.full((len(batch.target),), self.lambda_policy, dtype=torch.float64)
         lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
@@ -83,11 +81,10 @@ class Gae(Advantage):
 
 
 def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
-    """For each token the sum over itself and the later tokens of its rollout of decay^distance x value, [N] float64.
+    """Sum decay^distance x value over each token and the later tokens of its rollout, [N] float64.
 
-    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout, whose tokens stand together and in order, as
-    ``pack`` lays them. By doubling: sums over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps instead of
-    ten thousand.
+    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout. The tokens of a rollout must be contiguous and in order, as
+    ``pack`` arranges them. The sums are computed by doubling, over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps.
     """
     sums, factor, span = values, decay, 1
     longest = int(torch.bincount(batch.sequence).max())
@@ -100,8 +97,9 @@ def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
 
 
 def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
-    """Rewards of rollouts, [S], at the last sampled token of each, [N] float64; 0 elsewhere. A rollout without tokens has no
-    place.
+    """Place the rewards of rollouts [S] at the last sampled token of each, [N] float64; 0 elsewhere.
+
+    The reward of a rollout without sampled tokens is lost.
     """
     count = len(batch.target)
     last = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence, torch.arange(count), "amax")
@@ -111,7 +109,7 @@ def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
 
 
 def _whitened(advantages: Tensor, batch: Batch) -> Tensor:
-    """Zeros where advantages differ by no more than the rounding of the float32 values and rewards they are differences of."""
+    """Whiten; return zeros if the advantages are within the rounding error of the float32 values and rewards they are computed from."""
     counted = batch.mask > 0
     terms = torch.stack([batch.extra(VALUES).double(), batch.rewards[batch.sequence]]).abs()
     if not counted.any() or advantages[counted].abs().max() <= RESIDUE * terms[:, counted].max():

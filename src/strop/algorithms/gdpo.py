@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): several rewards, each normalised in its group before they are added, so that none drowns the others.
+"""GDPO (arXiv 2601.05242): normalizes each of several rewards within its group before adding them, so that none dominates.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
@@ -22,14 +22,14 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledRewards(Advantage):
-    """sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, over the deviation of that sum in the
+    """The sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, divided by the deviation of that sum in the
     batch.
 
-    A reward that does not vary in a group adds exactly 0. The sum's mean over the batch is 0 since each group's is, and is not
-    subtracted again, so that groups without signal keep a credit of 0. The batch's deviation is over rollouts, as in the paper
-    and TRL; verl whitens over tokens. ``weights`` are by the name of the reward; one that is not named is not counted. Empty:
-    every reward, those an environment only logs too, counts 1, which ``problems`` refuses. The environment's own weights are
-    not used.
+    A reward that does not vary in a group adds exactly 0. The mean of the sum over the batch is 0, because it is 0 in each group; it is
+    not subtracted again, so that groups without signal keep a credit of 0. The deviation in the batch is over rollouts, as in the paper
+    and TRL; verl whitens over tokens. ``weights`` maps the names of rewards to weights; rewards without a weight are ignored. Without
+    any weights, every reward has weight 1, including those an environment only logs, which ``validate`` rejects. The environment's own
+    weights are not used.
     """
 
     needs_parts: ClassVar[bool] = True
@@ -40,20 +40,20 @@ class DecoupledRewards(Advantage):
         known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
         if len(self.weights) < 2:
             yield (
-                f"GDPO normalises each reward by itself and adds them up, and {len(self.weights)} of them are named; set the "
-                f"weights of at least two in algorithm.kwargs.advantage.weights (there are: {known}), or choose grpo for a "
+                f"GDPO normalizes each reward separately and adds them, but {len(self.weights)} rewards have a weight; set the "
+                f"weights of at least two in algorithm.kwargs.advantage.weights (available: {known}), or choose grpo for a "
                 "single reward"
             )
         unknown = [name for name in self.weights if name not in plan.environment_rewards]
         if plan.environment_rewards and unknown:
-            yield f"GDPO weighs rewards that no environment gives: {', '.join(unknown)}; there are {known}"
+            yield f"GDPO has weights for rewards that no environment returns: {', '.join(unknown)}; available are {known}"
 
     def relative(self, group: GroupRewards) -> Tensor:
-        """Raises ValueError if the group has none of the rewards that are weighed."""
+        """Return the weighted sum of the normalized rewards, [G]. Raises ValueError if the group has no reward with a weight."""
         weights = self.weights or dict.fromkeys(group.parts, 1.0)
         found = {name: rewards for name, rewards in group.parts.items() if name in weights}
         if not found:
-            raise ValueError(f"GDPO weighs {sorted(weights)}, and the rewards of this group are {sorted(group.parts)}")
+            raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.parts)}")
         return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in found.items()]).sum(0)
 
     def over_batch(self, batch: Batch) -> Tensor:
@@ -66,7 +66,7 @@ class DecoupledRewards(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class GDPO(PolicyGradient):
-    """Each reward normalised by its group, their sum by the batch, PPO's clip, the mean over all tokens of the batch."""
+    """Each reward normalized by its group, their sum by the batch, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = DecoupledRewards()
     objective: Objective = Clip()

@@ -1,6 +1,6 @@
-"""GMPO (arXiv 2507.20673): the geometric mean of a rollout's ratios, each of them clipped before.
+"""GMPO (arXiv 2507.20673): the geometric mean of a rollout's ratios, after clipping each of them.
 
-Metrics: ratio_outside_clip, ratio_clipped (tokens without a gradient), probs_ratio and its maximum, of rollouts' clipped means.
+Metrics: ratio_outside_clip, ratio_clipped (tokens without gradient), probs_ratio and its maximum, of rollouts' clipped means.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class GeometricMean(Objective):
     """A x exp(mean over the rollout of c), c = min(log ratio, high) where A > 0 and max(log ratio, -low) where A < 0.
 
-    ``low`` and ``high`` are nats: the paper clips to (exp(-0.4), exp(0.4)). Like PPO's the clip acts on the side that A pushes
-    to. Each token's entry has its own part of the gradient, so that the mean over the rollout is the paper's term in value and
-    gradient.
+    ``low`` and ``high`` are in nats: the paper clips to (exp(-0.4), exp(0.4)). As in PPO, the clip acts in the direction in which A moves
+    the policy. Each token's entry carries its own part of the gradient, so that the mean over the rollout is the paper's term in value
+    and gradient.
     """
 
     sequence_level: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class GeometricMean(Objective):
 
     def __post_init__(self) -> None:
         if self.low < 0 or self.high < 0:
-            raise ValueError(f"log-ratios are clipped to [-{self.low}, {self.high}]: neither may be negative")
+            raise ValueError(f"log-ratios are clipped to [-{self.low}, {self.high}]: neither low nor high may be negative")
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         logs = tokens.log_ratio
@@ -48,7 +48,7 @@ class GeometricMean(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO(PolicyGradient):
-    """GRPO's advantage, geometric means of clipped ratios, the mean per rollout."""
+    """GRPO's advantage, geometric means of clipped ratios, mean over rollouts of their means."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = GeometricMean()

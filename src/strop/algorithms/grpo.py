@@ -1,6 +1,6 @@
-"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): credit is what sets a rollout apart from its group.
+"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): the credit of a rollout is relative to its group.
 
-Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum; kl_penalty where there is one.
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum; kl_penalty if the KL term has a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(Advantage):
-    """(r - mean) / (population standard deviation + eps) within a group; exactly 0 where the group does not vary."""
+    """(r - mean) / (population standard deviation + eps) within a group; exactly 0 if the group does not vary."""
 
     baseline: bool = True  # False: the plain reward
     leave_one_out: bool = False  # the baseline of a rollout is the mean of the others
@@ -35,7 +35,7 @@ class GroupRelative(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
-    """The group's mean as baseline, its deviation as scale, PPO's clip, the mean over all tokens of the batch."""
+    """The group's mean as baseline, its deviation as scale, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = Clip()

@@ -1,4 +1,4 @@
-"""Group Sequence Policy Optimization (arXiv 2507.18071): one ratio per rollout, clipped as a whole.
+"""Group Sequence Policy Optimization (arXiv 2507.18071): one clipped ratio per rollout.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, of rollouts' ratios.
 """
@@ -21,7 +21,7 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class SequenceClip(Clip):
     """PPO's clip of s = exp(mean over a rollout of log ratio), the same for each of its tokens.
 
-    s carries the gradient of each token's own log-probability (the paper's GSPO-token form): their mean over a rollout is the
+    The entry of each token has the gradient of its own log-probability (the paper's GSPO-token form). Their mean over a rollout is the
     gradient of s.
     """
 
@@ -37,7 +37,7 @@ class SequenceClip(Clip):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyGradient):
-    """GRPO's advantage, the ratio and the mean per rollout."""
+    """GRPO's advantage, one ratio per rollout, mean over rollouts of their means."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = SequenceClip()

@@ -1,4 +1,4 @@
-"""IcePop (Ling team, "Small leak can sink a great ship", 2025): masked importance sampling of tokens, in a wide band."""
+"""IcePop (Ling team, "Small leak can sink a great ship", 2025): masked importance sampling of tokens with a wide band."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.algorithms.masked import Mis
 
 @dataclass(frozen=True, kw_only=True)
 class Icepop(Mis):
-    """w per token where low <= w <= high, else 0, with the authors' band. Logged: ``icepop_weight``, ``icepop_cut``."""
+    """w per token if low <= w <= high, else 0, with the authors' bounds. Logs ``icepop_weight`` and ``icepop_cut``."""
 
     name: ClassVar[str] = "icepop"
     low: float = 0.5

@@ -11,10 +11,10 @@ from strop.algorithms.preference import ReferencedPreference
 
 @dataclass(frozen=True, kw_only=True)
 class IPO(ReferencedPreference):
-    """(h(chosen) - h(rejected) - 1 / (2 beta))^2, with beta the paper's tau: the gap is pulled to a finite width.
+    """(h(chosen) - h(rejected) - 1 / (2 beta))^2, with beta the paper's tau: the gap has a finite target.
 
-    The paper writes h as a sum over tokens; its authors averaged over them in what they ran, as TRL does, and as is the default here.
-    ``average_log_probs`` false is the formula as printed.
+    In the paper h is a sum over tokens. Its authors averaged over tokens in their experiments, as do TRL and the default here;
+    ``average_log_probs`` false is the formula of the paper.
     """
 
     average_log_probs: bool = True

@@ -1,4 +1,4 @@
-"""The distance to a reference policy: what estimates it, what it weighs, and where it goes."""
+"""The KL term to a reference policy: its estimator, its weight and its place in the reward or the loss."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Kl:
     """``weight`` x an estimate of KL(policy || reference), in one of three places.
 
     loss: added to the loss, with its gradient (GRPO). reward: the sum over a rollout is subtracted from its reward, before the baseline.
-    token_reward: each token's estimate is subtracted from that token's reward, so that a token's credit falls by what follows it
-    (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262).
-    ``unbiased`` multiplies the estimate in the loss by the ratio to the policy before the update, whose gradient then is that of the
+    token_reward: each token's estimate is subtracted from that token's reward, so that it lowers the credit of this and all earlier
+    tokens (PPO as in InstructGPT, arXiv 2203.02155; REINFORCE++, 2501.03262).
+    ``unbiased`` multiplies the estimate in the loss by the ratio to the policy before the update, so that its gradient is that of the
     KL divergence itself (2512.02556, 2506.09477).
     """
 
@@ -37,7 +37,7 @@ class Kl:
             raise ValueError(f"the weight of the KL term is {self.weight}: a negative one drives the policy away; set 0 for none")
         if self.unbiased and self.place != "loss":
             raise ValueError(
-                f"an unbiased KL gradient belongs in the loss, and the KL term is in the {self.place}: set one of them"
+                f"unbiased applies to a KL term in the loss, but the KL term is in the {self.place}: set place to loss or unbiased to false"
             )
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
@@ -45,11 +45,11 @@ class Kl:
         return kl_estimate(logprobs, reference, self.estimator, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
 
     def of_rollouts(self, batch: Batch) -> Tensor:
-        """The estimate summed over each rollout, by the policy that sampled, [S] float64."""
+        """Sum the estimate over each rollout, for the sampling policy, [S] float64."""
         return sequence_sum(self.estimate(batch.sampler_logprobs, batch).double(), batch)
 
     def to_come(self, batch: Batch) -> Tensor:
-        """For each token, its own estimate and those of all later tokens of its rollout, [N] float64."""
+        """Sum the estimate over each token and all later tokens of its rollout, [N] float64."""
         each = self.estimate(batch.sampler_logprobs, batch).double() * batch.mask.double()
         total = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, each)
         before = each.cumsum(0) - each

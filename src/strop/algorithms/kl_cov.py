@@ -1,6 +1,6 @@
-"""KL-Cov (arXiv 2505.22617): the tokens that lower the policy's entropy most are held back by a KL term, the others are free.
+"""KL-Cov (arXiv 2505.22617): a KL term on the tokens that reduce the policy's entropy most, and none on the others.
 
-Metrics: covariance_penalised, the share of tokens with the term; probs_ratio and its maximum.
+Metrics: covariance_penalised, the share of tokens with the KL term; probs_ratio and its maximum.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class CovarianceKl(Objective):
     """ratio A, minus ``weight`` x |log ratio| for the ``share`` of counted tokens with the largest covariance; no clip.
 
-    |log ratio| is the authors' estimate of the KL divergence from the policy before the update. Its gradient is 0 at ratio 1,
-    so that the term acts from the second optimizer step of a batch on. At least one token has it. The paper's shares are 2e-3
-    for a model of 7B parameters and 2e-4 for one of 32B.
+    |log ratio| is the authors' estimate of the KL divergence from the policy before the update. Its gradient is 0 at ratio 1, so the term
+    has an effect from the second optimizer step of a batch on. At least one token has it. The paper's shares are 2e-3 for a model of
+    7B parameters and 2e-4 for one of 32B.
     """
 
     silent_without_credit: ClassVar[bool] = False
@@ -36,8 +36,8 @@ class CovarianceKl(Objective):
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1 or self.weight < 0:
             raise ValueError(
-                f"a share of {self.share} of the tokens is to be penalised with weight {self.weight}: the share must lie in "
-                "(0, 1], the weight must not be negative"
+                f"share is {self.share} and weight {self.weight}: the share of penalized tokens must lie in (0, 1], and the weight must "
+                "not be negative"
             )
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
@@ -56,7 +56,7 @@ class CovarianceKl(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(PolicyGradient):
-    """GRPO's advantage, ratios without a clip, a KL term on tokens of high covariance, the mean over all tokens of the batch."""
+    """GRPO's advantage, ratios without a clip, a KL term on tokens of high covariance, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = CovarianceKl()

@@ -1,4 +1,4 @@
-"""KPop (Guo, Sun et al., "Taming training-inference mismatch with adaptive masking regions", 2026): tokens kept by a binary KL."""
+"""KPop (Guo, Sun et al., "Taming training-inference mismatch with adaptive masking regions", 2026): masking of tokens by a binary KL."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from strop.algorithms.importance import LARGEST_LOG_RATIO, log_ratios
 from strop.algorithms.parts import Correction, Mismatch
 
-SMALLEST_REST = 2.0**-24  # a probability nearer to 1 than this is 1 in float32: the rest is then not known to be less
+SMALLEST_REST = 2.0**-24  # a probability closer to 1 than this is 1 in float32, so the remaining probability is at least this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kpop(Correction):
     """1 where max(D(pi_o, mu), D(mu, pi_o)) <= phi nats, else 0; D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)).
 
-    The vocabulary is seen as two events, the sampled token and all others, so that a likely token may differ by less than an unlikely
-    one. Only keeps or drops: add ``importance`` or ``tis`` for the ratio. What is dropped still counts in the totals a loss is divided by.
-    The authors tried phi from 0.1 to 2. Logged: ``kpop_cut``, the share of tokens dropped, and ``kpop_divergence``.
+    The vocabulary is reduced to two events, the sampled token and all others, so the ratio of a likely token may differ less than that of
+    an unlikely one. Tokens are only kept or dropped: add ``importance`` or ``tis`` to weight by the ratio. Dropped tokens still count in
+    the denominators of the loss. The authors tried phi from 0.1 to 2. Logs ``kpop_cut``, the share of dropped tokens, and
+    ``kpop_divergence``.
     """
 
     reweights: ClassVar[bool] = False
@@ -30,7 +31,7 @@ class Kpop(Correction):
         if self.phi <= 0:
             raise ValueError(
                 f"phi is {self.phi}: it bounds a divergence, which is 0 only where sampler and learner agree to the last bit; "
-                "set for instance 0.1"
+                "set for example 0.1"
             )
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -43,6 +44,6 @@ class Kpop(Correction):
 
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL between two Bernoulli variables from the logarithms of their probabilities, [N] float64."""
+    """Return the KL divergence of two Bernoulli variables from the logarithms of their probabilities, [N] float64."""
     rest_p, rest_q = (-torch.expm1(log).clamp(max=-SMALLEST_REST) for log in (log_p, log_q))
     return log_p.exp() * (log_p - log_q) + rest_p * (rest_p.log() - rest_q.log())

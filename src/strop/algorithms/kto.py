@@ -1,4 +1,4 @@
-"""Kahneman-Tversky Optimization (arXiv 2402.01306): completions that were judged one by one, desirable or not."""
+"""Kahneman-Tversky Optimization (arXiv 2402.01306): learning from unpaired completions that are desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from strop.algorithms.preference import require_positive
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
-REFERENCE_POINT = "kto_reference_point"  # a batch column, [N] float64: z, the same for every token of an optimizer step
+REFERENCE_POINT = "kto_reference_point"  # a batch column, [N] float64: z, the same for all tokens of an optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(Algorithm):
-    """desirable: weight (1 - sigmoid(beta (h - z))); undesirable: weight (1 - sigmoid(beta (z - h))); the mean over judged completions.
+    """desirable: weight (1 - sigmoid(beta (h - z))); undesirable: weight (1 - sigmoid(beta (z - h))); mean over completions.
 
-    h = log pi - log pi_ref, summed over a completion's taught tokens. z estimates KL(pi || pi_ref): the mean of h over completions that
-    belong to other prompts, at least 0, without gradient. A group is a judged completion, with reward 1 where it is desirable and 0 where
-    not, and an unrelated completion after the same prompt, which counts in nothing else. z is that of the whole optimizer step by the
-    weights it starts from, where others take that of a micro-batch.
+    h = log pi - log pi_ref, summed over a completion's loss tokens. z estimates KL(pi || pi_ref): the mean of h over completions of other
+    prompts, at least 0, without gradient. A group consists of a completion, with reward 1 if it is desirable and 0 otherwise, and an
+    unrelated completion after the same prompt, which is only used for z. z is computed over the whole optimizer step with the weights
+    before it; other implementations compute it over a micro-batch.
 
-    Metrics: loss; reference_point, z; rewards_desirable and rewards_undesirable, the mean of beta h over either kind.
+    Metrics: loss; reference_point, z; rewards_desirable and rewards_undesirable, the mean of beta h over completions of each kind.
     """
 
     recorded: ClassVar[Literal["judgements"]] = "judgements"
@@ -57,7 +57,7 @@ class KTO(Algorithm):
 
     def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         if outputs is None:
-            raise ValueError("KTO's reference point needs the log-probabilities of the whole optimizer step, and was given none")
+            raise ValueError("KTO's reference point needs the log-probabilities of the whole optimizer step, but none were given")
         everything = replace(batch, mask=torch.ones_like(batch.mask))
         unrelated = pairs(_log_ratio(outputs, everything), batch)[:, 1]
         return batch.with_extra(REFERENCE_POINT, unrelated.mean().clamp(min=0).expand(len(batch.target)))
@@ -81,5 +81,5 @@ class KTO(Algorithm):
 
 
 def _log_ratio(outputs: TokenOutputs, batch: Batch) -> Tensor:
-    """log pi - log pi_ref of completions, [S] float64; 0 for those that do not count."""
+    """Return log pi - log pi_ref of completions, [S] float64; 0 for those that do not count."""
     return sequence_sum((outputs.logprobs - batch.extra(REFERENCE)).double(), batch)

@@ -1,6 +1,7 @@
-"""Lite PPO (arXiv 2508.08221): the mean of the group, the deviation of the batch, and a loss per token.
+"""Lite PPO (arXiv 2508.08221): the group's mean, the batch's standard deviation and a token-level loss.
 
-(R - m) / s, where s is the deviation of all rewards of the batch: steadier than a group's when its rewards hardly differ.
+The credit is (R - m) / s, where s is the standard deviation of all rewards of the batch. It is more stable than a group's deviation when
+the rewards of the group hardly differ.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
@@ -20,7 +21,7 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScaled(Advantage):
-    """(R - mean of the group) / (population deviation of the batch's rewards + eps); exactly 0 where the group does not vary."""
+    """(R - mean of the group) / (population deviation of the batch's rewards + eps); exactly 0 if the group does not vary."""
 
     def relative(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, normalize=False)
@@ -34,7 +35,7 @@ class BatchScaled(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class LitePPO(PolicyGradient):
-    """The group's mean as baseline, the batch's deviation as scale, PPO's clip, the mean over all tokens of the batch."""
+    """The group's mean as baseline, the batch's deviation as scale, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = BatchScaled()
     objective: Objective = Clip()

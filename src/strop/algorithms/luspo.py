@@ -1,6 +1,6 @@
-"""LUSPO (arXiv 2602.05261): GSPO with each rollout weighed by its length, which takes away the advantage short ones have.
+"""LUSPO (arXiv 2602.05261): GSPO with each rollout weighted by its length, which removes the bias toward short rollouts.
 
-A rollout's term is |y| x min(s A, clip(s) A), the sum over its tokens instead of their mean. The bounds are GSPO's.
+A rollout's term is |y| x min(s A, clip(s) A), the sum over its tokens instead of their mean. The clip bounds are those of GSPO.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, of rollouts' ratios.
 """
@@ -18,7 +18,7 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class LUSPO(PolicyGradient):
-    """GRPO's advantage, the ratio per rollout, sums over rollouts."""
+    """GRPO's advantage, one ratio per rollout, sums over rollouts."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = SequenceClip()

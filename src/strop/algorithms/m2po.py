@@ -1,6 +1,6 @@
-"""M2PO (arXiv 2510.01161): stale samples unclipped, but for the few tokens that make the ratio's second moment large.
+"""M2PO (arXiv 2510.01161): no clip for stale samples, but a mask of the few tokens that make the second moment of the log-ratio large.
 
-Metrics: second_moment, the mean of log^2 r over counted tokens; second_moment_masked, the share of tokens without a gradient;
+Metrics: second_moment, the mean of log^2 r over counted tokens; second_moment_masked, the share of tokens without gradient;
 probs_ratio and its maximum, of policy to sampler.
 """
 
@@ -21,11 +21,12 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentMask(Objective):
-    """M r A, r = pi / mu, M = 0 for the tokens of largest log^2 r until the mean of the others' is at most ``limit``, else 1.
+    """M r A with r = pi / mu. M is 0 for the tokens with the largest log^2 r, as many as needed for the mean of the others to be at most
+    ``limit``, and 1 for the others.
 
-    The mask is decided on the whole optimizer step. As in the paper only tokens that the update pushes further away (A > 0 and
-    r > 1, or A < 0 and r < 1) are looked at, in the mean and by the mask; ``outward_only`` False looks at all of them, as AReaL
-    does. r is taken to the sampler, so that there is no correction beside it.
+    The mask is computed over the whole optimizer step. As in the paper, the mean and the mask only consider tokens that the update moves
+    further away (A > 0 and r > 1, or A < 0 and r < 1); with ``outward_only`` False they consider all tokens, as in AReaL. r is relative to
+    the sampler, so no correction is needed.
     """
 
     own_correction: ClassVar[bool] = True
@@ -36,9 +37,7 @@ class SecondMomentMask(Objective):
 
     def __post_init__(self) -> None:
         if self.limit <= 0:
-            raise ValueError(
-                f"the second moment is limited to {self.limit}, which masks all tokens that moved; set for instance 0.04"
-            )
+            raise ValueError(f"limit is {self.limit}, which masks all tokens whose probability changed; set for example 0.04")
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         logs = tokens.logprobs - tokens.sampler
@@ -60,17 +59,17 @@ class SecondMomentMask(Objective):
 
 
 def within_limit(squares: Tensor, limit: float) -> Tensor:
-    """Which of the values [n], the smallest first, have a mean of at most ``limit`` together, [n] bool."""
+    """Return which of the values [n] are among the smallest ones whose mean is at most ``limit``, [n] bool."""
     ascending, order = squares.sort(stable=True)
     means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)
     kept = torch.zeros(len(squares), dtype=torch.bool, device=squares.device)
-    kept[order] = means <= limit  # means of ascending values ascend, so that those kept are the smallest
+    kept[order] = means <= limit  # the running means of ascending values ascend, so the smallest values are kept
     return kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class M2PO(PolicyGradient):
-    """GRPO's advantage, ratios to the sampler without a clip but for those masked, the mean over all tokens of the batch."""
+    """GRPO's advantage, unclipped ratios to the sampler with a mask, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = SecondMomentMask()

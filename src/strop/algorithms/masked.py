@@ -1,4 +1,4 @@
-"""Masked importance sampling: the ratio of learner to sampler where it can be trusted, nothing elsewhere."""
+"""Masked importance sampling: the ratio of learner to sampler within bounds, and 0 outside them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from strop.algorithms.parts import Correction, Mismatch
 
 @dataclass(frozen=True, kw_only=True)
 class Mis(Correction):
-    """w where low <= w <= high, else 0 (Liu, Li et al., "When speed kills stability", 2025).
+    """w if low <= w <= high, else 0 (Liu, Li et al., "When speed kills stability", 2025).
 
-    ``level`` sequence: w is the product over the rollout, which is then kept or dropped whole. What is dropped still counts in the totals
-    a loss is divided by. Logged: ``mis_weight``, and ``mis_cut``, the share of tokens dropped.
+    With ``level`` sequence, w is the product over the rollout, which is kept or dropped as a whole. Dropped tokens still count in the
+    denominators of the loss. Logs ``mis_weight``, and ``mis_cut``, the share of dropped tokens.
     """
 
     name: ClassVar[str] = "mis"

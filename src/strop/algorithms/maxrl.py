@@ -1,8 +1,8 @@
-"""MaxRL (arXiv 2602.02710): the gradient of the log of the success rate, not of the rate: rare successes weigh more.
+"""MaxRL (arXiv 2602.02710): the gradient of the log of the success rate instead of the rate, so that rare successes weigh more.
 
-(R - m) / m. With rewards of 0 and 1 its expectation is the gradient of -sum over k < G of (1 - p)^k / k, which tends to log p
-as the group grows; the success rate, what the others maximise, is its first term but for a constant. A group without a success
-teaches nothing. The paper changes this one line of an existing loss, here GRPO's.
+The credit is (R - m) / m. With rewards of 0 and 1 its expectation is the gradient of -sum over k < G of (1 - p)^k / k, which tends to
+log p for large groups. Its first term is, up to a constant, the success rate, which other algorithms maximize. A group without a success
+gives no credit. The paper changes only this line of an existing loss; here that loss is GRPO's.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
@@ -23,15 +23,15 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessRate(Advantage):
-    """(R - mean) / mean within a group; exactly 0 where the group does not vary."""
+    """(R - mean) / mean within a group; exactly 0 if the group does not vary."""
 
     divides_by_mean: ClassVar[bool] = True
 
     def relative(self, group: GroupRewards) -> Tensor:
-        """Raises ValueError for a negative reward."""
+        """Return the credit of each rollout, [G]. Raises ValueError for a negative reward."""
         if bool((group.rewards < 0).any()):
             raise ValueError(
-                f"a reward of {float(group.rewards.min()):g} was found, but MaxRL divides by the mean reward as by a success "
+                f"a reward is {float(group.rewards.min()):g}, but MaxRL divides by the mean reward as a success "
                 "rate; use rewards of 0 and 1, or map yours to [0, 1] with grpo.reward_scaling"
             )
         if not varies(group.rewards):
@@ -41,7 +41,7 @@ class SuccessRate(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxRL(PolicyGradient):
-    """Reward over success rate, PPO's clip, the mean over all tokens of the batch."""
+    """Reward relative to the success rate, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = SuccessRate()
     objective: Objective = Clip()

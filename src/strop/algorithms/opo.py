@@ -1,7 +1,7 @@
-"""OPO (arXiv 2505.23585): on-policy REINFORCE with the baseline of least variance.
+"""OPO (arXiv 2505.23585): on-policy REINFORCE with the baseline that minimizes variance.
 
-The optimal baseline weighs rewards by the squared norm of each rollout's gradient; where tokens' gradients are about orthogonal
-that is proportional to length l: b = sum l R / sum l over the group. The derivation is for sums over a rollout's tokens and no
+The optimal baseline weighs rewards by the squared norm of each rollout's gradient. If the gradients of tokens are nearly orthogonal, that
+norm is proportional to the length l, so b = sum l R / sum l over the group. The derivation is for sums over a rollout's tokens without a
 ratio; verl's recipe takes the mean over tokens.
 
 Metrics: probs_ratio and its maximum.
@@ -22,7 +22,7 @@ from strop.algorithms.reinforce import Reinforce
 
 @dataclass(frozen=True, kw_only=True)
 class LengthWeighted(Advantage):
-    """R - sum(l R) / sum(l), l the sampled tokens of each rollout; exactly 0 where the group does not vary."""
+    """R - sum(l R) / sum(l), with l the sampled tokens of each rollout; exactly 0 if the group does not vary."""
 
     def relative(self, group: GroupRewards) -> Tensor:
         total = group.lengths.sum()

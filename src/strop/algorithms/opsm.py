@@ -1,4 +1,4 @@
-"""Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): failures the policy would no longer sample teach it nothing."""
+"""Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): drops failed rollouts that the policy would no longer sample."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from strop.algorithms.rejection import Rejection
 
 @dataclass(frozen=True, kw_only=True)
 class Opsm(Rejection):
-    """Drops a rollout where A < 0 and the mean of log mu - log pi exceeds ``delta`` nats per token; one that did well is always kept.
+    """Drops a rollout if A < 0 and the mean of log mu - log pi exceeds ``delta`` nats per token. Rollouts with A >= 0 are always kept.
 
-    A is the sum of the credit of the rollout's counted tokens, pi the policy as it is now, after the updates made so far from this batch.
-    The paper gives no value for ``delta``. Logged: ``opsm_cut``, ``opsm_divergence``.
+    A is the sum of the credit over the rollout's counted tokens, and pi the current policy, after the updates made so far from this batch.
+    The paper gives no value for ``delta``. Logs ``opsm_cut`` and ``opsm_divergence``.
     """
 
     name: ClassVar[str] = "opsm"
@@ -28,7 +28,7 @@ class Opsm(Rejection):
     def __post_init__(self) -> None:
         if self.delta < 0:
             raise ValueError(
-                f"delta is {self.delta}: rollouts that sampler and learner see alike would be dropped; set 0 or more, for instance 0.1"
+                f"delta is {self.delta}: rollouts on which sampler and learner agree would be dropped; set 0 or more, for example 0.1"
             )
 
     def measure(self, mismatch: Mismatch) -> Tensor:

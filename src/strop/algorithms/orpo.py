@@ -11,16 +11,16 @@ from torch.nn.functional import logsigmoid
 
 from strop.algorithms.preference import PairwisePreference
 
-CERTAIN = -1e-9  # a mean log-probability above this counts as this: the odds of what is certain are infinite
+CERTAIN = -1e-9  # upper bound of a mean log-probability, because the odds of probability 1 are infinite
 
 
 @dataclass(frozen=True, kw_only=True)
 class ORPO(PairwisePreference):
     """-mean log pi(chosen) - preference_weight x log sigmoid(log odds(chosen) - log odds(rejected)), odds = p / (1 - p).
 
-    p is the geometric mean of a completion's token probabilities. ``preference_weight`` is the paper's lambda (TRL's beta); the rewards
-    that are logged are log p. TRL takes the SFT term over the prompt too, as the authors' code does; here it is over the taught tokens, as
-    the paper writes it.
+    p is the geometric mean of a completion's token probabilities. ``preference_weight`` is the paper's lambda (TRL's beta); the
+    logged rewards are log p. TRL and the authors' code include the prompt in the SFT term; here it is over the loss tokens, as in the
+    paper.
     """
 
     preference_weight: float = 0.1
@@ -32,9 +32,10 @@ class ORPO(PairwisePreference):
 
 
 def log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p <= 0, without loss of digits near either end."""
+    """Return log(p / (1 - p)) from log p <= 0, accurate for p near 0 and near 1."""
     bounded = logprob.clamp(max=CERTAIN)
-    likely = bounded > -math.log(2)  # each branch is only computed where it is exact: the other one's slope would be nan
+    # Each branch gets only inputs for which it is accurate, because the gradient of the unused branch would otherwise be NaN.
+    likely = bounded > -math.log(2)
     near_one = torch.where(likely, bounded, -1.0)
     near_zero = torch.where(likely, -1.0, bounded)
     return bounded - torch.where(likely, (-torch.expm1(near_one)).log(), torch.log1p(-near_zero.exp()))

@@ -1,8 +1,8 @@
-"""The parts a policy-gradient algorithm is composed of, and what each of them is shown.
+"""The parts of a policy-gradient algorithm, and their inputs.
 
     rewards of a group -> Advantage -> [N] credit -> Objective -> [N] terms -> x Correction x Selection -> aggregate -> loss
 
-A part is a frozen dataclass. Its class name in snake case, or ``name`` where it sets one, is what a configuration calls it.
+A part is a frozen dataclass. Its name in a configuration is ``name`` if it sets one, else its class name in snake case.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRewards:
-    """What a baseline may look at in one group."""
+    """The rewards of one group, the input of an ``Advantage``."""
 
     rewards: Tensor  # [G] float64
     lengths: Tensor  # [G] float64: sampled tokens
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # [G] float64: each reward by name, not weighted
-    greedy: float | None = None  # the reward of the group's greedy rollout, where one was asked for
+    parts: Mapping[str, Tensor] = field(default_factory=dict)  # [G] float64: each reward by name, unweighted
+    greedy: float | None = None  # the reward of the group's greedy rollout, if there is one
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """What an objective is shown of the N sampled tokens of (a part of) an optimizer step. Whole rollouts, always."""
+    """The N sampled tokens of an optimizer step, or of a micro-batch of whole rollouts: the input of an ``Objective``."""
 
-    logprobs: Tensor  # [N] of the policy that is trained, differentiable
-    before: Tensor  # [N] of the older policy the ratio is taken to; no gradient
-    sampler: Tensor  # [N] as the sampler recorded them
+    logprobs: Tensor  # [N] of the trained policy, differentiable
+    before: Tensor  # [N] log-probabilities in the denominator of the ratio; no gradient
+    sampler: Tensor  # [N] log-probabilities recorded by the sampler
     entropy: Tensor  # [N] differentiable
     advantages: Tensor  # [N]
     batch: Batch
@@ -51,95 +51,95 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """What a correction is shown: by how much the learner's policy before the update differs from the one that sampled."""
+    """The difference between the learner's policy before the update and the sampling policy: the input of a ``Correction``."""
 
-    log_ratio: Tensor  # [N] log-probability by the learner before the update minus by the sampler; no gradient
+    log_ratio: Tensor  # [N] learner's log-probability before the update minus the sampler's; no gradient
     advantages: Tensor  # [N]
     batch: Batch
-    now: Tensor | None = None  # [N] the same by the learner as it is now; None: it has not been updated yet
+    now: Tensor | None = None  # [N] the same with the current learner; None: it has not been updated yet
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(ABC):  # noqa: B024 - what is abstract differs from part to part
-    """What all parts share."""
+class Part(ABC):  # noqa: B024 - the abstract methods differ between parts
+    """The base class of all parts."""
 
-    name: ClassVar[str] = ""  # what a configuration calls it; empty: the class name in snake case
+    name: ClassVar[str] = ""  # its name in a configuration; empty: the class name in snake case
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Why this part makes no sense in such a run."""
+        """Yield a message for each reason why this part cannot be used in such a run."""
         return iter(())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Part):
-    """Rewards of a group -> credit of its rollouts."""
+    """Computes the credit of rollouts from the rewards of their group."""
 
-    greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout beside each group
-    needs_parts: ClassVar[bool] = False  # looks at rewards by name
-    divides_by_mean: ClassVar[bool] = False  # takes the mean reward for a success rate: none may be negative
+    greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout for each group
+    needs_parts: ClassVar[bool] = False  # reads rewards by name
+    divides_by_mean: ClassVar[bool] = False  # divides by the mean reward as a success rate, so no reward may be negative
     smallest_group: ClassVar[int] = 2
     requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``over_batch`` reads
 
     @abstractmethod
     def relative(self, group: GroupRewards) -> Tensor:
-        """Credit per rollout, [G] float64."""
+        """Return the credit of each rollout, [G] float64."""
 
     def over_batch(self, batch: Batch) -> Tensor:
-        """Credit per token, [N], once the whole batch is known: where advantages are whitened."""
+        """Return the credit of each token, [N], from the whole batch, for example by whitening."""
         return batch.advantages
 
     def problems(self, plan: Plan) -> Iterator[str]:
         if plan.group_size < self.smallest_group:
             yield (
-                f"the group size is {plan.group_size}, but {type(self).__name__} compares the rollouts of a group, at least "
-                f"{self.smallest_group} of them; raise num_generations_per_prompt"
+                f"the group size is {plan.group_size}, but {type(self).__name__} compares at least {self.smallest_group} rollouts of a "
+                "group; raise num_generations_per_prompt"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Part):
-    """Log-probabilities and credit -> what each token contributes, to be maximised."""
+    """Computes the contribution of each token to the objective, which is maximized, from log-probabilities and credit."""
 
-    silent_without_credit: ClassVar[bool] = True  # a rollout whose advantages are all 0 has exactly no gradient
-    surveys: ClassVar[bool] = False  # ``survey`` needs the outputs of the whole optimizer step
-    sequence_level: ClassVar[bool] = False  # one ratio a rollout: a mean over tokens would weigh long rollouts twice
-    own_correction: ClassVar[bool] = False  # takes its ratio to the sampler by itself
-    takes_ratio: ClassVar[bool] = True  # to the policy that ``ratio_to`` names; False: to none, or to one of its own
-    needs_drift: ClassVar[bool] = False  # does nothing as long as the ratio is 1
+    silent_without_credit: ClassVar[bool] = True  # the gradient is exactly zero for a rollout with all advantages 0
+    surveys: ClassVar[bool] = False  # ``prepare_step`` needs the outputs of the whole optimizer step
+    sequence_level: ClassVar[bool] = False  # has one ratio per rollout; a mean over tokens would give long rollouts more weight
+    own_correction: ClassVar[bool] = False  # its own ratio is relative to the sampler
+    takes_ratio: ClassVar[bool] = True  # its ratio is relative to the policy of ``ratio_to``; False: it has none or its own
+    needs_drift: ClassVar[bool] = False  # has no effect while the ratio is 1
 
     @abstractmethod
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """The contribution of each token, [N], and columns [N] whose means over counted tokens are logged."""
+        """Return the contribution of each token, [N], and columns [N] whose means over counted tokens are logged."""
 
     def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
-        """Columns [N] that depend on the whole optimizer step, whose tokens are all shown here; its batch gets them."""
+        """Return columns [N] to add to the batch that depend on the whole optimizer step. ``tokens`` are all its tokens."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Part):
-    """Weights for tokens whose probabilities under sampler and learner differ. They carry no gradient."""
+    """Weights tokens by the difference between their probabilities under sampler and learner. The weights have no gradient."""
 
-    reweights: ClassVar[bool] = True  # False: only keeps or drops
+    reweights: ClassVar[bool] = True  # False: tokens are only kept or dropped
 
     @abstractmethod
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """One weight per token, [N], and columns [N] whose means over counted tokens are logged."""
+        """Return the weight of each token, [N], and columns [N] whose means over counted tokens are logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Part):
-    """Which tokens have a gradient at all, decided on the whole optimizer step. The others still count in every total."""
+    """Selects the tokens that have a gradient, over the whole optimizer step. The others still count in every total."""
 
     @abstractmethod
     def choose(self, tokens: PolicyTokens) -> Tensor:
-        """[N] float: 1 where the token is trained on, 0 where it is not."""
+        """Return 1 for tokens to train on and 0 for the others, [N] float."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping(Part):
-    """A change of rewards before any baseline sees them."""
+    """Changes rewards before a baseline is computed."""
 
     @abstractmethod
     def shape(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """rewards [G] float64, sampled tokens [G], whether a length limit cut the rollout [G] bool -> rewards [G]."""
+        """Return the shaped rewards [G], from rewards [G] float64, ``lengths`` [G] in sampled tokens and ``truncated`` [G] bool."""

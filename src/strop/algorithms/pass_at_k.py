@@ -1,4 +1,4 @@
-"""Pass@k training (arXiv 2503.19595): a rollout's credit is what the best of k loses without it.
+"""Pass@k training (arXiv 2503.19595): a rollout's credit is how much the best of k rollouts loses without it.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
 """
@@ -21,12 +21,12 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfK(Advantage):
-    """The mean, over the sets of k rollouts that a rollout is in, of the set's best reward minus the best of its k - 1 others.
+    """The best reward of a set of k rollouts minus the best of its other k - 1, averaged over all sets that contain the rollout.
 
-    ``k`` None is the whole group: the best rollout gets best - second best, all others 0 (the paper's estimator: summed over
-    the group, unbiased for the gradient of E max). A smaller k takes the mean over all sets. ``analytic`` compares with the
-    mean over all sets in place of the set without the rollout, and divides by their deviation (2508.10751, where rewards are 0
-    and 1; here any): credit of both signs that sums to 0. Exactly 0 where the group does not vary.
+    ``k`` None is the whole group: the best rollout gets best - second best, and all others 0 (the paper's estimator; summed over the group,
+    it is unbiased for the gradient of E max). A smaller k averages over all sets. ``analytic`` instead subtracts the mean over all sets and
+    divides by their deviation (2508.10751 for rewards of 0 and 1; here for any rewards), so the credit has both signs and sums to 0. The
+    credit is exactly 0 if the group does not vary.
     """
 
     k: int | None = None
@@ -41,11 +41,11 @@ class BestOfK(Advantage):
         k = plan.group_size if self.k is None else self.k
         if k > plan.group_size:
             yield (
-                f"pass@{k} needs as many rollouts, and a group has {plan.group_size}; lower k, or raise "
+                f"pass@{k} needs at least {k} rollouts per group, but a group has {plan.group_size}; lower k, or raise "
                 "num_generations_per_prompt"
             )
         if self.analytic and k >= plan.group_size:
-            yield f"the analytic pass@{k} compares sets of {k}, and a group of {plan.group_size} has one; set k below that"
+            yield f"the analytic pass@{k} compares sets of {k}, but a group of {plan.group_size} has only one; set k below that"
 
     def relative(self, group: GroupRewards) -> Tensor:
         if not varies(group.rewards):
@@ -66,16 +66,16 @@ class BestOfK(Advantage):
 
 
 def best_of_others(size: int, k: int) -> Tensor:
-    """The share of sets of k with rollout i in which j is the best of the others, both counted from the worst, [G, G] float64."""
+    """Return the share of the sets of k with rollout i in which j is the best of the others, [G, G] float64, counted from the worst."""
     sets = comb(size - 1, k - 1)
-    below = [[j - (j > i) for j in range(size)] for i in range(size)]  # rollouts worse than j, i left out
+    below = [[j - (j > i) for j in range(size)] for i in range(size)]  # rollouts worse than j, without i
     shares = [[comb(count, k - 2) / sets if j != i else 0.0 for j, count in enumerate(row)] for i, row in enumerate(below)]
     return torch.tensor(shares, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(PolicyGradient):
-    """Best minus second best of the group, PPO's clip, the mean over all tokens of the batch."""
+    """Best minus second best of the group, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = BestOfK()
     objective: Objective = Clip()

@@ -1,4 +1,4 @@
-"""The family of policy gradients: one algorithm whose parts are chosen independently; GRPO, DAPO, RLOO, ... are compositions."""
+"""Policy gradients: one algorithm with independently chosen parts. GRPO, DAPO, RLOO and others are compositions of parts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class PolicyGradient(GroupCredit):
     selection: Selection | None = None
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
-    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # whose probabilities stand below the ratio
-    proximal_weight: float = 0.5  # between: the share a of the policy in log pi_o = log mu + a (log pi - log mu)
-    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), 1 in value
-    entropy_bonus: float = 0.0  # weight of the entropy, which is added to what is maximised
-    entropy_target: float | None = None  # nats: the bonus is paid only while the step's mean entropy is below this
+    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # the policy in the denominator of the ratio
+    proximal_weight: float = 0.5  # for ratio_to between: the weight a of the policy in log pi_o = log mu + a (log pi - log mu)
+    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), with value 1
+    entropy_bonus: float = 0.0  # weight of the entropy in the objective, which is maximized
+    entropy_target: float | None = None  # nats: the bonus applies only while the step's mean entropy is below this
     positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
 
     def problems(self, plan: Plan) -> Iterator[str]:
@@ -58,15 +58,17 @@ class PolicyGradient(GroupCredit):
         return batch.with_extras(columns)
 
     def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
-        """Without other terms in the loss a token with advantage 0 has no gradient: groups that do not vary, mostly."""
+        """Return the rollouts with all advantages 0, [S] bool, mostly of groups that do not vary; none if the loss has other terms."""
         in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
         if in_loss or self.entropy_bonus or self.positive_nll or not self.objective.silent_without_credit:
             return super().idle(batch, learner)
         return sequence_sum(batch.advantages.abs(), batch) == 0
 
     def before(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [N] before the update: those below the ratio, and the learner's. With one optimizer step a batch
-        the learner's are the current ones. ``between`` approximates them from sampler and current policy.
+        """Return log-probabilities [N] from before the update: those in the denominator of the ratio, and the learner's.
+
+        With one optimizer step per batch, the learner's are the current ones. With ``ratio_to`` between, they are approximated from
+        those of the sampler and the current policy.
         """
         current = logprobs.detach()
         learner = batch.extras.get("policy_logprobs", current)

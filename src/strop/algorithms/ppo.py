@@ -1,6 +1,6 @@
-"""Proximal policy optimisation with a critic (arXiv 1707.06347), as it is used on language models (InstructGPT, 2203.02155).
+"""Proximal policy optimization with a critic (arXiv 1707.06347), as used for language models (InstructGPT, 2203.02155).
 
-policy: the loss of every policy gradient, with GAE's credit for each token
+policy: the loss of a policy gradient, with GAE's credit for each token
 value:  value_scale x mean over tokens of max((V - R)^2, (clip(V, V_before +- value_clip) - R)^2) / 2
 """
 
@@ -25,18 +25,18 @@ from strop.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(PolicyGradient):
-    """Two learners, ``policy`` and ``value``, which share a batch and step apart. A group may be a single rollout.
+    """Two learners, ``policy`` and ``value``, which train on the same batch with separate optimizers. A group may be a single rollout.
 
-    What a token earns is 0, and the last one of a rollout earns the rollout's reward. ``kl`` says where a distance to a
-    reference goes: token_reward takes weight x estimate from each token's own reward (InstructGPT, with estimator k1), reward
-    takes their sum from the last token's, loss adds the term to the policy's loss.
+    The last token of a rollout gets the rollout's reward, and all others 0. ``kl.place`` says where the KL term goes: token_reward
+    subtracts weight x estimate from each token's reward (InstructGPT, with estimator k1), reward subtracts their sum from the last
+    token's reward, and loss adds the term to the policy's loss.
 
-    Before ``policy_training_start_step`` only the critic trains. Its optimizer is its own, so ``value_scale`` matters where
-    the norm of its gradient is clipped, and with optimizers that are not scale-free.
+    Before ``policy_training_start_step`` only the critic trains. The critic has its own optimizer, so ``value_scale`` only has an effect
+    if its gradient norm is clipped, or if its optimizer is not scale-invariant.
 
-    Metrics: those of a policy gradient; value_loss; value_clipped, the share of tokens whose loss is the clipped one's;
-    value_error, mean |V - R|; and of the critic before the update explained_variance, 1 - var(R - V) / var(R), which is left
-    out where the returns do not vary (R leans on V itself unless ``lambda_value`` is 1), values_mean and returns_mean.
+    Metrics: those of a policy gradient; value_loss; value_clipped, the share of tokens for which the clipped loss is larger;
+    value_error, mean |V - R|; and, for the critic before the update, explained_variance, 1 - var(R - V) / var(R), which is left out if
+    the returns do not vary (R depends on V unless ``lambda_value`` is 1), values_mean and returns_mean.
     """
 
     advantage: Gae = Gae()
@@ -50,14 +50,14 @@ class PPO(PolicyGradient):
         if self.value_scale <= 0:
             yield f"value_scale is {self.value_scale}: the critic would learn nothing; set it above 0"
         if self.value_clip is not None and self.value_clip <= 0:
-            yield f"value_clip is {self.value_clip}: no value could move; set it above 0, or to null for no clipping"
+            yield f"value_clip is {self.value_clip}: the values could not change; set it above 0, or to null for no clipping"
 
     @property
     def requires(self) -> frozenset[str]:
         return super().requires | self.advantage.requires
 
     def token_rewards(self, batch: Batch) -> Tensor:
-        """What each token earned, [N] float64, with the KL term where it belongs in the reward."""
+        """Return the reward of each token, [N] float64, with the KL term if it is part of the reward."""
         kl = self.kl if self.kl is not None and self.kl.weight else None
         if kl is not None and kl.place == "reward":
             return at_the_ends(batch.rewards - kl.weight * kl.of_rollouts(batch), batch)
@@ -91,7 +91,7 @@ class PPO(PolicyGradient):
         }
 
     def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
-        """A critic learns from every rollout."""
+        """Return the rollouts without gradient, [S] bool; none for the critic, which learns from every rollout."""
         return super().idle(batch, learner) if learner == "policy" else torch.zeros(batch.num_sequences, dtype=torch.bool)
 
     def report(self, batch: Batch) -> dict[str, float]:

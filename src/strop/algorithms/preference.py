@@ -1,11 +1,11 @@
-"""What the losses over preference pairs share: log-probabilities of whole completions, an SFT term, metrics.
+"""Base classes of losses over preference pairs: log-probabilities of completions, an SFT term and metrics.
 
-A pair is a group of two rollouts, the chosen completion and the rejected one. A pair loss compares one number h for each:
+A pair is a group of two rollouts, the chosen and the rejected completion. A pair loss compares one number h of each:
 
-    h(y) = sum over the taught tokens of y of log pi(token) - log pi_ref(token)
-    loss = preference_weight x mean over pairs of compare(h(chosen), h(rejected)) + sft_weight x -log pi(chosen)
+    h(y) = sum over the loss tokens of y of log pi(token) - log pi_ref(token)
+    loss = preference_weight x mean over pairs of pair_loss(h(chosen), h(rejected)) + sft_weight x -log pi(chosen)
 
-``average_log_probs`` makes h the mean over those tokens; without a reference it is of log pi alone.
+With ``average_log_probs``, h is the mean over those tokens. Without a reference, h is computed from log pi only.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from strop.algorithms.pairs import mean_over_pairs, pair_credit, pairs
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
-SFT_WEIGHT = "sft_weight"  # a batch column, [N] float64: what a token's log-probability weighs in the SFT term
+SFT_WEIGHT = "sft_weight"  # a batch column, [N] float64: the weight of a token's log-probability in the SFT term
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairwisePreference(Algorithm):
-    """The base of losses over pairs. Both terms are means over the pairs of the optimizer step.
+    """Base class of losses over pairs. Both terms are means over the pairs of the optimizer step.
 
-    ``sft_aggregation``: -log pi(chosen) summed over a completion's tokens, or averaged over them (NeMo-RL's ``sft_average_log_probs``
-    false and true), or ``token_mean``, the mean over all chosen tokens of the step (TRL's loss type "sft" has that of a micro-batch).
+    ``sft_aggregation`` sequence_sum and sequence_mean sum or average -log pi(chosen) over a completion's tokens (NeMo-RL's
+    ``sft_average_log_probs`` false and true); token_mean averages over all chosen tokens of the step (TRL's loss type "sft" averages over
+    those of a micro-batch).
 
-    Metrics: loss; preference_loss; sft_loss where it has a weight; accuracy, the share of pairs with h(chosen) > h(rejected);
+    Metrics: loss; preference_loss; sft_loss if it has a weight; accuracy, the share of pairs with h(chosen) > h(rejected);
     rewards_chosen_mean, rewards_rejected_mean and margin, their difference, of the implicit reward beta h; logprobs_chosen and
-    logprobs_rejected, log pi of the completions, summed or averaged over tokens as h is.
+    logprobs_rejected, log pi of the completions, summed or averaged over tokens in the same way as h.
     """
 
     recorded: ClassVar[Literal["preferences"]] = "preferences"
@@ -49,24 +50,24 @@ class PairwisePreference(Algorithm):
     def __post_init__(self) -> None:
         if min(self.preference_weight, self.sft_weight) < 0 or not self.preference_weight + self.sft_weight:
             raise ValueError(
-                f"preference_weight is {self.preference_weight} and sft_weight {self.sft_weight}: neither may be negative, and without "
-                "one above 0 nothing is learned"
+                f"preference_weight is {self.preference_weight} and sft_weight {self.sft_weight}: neither may be negative, and "
+                "at least one must be above 0"
             )
 
     @abstractmethod
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """The loss of each pair, [P] float64, from h of its completions, [P] float64 each."""
+        """Return the loss of each pair, [P] float64, from h of its completions, [P] float64 each."""
 
     @property
     def reward_scale(self) -> float:
-        """What h is multiplied by to give the implicit reward that is logged."""
+        """The factor of h in the implicit reward that is logged."""
         return 1.0
 
     def advantages(self, group: Group) -> Tensor:
         return pair_credit(group)
 
     def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
-        """The SFT term's weights: how many tokens were chosen is known of the whole optimizer step only."""
+        """Add the weights of the SFT term, which depend on the number of chosen tokens of the whole optimizer step."""
         if not self.sft_weight:
             return batch
         chosen = batch.mask.double() * (batch.sequence % 2 == 0)
@@ -104,14 +105,14 @@ class PairwisePreference(Algorithm):
         return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss.item()}.items()}
 
     def _of_completions(self, values: Tensor, batch: Batch) -> Tensor:
-        """One number for each completion, [N] -> [P, 2] float64: sums over thousands of tokens leave float32 few digits."""
+        """Reduce to one number per completion, [N] -> [P, 2], in float64 because float32 sums over thousands of tokens are inaccurate."""
         reduce = sequence_mean if self.average_log_probs else sequence_sum
         return pairs(reduce(values.double(), batch), batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedPreference(PairwisePreference):
-    """Pair losses that measure against a reference policy. ``beta`` is the price of moving away from it: 0.05 in NeMo-RL, 0.1 in papers."""
+    """Base class of pair losses with a reference policy. ``beta`` is the cost of moving away from it: 0.05 in NeMo-RL, 0.1 in papers."""
 
     beta: float = 0.05
 
@@ -130,7 +131,7 @@ class ReferencedPreference(PairwisePreference):
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyPreference(ReferencedPreference):
-    """Pair losses that know how often a label is wrong: ``label_smoothing`` is the share of pairs whose completions are swapped."""
+    """Base class of pair losses for noisy labels: ``label_smoothing`` is the share of pairs whose label is wrong."""
 
     label_smoothing: float = 0.1
 
@@ -138,8 +139,8 @@ class NoisyPreference(ReferencedPreference):
         super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
-                f"label_smoothing is {self.label_smoothing}: it is the share of pairs whose label is wrong, at least 0 and below 0.5, "
-                "where labels say nothing"
+                f"label_smoothing is {self.label_smoothing}: it is the share of pairs with a wrong label; set it to at least 0 and below "
+                "0.5, at which labels contain no information"
             )
 
 

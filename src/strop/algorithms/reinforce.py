@@ -1,9 +1,9 @@
-"""REINFORCE (Williams, 1992): each token's log-probability, weighted by what its rollout earned. No ratio, no clip.
+"""REINFORCE (Williams, 1992): each token's log-probability, weighted by the credit of its rollout. No ratio, no clip.
 
-The gradient is that of the policy that sampled: where samples are older, or several optimizer steps are made of a batch, add a
-correction (``importance``, ``tis``), which weighs by learner before the update over sampler.
+The gradient assumes on-policy samples. With stale rollouts or several optimizer steps per batch, add a correction (``importance``,
+``tis``), which weighs tokens by the ratio of the learner before the update to the sampler.
 
-Metrics: probs_ratio and its maximum, of the policy to itself before the update, though the objective has no ratio.
+Metrics: probs_ratio and its maximum, of the policy to itself before the update, although the objective has no ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reinforce(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainReward(Advantage):
-    """R, or with ``batch_mean`` R minus the mean reward of all rollouts of the batch. Groups do not matter."""
+    """R, or with ``batch_mean`` R minus the mean reward of all rollouts of the batch. Groups have no effect."""
 
     smallest_group: ClassVar[int] = 1
     batch_mean: bool = False
@@ -47,7 +47,7 @@ class PlainReward(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCE(PolicyGradient):
-    """The reward as it is, summed over each rollout's tokens: the score function of whole rollouts."""
+    """The plain reward, sums over each rollout's tokens: the score function of whole rollouts."""
 
     advantage: Advantage = PlainReward()
     objective: Objective = Reinforce()

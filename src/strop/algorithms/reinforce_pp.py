@@ -1,8 +1,8 @@
-"""REINFORCE++ (arXiv 2501.03262): no baseline from a group; credit is whitened over all tokens of the batch.
+"""REINFORCE++ (arXiv 2501.03262): no group baseline; the credit is whitened over all tokens of the batch.
 
-A_t = R - beta x sum over later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch,
-then PPO's clip. Groups may be of one. Deviations are those of the population; verl and OpenRLHF take the same whitening over
-counted tokens.
+A_t = R - beta x sum over this and later tokens of log pi_sampler - log pi_reference, then (A - mean) / deviation over the whole batch,
+then PPO's clip. A group may be a single rollout. The standard deviation is that of the population; verl and OpenRLHF use the same
+whitening over counted tokens.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
 """
@@ -27,8 +27,9 @@ from strop.types import Batch
 class BatchWhitened(Advantage):
     """R, or with ``group_mean`` R - mean of its group, whitened over the counted tokens of the batch.
 
-    Subtracting the batch's mean gives a group that does not vary the same small credit throughout: with ``group_mean`` the mean
-    over rollouts is 0, but over tokens long ones count more. If nothing in the batch varies all credit is exactly 0.
+    All rollouts of a group that does not vary get the same small credit, because the batch's mean is subtracted: with ``group_mean``, the
+    mean over rollouts is 0, but the mean over tokens is not, because long rollouts count more. If nothing in the batch varies, all credit
+    is exactly 0.
     """
 
     group_mean: bool = False
@@ -46,7 +47,7 @@ class BatchWhitened(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP(PolicyGradient):
-    """Reward minus the KL terms to come, whitened over the batch, PPO's clip, the mean over all tokens of the batch."""
+    """Reward minus the KL terms of this and later tokens, whitened over the batch, PPO's clip, mean over all tokens of the batch."""
 
     advantage: Advantage = BatchWhitened()
     objective: Objective = Clip()

@@ -1,8 +1,8 @@
-"""REINFORCE++-baseline (arXiv 2501.03262): the group's mean is subtracted, what remains is whitened over the batch.
+"""REINFORCE++-baseline (arXiv 2501.03262): the group's mean is subtracted, and the result is whitened over the batch.
 
-A = R - m, then (A - mean) / deviation over all tokens of the batch, then PPO's clip. The KL term is k2 in the loss, whose
-gradient is that of the KL divergence on-policy. Against GRPO: the scale is the batch's, so that a group where rewards hardly
-differ is not blown up.
+A = R - m, then (A - mean) / deviation over all tokens of the batch, then PPO's clip. The KL term is k2 in the loss, which has the
+gradient of the KL divergence on-policy. In contrast to GRPO the scale is that of the batch, so that small differences between the
+rewards of a group are not amplified.
 
 Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum, kl_penalty.
 """

@@ -1,4 +1,4 @@
-"""Rollouts that the sampler and the learner see too differently are left out, or kept as they are."""
+"""Rejection of rollouts on which sampler and learner disagree too much. The other rollouts are not reweighted."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from strop.algorithms.parts import Correction, Mismatch
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection(Correction):
-    """1 for the tokens of the rollouts that are kept, 0 for the others, which still count in the totals a loss is divided by.
+    """Weight 1 for tokens of kept rollouts and 0 for the others, which still count in the denominators of the loss.
 
-    Logged: ``<name>_cut``, the share of tokens dropped, and what was compared with the bounds.
+    Logs ``<name>_cut``, the share of dropped tokens, and the measure that is compared with the bounds.
     """
 
     reweights: ClassVar[bool] = False
-    measures: ClassVar[str]  # what ``measure`` is called in the log
+    measures: ClassVar[str]  # name of the measure in the logged metrics
 
     @abstractmethod
     def measure(self, mismatch: Mismatch) -> Tensor:
-        """What is compared with the bounds, of each token's rollout, [N] float64."""
+        """Return the measure of each token's rollout that is compared with the bounds, [N] float64."""
 
     @abstractmethod
     def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
-        """Whether each token's rollout is kept, [N] bool."""
+        """Return whether each token's rollout is kept, [N] bool."""
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
         measured = self.measure(mismatch)
@@ -40,9 +40,9 @@ class Rejection(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class GeometricRejection(Rejection):
-    """Keeps rollouts with low <= exp(mean log w) <= high: a bound that does not tighten with length ("When speed kills stability", 2025).
+    """Keeps rollouts with low <= exp(mean log w) <= high, independent of their length ("When speed kills stability", 2025).
 
-    Logged: ``geometric_rejection_cut``, ``geometric_rejection_ratio``.
+    Logs ``geometric_rejection_cut`` and ``geometric_rejection_ratio``.
     """
 
     name: ClassVar[str] = "geometric_rejection"
@@ -62,9 +62,9 @@ class GeometricRejection(Rejection):
 
 @dataclass(frozen=True, kw_only=True)
 class K3Rejection(Rejection):
-    """Keeps rollouts whose mean of w - log w - 1, an estimate of KL(mu || pi_o) that is never negative, is at most ``cap`` nats.
+    """Keeps rollouts with a mean of w - log w - 1, a non-negative estimate of KL(mu || pi_o), of at most ``cap`` nats.
 
-    Logged: ``k3_rejection_cut``, ``k3_rejection_divergence``.
+    Logs ``k3_rejection_cut`` and ``k3_rejection_divergence``.
     """
 
     name: ClassVar[str] = "k3_rejection"
@@ -75,7 +75,7 @@ class K3Rejection(Rejection):
         if self.cap <= 0:
             raise ValueError(
                 f"cap is {self.cap}: w - log w - 1 is 0 only where sampler and learner agree to the last bit, so every other rollout would "
-                "be dropped; set for instance 0.01"
+                "be dropped; set for example 0.01"
             )
 
     def measure(self, mismatch: Mismatch) -> Tensor:

@@ -1,7 +1,7 @@
 """ReMax (arXiv 2310.10505): REINFORCE with the reward of the greedy response as baseline.
 
-One more rollout for each prompt, sampled greedily and not trained on. One sampled rollout a prompt suffices. verl's ``remax``
-is this credit under PPO's loss.
+Each prompt gets one more rollout that is sampled greedily and not trained on. One sampled rollout per prompt is enough. verl's ``remax``
+is this credit with PPO's loss.
 
 Metrics: probs_ratio and its maximum.
 """
@@ -22,15 +22,15 @@ from strop.algorithms.reinforce import Reinforce
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyBaseline(Advantage):
-    """R - R(greedy); exactly 0 where they differ by no more than rounding."""
+    """R - R(greedy); exactly 0 if they differ by rounding errors only."""
 
     greedy_baseline: ClassVar[bool] = True
     smallest_group: ClassVar[int] = 1
 
     def relative(self, group: GroupRewards) -> Tensor:
-        """Raises ValueError if the group has no greedy rollout."""
+        """Return the credit of each rollout, [G]. Raises ValueError if the group has no greedy rollout."""
         if group.greedy is None:
-            raise ValueError("the credit is measured against a greedy rollout, and this group has none")
+            raise ValueError("the credit needs a greedy rollout as baseline, but this group has none")
         greedy = torch.full_like(group.rewards, group.greedy)
         difference = group.rewards - greedy
         rounding = RESIDUE * torch.maximum(group.rewards.abs(), greedy.abs())

@@ -1,4 +1,4 @@
-"""Reward models: a score for a whole rollout, learned from preference pairs or from given scores."""
+"""Training of reward models, which score whole rollouts, on preference pairs or on given scores."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Algorithm):
-    """bradley_terry: -log sigmoid(r(chosen) - r(rejected) - margin) + centering (r(chosen) + r(rejected))^2, the mean over pairs.
-    regression: (r - reward)^2, the mean over rollouts of groups of any size.
+    """bradley_terry: -log sigmoid(r(chosen) - r(rejected) - margin) + centering (r(chosen) + r(rejected))^2, mean over pairs.
+    regression: (r - reward)^2, mean over rollouts of groups of any size.
 
-    ``use_margin``: the margin is the difference of the pair's rewards, as in Llama 2 (arXiv 2307.09288); else 0. ``centering`` keeps scores
-    around 0, which the difference alone does not (2312.09244; 0.01 there). r is the score at the rollout's last token.
+    r is the score at the rollout's last token. With ``use_margin``, the margin is the difference of the pair's rewards, as in Llama 2
+    (arXiv 2307.09288); else it is 0. ``centering`` keeps scores around 0, which the difference alone does not (2312.09244 uses 0.01).
 
-    Metrics: loss; scores_mean and scores_mean_square, over rollouts (the square of their deviation is the latter minus the square of the
-    former); and of pairs accuracy, the share with r(chosen) > r(rejected), margin, the mean of r(chosen) - r(rejected),
-    scores_chosen_mean and scores_rejected_mean.
+    Metrics: loss; scores_mean and scores_mean_square, over rollouts (their variance is the latter minus the square of the former); and for
+    pairs accuracy, the share with r(chosen) > r(rejected), margin, the mean of r(chosen) - r(rejected), scores_chosen_mean and
+    scores_rejected_mean.
     """
 
     recorded: ClassVar[Literal["preferences"]] = "preferences"
@@ -41,7 +41,7 @@ class RewardModel(Algorithm):
         if self.centering < 0:
             raise ValueError(f"centering is {self.centering}: a negative weight drives scores away from 0; set 0 for none")
         if self.kind == "regression" and (self.use_margin or self.centering):
-            raise ValueError("use_margin and centering are about pairs, and kind regression fits scores one by one: unset them")
+            raise ValueError("use_margin and centering apply to pairs, but kind regression fits single scores: unset them")
 
     def advantages(self, group: Group) -> Tensor:
         if self.kind == "bradley_terry":
@@ -52,7 +52,7 @@ class RewardModel(Algorithm):
         scores = outputs.values.double()
         if len(scores) != batch.num_sequences:
             raise ValueError(
-                f"there are {len(scores)} scores of {batch.num_sequences} rollouts; a reward model gives one for each"
+                f"found {len(scores)} scores for {batch.num_sequences} rollouts, but a reward model must return one score per rollout"
             )
         loss, logged = self._of_pairs(scores, batch) if self.kind == "bradley_terry" else self._of_rollouts(scores, batch)
         seen = scores.detach() / max(batch.totals.sequences, 1)

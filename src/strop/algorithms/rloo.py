@@ -1,10 +1,10 @@
-"""RLOO (arXiv 2402.14740): REINFORCE on whole rollouts, each compared with the others of its group.
+"""RLOO (arXiv 2402.14740): REINFORCE on whole rollouts, each relative to the other rollouts of its group.
 
-G / (G - 1) times the mean-centred reward. A rollout is one action: its log-probability is the sum over its tokens. The paper
-takes the KL term into the reward (``kl`` with place reward, estimator k1); none is set here. TRL's RLOO trainer clips a ratio
-of whole rollouts instead, and verl's uses PPO's loss per token.
+The credit is G / (G - 1) times the mean-centered reward. A rollout is one action: its log-probability is the sum over its tokens. The
+paper includes the KL term in the reward (``kl`` with place reward, estimator k1); by default there is none here. TRL's RLOO trainer clips
+a ratio of whole rollouts instead, and verl's uses PPO's loss per token.
 
-Metrics: probs_ratio and its maximum; kl_penalty where there is one.
+Metrics: probs_ratio and its maximum; kl_penalty if the KL term has a weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.algorithms.reinforce import Reinforce
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOut(Advantage):
-    """R - mean of the group's other rewards; exactly 0 where the group does not vary."""
+    """R - mean of the group's other rewards; exactly 0 if the group does not vary."""
 
     def relative(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, leave_one_out=True, normalize=False)

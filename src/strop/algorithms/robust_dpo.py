@@ -14,7 +14,7 @@ from strop.algorithms.preference import NoisyPreference
 class RobustDPO(NoisyPreference):
     """(-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e), with d = h(chosen) - h(rejected), e = ``label_smoothing``.
 
-    The loss has no lower bound: it falls linearly in d.
+    The loss has no lower bound: it decreases linearly for large d.
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

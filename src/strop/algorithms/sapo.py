@@ -1,6 +1,6 @@
-"""SAPO (arXiv 2511.20347): a smooth gate in place of the clip, steeper where the advantage is negative.
+"""SAPO (arXiv 2511.20347): a smooth gate instead of the clip, steeper for negative advantages.
 
-Metrics: sapo_gate, the factor on each token's gradient beside its ratio (1 at ratio 1); probs_ratio and its maximum.
+Metrics: sapo_gate, the factor of each token's gradient in addition to its ratio (1 at ratio 1); probs_ratio and its maximum.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class SoftGate(Objective):
-    """(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A. On-policy its gradient is A grad log pi."""
+    """(4 / tau) sigmoid(tau (ratio - 1)) A, with tau by the sign of A. On-policy its gradient is A grad log pi."""
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
         if min(self.tau_positive, self.tau_negative) <= 0:
-            raise ValueError(f"the temperatures are {self.tau_positive} and {self.tau_negative}; both must be above 0")
+            raise ValueError(f"tau_positive is {self.tau_positive} and tau_negative {self.tau_negative}; both must be above 0")
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = tokens.ratio
@@ -36,7 +36,7 @@ class SoftGate(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyGradient):
-    """GRPO's advantage, a soft gate on the ratio, the mean over rollouts of their means."""
+    """GRPO's advantage, a soft gate on the ratio, mean over rollouts of their means."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = SoftGate()

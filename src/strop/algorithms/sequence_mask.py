@@ -1,4 +1,4 @@
-"""Rejection of rollouts and importance sampling of the tokens of those that are kept, in one correction."""
+"""Rejection of rollouts combined with importance sampling of the tokens of kept rollouts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from strop.algorithms.parts import Correction, Mismatch
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMaskTis(Correction):
-    """w per token, at most ``cap`` where that is set, in rollouts with low <= exp(mean log w) <= high; 0 in the others.
+    """w per token, at most ``cap`` if set, in rollouts with low <= exp(mean log w) <= high; 0 in the others.
 
-    From "When speed kills stability" (2025), whose band is the default. What is dropped still counts in the totals a loss is divided by.
-    Logged: ``sequence_mask_tis_weight``, ``sequence_mask_tis_cut``, the share of tokens in dropped rollouts,
-    ``sequence_mask_tis_ratio``, the geometric means, and with a cap ``sequence_mask_tis_capped``, the share of tokens above it.
+    From "When speed kills stability" (2025), with its bounds as default. Dropped tokens still count in the denominators of the loss.
+    Logs ``sequence_mask_tis_weight``, ``sequence_mask_tis_cut``, the share of tokens in dropped rollouts, ``sequence_mask_tis_ratio``,
+    the geometric means, and with a cap ``sequence_mask_tis_capped``, the share of tokens above it.
     """
 
     low: float = 0.999
@@ -28,7 +28,7 @@ class SequenceMaskTis(Correction):
     def __post_init__(self) -> None:
         refuse_empty_range(self.low, self.high, "the geometric mean of w")
         if self.cap is not None and self.cap <= 0:
-            raise ValueError(f"cap is {self.cap}: every weight would be 0 or negative; set it above 0, or null for none")
+            raise ValueError(f"cap is {self.cap}: every weight would be 0 or negative; set it above 0, or to null for no cap")
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = mismatch.log_ratio.dtype

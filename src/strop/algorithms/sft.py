@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-probability of what the data says, and Dynamic Fine-Tuning (arXiv 2508.05629)."""
+"""Supervised fine-tuning: the negative log-likelihood of the data, and Dynamic Fine-Tuning (arXiv 2508.05629)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(Algorithm):
-    """-log pi(token) over the taught tokens; with ``dft`` each is weighted by stop_gradient(pi(token)).
+    """-log pi(token) over the loss tokens; with ``dft``, each is weighted by stop_gradient(pi(token)).
 
-    The cross-entropy weighs a token's gradient by 1 / pi(token), which unlikely tokens dominate; DFT takes that factor out.
-    ``token_mean`` is the mean over all taught tokens of the optimizer step, whatever the micro-batches; ``sequence_mean`` the mean over
-    examples of their own means, so that a short answer counts as much as a long one.
+    Cross-entropy weighs a token's gradient by 1 / pi(token), so that unlikely tokens dominate; DFT removes that factor. ``aggregation``
+    token_mean averages over all loss tokens of the optimizer step, independent of the micro-batches; sequence_mean averages over examples,
+    so that a short answer counts as much as a long one.
 
-    Metrics: loss; nll, the mean negative log-probability of a taught token in nats, which is the loss unless ``dft`` or
-    ``sequence_mean``.
+    Metrics: loss; nll, the mean negative log-probability of a loss token in nats, which equals the loss without ``dft`` and with
+    token_mean.
     """
 
     recorded: ClassVar[Literal["conversations"]] = "conversations"

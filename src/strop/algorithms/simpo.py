@@ -1,4 +1,4 @@
-"""Simple Preference Optimization (arXiv 2405.14734): the reward is the mean log-probability, and there is no reference."""
+"""Simple Preference Optimization (arXiv 2405.14734): the reward is the mean log-probability, without a reference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from strop.algorithms.preference import PairwisePreference, require_positive
 class SimPO(PairwisePreference):
     """-log sigmoid(beta (h(chosen) - h(rejected)) - gamma), with h the mean log pi of a completion's tokens.
 
-    ``gamma`` is the paper's: the margin of the scaled rewards. TRL's CPOTrainer has the same (simpo_gamma) with beta 0.1 by default, where
-    the paper has 2 to 2.5.
+    ``gamma`` is the margin of the scaled rewards, as in the paper. TRL's CPOTrainer has the same option (simpo_gamma), but its default
+    beta is 0.1, while the paper uses 2 to 2.5.
     """
 
     beta: float = 2.0
@@ -26,7 +26,7 @@ class SimPO(PairwisePreference):
         super().__post_init__()
         require_positive("beta", self.beta)
         if self.gamma < 0:
-            raise ValueError(f"gamma is {self.gamma}: the margin by which a chosen completion is to win must not be negative")
+            raise ValueError(f"gamma is {self.gamma}: the margin between chosen and rejected completion must not be negative")
 
     @property
     def reward_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""The hinge loss of SLiC-HF (arXiv 2305.10425) on DPO's implicit reward, as normalised by RSO (2309.06657); TRL's "hinge"."""
+"""The hinge loss of SLiC-HF (arXiv 2305.10425) on DPO's implicit reward, as normalized by RSO (2309.06657); TRL's "hinge"."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from strop.algorithms.preference import ReferencedPreference
 
 @dataclass(frozen=True, kw_only=True)
 class SLiC(ReferencedPreference):
-    """max(0, 1 - beta (h(chosen) - h(rejected))). A pair that is apart by 1 / beta has no gradient.
+    """max(0, 1 - beta (h(chosen) - h(rejected))). A pair with a gap of at least 1 / beta has no gradient.
 
-    SLiC-HF itself has no reference and adds an SFT term (``sft_weight``).
+    The original SLiC-HF has no reference and adds an SFT term (``sft_weight``).
     """
 
     def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Only the tokens where the policy is undecided are trained on (80/20, arXiv 2506.01939)."""
+"""Training on the tokens with the largest entropy only (80/20, arXiv 2506.01939)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from strop.algorithms.parts import PolicyTokens, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TopEntropy(Selection):
-    """The ``share`` of counted tokens with the largest entropy over the whole optimizer step, at least one; ties with the last
-    too.
+    """Selects the ``share`` of counted tokens with the largest entropy over the whole optimizer step, at least one, and all tokens that tie
+    with the last of them.
 
-    The others count in every total, as in the paper. TRL takes the quantile over each micro-batch. Logged: tokens_selected.
+    The others still count in every total, as in the paper. TRL computes the quantile over each micro-batch. Logs tokens_selected.
     """
 
     share: float = 0.2
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError(f"a share of {self.share} of the tokens is to be trained on; it must lie in (0, 1]")
+            raise ValueError(f"share is {self.share}: the share of tokens to train on must lie in (0, 1]")
 
     def choose(self, tokens: PolicyTokens) -> Tensor:
         counted = tokens.batch.mask > 0

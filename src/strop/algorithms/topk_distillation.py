@@ -1,4 +1,4 @@
-"""Distillation on the teacher's most likely tokens (GKD, arXiv 2306.13649): the divergence itself instead of a sample of it."""
+"""Distillation on the teacher's most likely tokens (GKD, arXiv 2306.13649): the divergence instead of a sample of it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,32 @@ from strop.metrics import Metrics
 from strop.types import Batch, Group
 
 TEACHER_CANDIDATES = "teacher_candidates"  # a batch column, [N, K]: the teacher's log-probabilities of the tokens in CANDIDATES
-LOG_ZERO = -100.0  # nats: what a token without probability has, so that no divergence is infinite
-LEAST_REST = 1e-7  # a sum of float32 probabilities does not know what is left of 1 better than that
+LOG_ZERO = -100.0  # nats: the log-probability of an impossible token, so that no divergence is infinite
+LEAST_REST = 1e-7  # the accuracy of 1 minus a sum of float32 probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKDistillation(Algorithm):
-    """The mean over tokens of a divergence between teacher p and student q at each place where the student sampled.
+    """The mean over sampled tokens of a divergence between teacher p and student q.
 
-    forward: KL(p || q), which covers what the teacher does. reverse: KL(q || p), which leaves what it would not. mixed:
-    ``mixed_kl_weight`` x forward + the rest x reverse. jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q,
-    the generalised Jensen-Shannon divergence; over beta it tends to forward as beta tends to 0, over 1 - beta to reverse as
-    beta tends to 1.
+    ``kl_type`` forward is KL(p || q), which is mass-covering; reverse is KL(q || p), which is mode-seeking; mixed is ``mixed_kl_weight`` x
+    forward + (1 - ``mixed_kl_weight``) x reverse; jsd is beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, the
+    generalized Jensen-Shannon divergence. Divided by beta it tends to forward for beta to 0, and divided by 1 - beta to reverse for beta
+    to 1.
 
-    Both are known on the teacher's K tokens only. ``outside`` says what becomes of the others: bucket makes them one more
-    event, whose probability is what the K leave of 1, so that the divergence is a lower bound of the whole one and a student
-    is held back from tokens the teacher would not choose. renormalise divides both by their mass on the K, and is blind to
-    what the student does elsewhere. NeMo-RL's zero_outside_topk=false is renormalise. Its true is bucket's relative: there
-    the teacher is renormalised on the K and gives each other token exp(-100), where bucket leaves the teacher the mass it has
-    outside.
+    p and q are only known for the teacher's K tokens. ``outside`` bucket combines the other tokens into one more event with the remaining
+    probability, so that the divergence is a lower bound of the full one and the student is pushed away from tokens that the teacher would
+    not choose. renormalise divides both by their probability mass on the K tokens, and ignores what the student does elsewhere. It is
+    NeMo-RL's zero_outside_topk=false. NeMo-RL's true is similar to bucket: it renormalizes the teacher on the K tokens and gives every
+    other token exp(-100), while bucket keeps the teacher's mass outside the K tokens.
 
-    Gradients go through the student's log-probabilities of the candidates, at the temperature and under the filters it
-    samples with. The teacher should be at the same temperature, and neither filtered: what a filter removed from the student
-    cannot be taught. Nothing corrects for staleness: the divergence is the current student's, at places that an older one
-    came to.
+    The gradient goes through the student's log-probabilities of the candidates, with the student's sampling temperature and filters.
+    The teacher should use the same temperature, and both should be unfiltered, because the student cannot learn tokens that a filter
+    removes. There is no correction for staleness: the divergence is that of the current student, on rollouts that an older one sampled.
 
-    The column TEACHER_CANDIDATES comes together with CANDIDATES from one source (``strop.training.torch.teachers.TeacherTopK``).
+    The columns TEACHER_CANDIDATES and CANDIDATES come from the same source (``strop.training.torch.teachers.TeacherTopK``).
 
-    Metrics: loss; kl_forward and kl_reverse, whatever is trained; teacher_mass and student_mass, the probability of the
-    candidates.
+    Metrics: loss; kl_forward and kl_reverse, for every ``kl_type``; teacher_mass and student_mass, the probability mass of the candidates.
     """
 
     kl_type: Literal["forward", "reverse", "mixed", "jsd"] = "reverse"
@@ -61,14 +58,14 @@ class TopKDistillation(Algorithm):
 
     def problems(self, plan: Plan) -> Iterator[str]:
         if not 0 <= self.mixed_kl_weight <= 1:
-            yield f"mixed_kl_weight is {self.mixed_kl_weight}: it is the forward KL's share; set it in [0, 1]"
+            yield f"mixed_kl_weight is {self.mixed_kl_weight}: it is the weight of the forward KL; set it in [0, 1]"
         if self.kl_type == "jsd" and not 0 < self.beta < 1:
             yield f"beta is {self.beta}, where the divergence is 0; set it between 0 and 1, or kl_type forward or reverse"
         if self.aggregation == "constant_length" and not self.constant_length:
             yield "aggregation constant_length divides by constant_length, which is null; set it, for instance to max_new_tokens"
 
     def advantages(self, group: Group) -> Tensor:
-        """Zeros: rewards are logged and not learned from."""
+        """Return zeros, because rewards are only logged."""
         return torch.zeros(len(group.rollouts), dtype=torch.float64)
 
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -91,7 +88,7 @@ class TopKDistillation(Algorithm):
         }
 
     def divergence(self, p: Tensor, q: Tensor) -> Tensor:
-        """From log-probabilities of the same events by teacher and student, [N, events] each, to [N]."""
+        """Compute the divergence, [N], from log-probabilities of the same events by teacher and student, [N, events] each."""
         match self.kl_type:
             case "forward":
                 return divergence(p, q)
@@ -105,13 +102,13 @@ class TopKDistillation(Algorithm):
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) from log-probabilities, [N, events] -> [N]."""
+    """Compute KL(p || q) from log-probabilities, [N, events] -> [N]."""
     return (p.exp() * (p - q)).sum(-1)
 
 
 def events(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
-    """Log-probabilities of K tokens, [N, K] -> those of a distribution: [N, K] renormalised, or [N, K + 1] with the rest as
-    an event.
+    """Turn log-probabilities of K tokens [N, K] into a distribution: renormalized, [N, K], or with the other tokens as one event,
+    [N, K + 1].
     """
     logs = logs.clamp(min=LOG_ZERO)
     mass = logs.logsumexp(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): what did well is imitated, what did badly unlearned only as far as the policy
-would still write it.
+"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): good rollouts are imitated; bad rollouts are unlearned only as far as the
+policy would still sample them.
 
-Metrics: topr_weight, the mean weight of tokens; topr_tapered, the share of tokens with A < 0 whose rollout's ratio is below the cap.
+Metrics: topr_weight, the mean weight of tokens; topr_tapered, the share of tokens with A < 0 in rollouts with a ratio below the cap.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from strop.algorithms.policy_gradient import PolicyGradient
 
 @dataclass(frozen=True, kw_only=True)
 class Tapered(Objective):
-    """A log pi where A >= 0; sg(min(r, cap)) A log pi where A < 0, with r = prod over a rollout of pi / mu.
+    """A log pi for A >= 0, and stop_gradient(min(r, cap)) A log pi for A < 0, with r = product over the rollout of pi / mu.
 
-    mu is the sampler's policy, whatever its age: there is no proximal policy and no clip. A rollout the policy has unlearned has r near 0
-    and is left alone, which is what keeps the policy from falling apart far from mu.
+    mu is the sampling policy, of any age: there is no proximal policy and no clip. A rollout that the policy has unlearned has r near 0
+    and almost no gradient, which keeps the policy stable far from mu.
     """
 
     sequence_level: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Tapered(Objective):
     def __post_init__(self) -> None:
         if self.cap <= 0:
             raise ValueError(
-                f"cap is {self.cap}: rollouts that did badly would have no weight; set it above 0, 1 as in the paper"
+                f"cap is {self.cap}: rollouts with a negative advantage would have no weight; set it above 0 (1 in the paper)"
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,7 +48,7 @@ class Tapered(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class TOPR(PolicyGradient):
-    """Rewards minus their group's mean, and the log-probability of a rollout as the sum over its tokens."""
+    """The group's mean as baseline, tapered weights, sums over rollouts."""
 
     advantage: Advantage = GroupRelative(normalize=False)
     objective: Objective = Tapered()

@@ -1,4 +1,4 @@
-"""Truncated importance sampling (Ionides, 2008): the ratio of learner to sampler, cut off where its variance would hurt."""
+"""Truncated importance sampling (Ionides, 2008): the ratio of learner to sampler, clamped to bound its variance."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from strop.algorithms.parts import Correction, Mismatch
 class Tis(Correction):
     """max(floor, min(w, cap)), w per token (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025).
 
-    ``level`` sequence: w is the product over the rollout, for each of its tokens. Logged: ``tis_weight``, and ``tis_cut``, the share of
-    tokens whose w lay outside the bounds.
+    With ``level`` sequence, w of each token is the product over its rollout. Logs ``tis_weight``, and ``tis_cut``, the share of tokens
+    with w outside the bounds.
     """
 
     cap: float = 2.0
@@ -26,8 +26,8 @@ class Tis(Correction):
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= self.cap or self.cap == 0:
             raise ValueError(
-                f"w is bounded to [{self.floor}, {self.cap}]: the floor must not be negative nor above the cap, and the cap must be "
-                "above 0; set for instance cap 2.0 and floor 0"
+                f"w is clamped to [{self.floor}, {self.cap}]: the floor must not be negative or above the cap, and the cap must be "
+                "above 0; set for example cap 2.0 and floor 0"
             )
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:

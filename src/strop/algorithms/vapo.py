@@ -12,12 +12,12 @@ from strop.algorithms.ppo import PPO
 
 @dataclass(frozen=True, kw_only=True)
 class VAPO(PPO):
-    """The critic's targets are plain returns (lambda 1), the policy's lambda is 1 - 1 / (0.05 l) for a rollout of l tokens,
-    the clip is DAPO's, correct rollouts are also imitated with weight 0.1, and the critic trains alone for 50 steps.
+    """PPO with plain returns (lambda 1) as the critic's targets, a policy lambda of 1 - 1 / (0.05 l) for a rollout of l tokens, DAPO's
+    clip, a log-likelihood term of weight 0.1 on correct rollouts, and 50 steps in which only the critic trains.
 
-    A rollout of at most 20 tokens has lambda 0. Correct is a reward above 0. The paper begins with a critic that was a reward
-    model and samples 16 rollouts a prompt; both are the run's to set. It does not say whether advantages are whitened; here
-    they are, as PPO's.
+    A rollout of at most 20 tokens has lambda 0. A rollout with a reward above 0 is correct. The paper initializes the critic from a reward
+    model and samples 16 rollouts per prompt; set both in the run's configuration. The paper does not say whether advantages are whitened;
+    here they are, as in PPO.
 
     Metrics: PPO's.
     """

@@ -1,6 +1,6 @@
-"""VESPO (arXiv 2602.10693): whole rollouts weighed by a smooth function of their ratio to the sampler.
+"""VESPO (arXiv 2602.10693): weighs whole rollouts by a smooth function of their ratio to the sampler.
 
-Metrics: rollout_weight, phi(w) by tokens; probs_ratio and its maximum, the products w.
+Metrics: rollout_weight, the mean of phi(w) over tokens; probs_ratio and its maximum, of the products w.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class GammaWeight(Objective):
     """stop_gradient(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), w = product over the rollout of pi / mu.
 
-    phi(1) = 1, and phi falls to 0 on both sides of k / lambda. k and lambda differ by the sign of A; the defaults are the
-    authors'. The product is not normalised by length. The authors multiply the ratio to the learner before the update by a
-    bounded correction; here w is taken to the sampler at once, which is the same where that bound does not act.
+    phi(1) = 1, and phi falls to 0 on both sides of k / lambda. k and lambda depend on the sign of A; the defaults are the authors'. The
+    product is not normalized by length. The authors multiply the ratio to the learner before the update by a bounded correction; here w is
+    directly relative to the sampler, which is the same while that bound is not reached.
     """
 
     own_correction: ClassVar[bool] = True
@@ -36,9 +36,9 @@ class GammaWeight(Objective):
     def __post_init__(self) -> None:
         if min(self.k_positive, self.k_negative) < 0 or min(self.lambda_positive, self.lambda_negative) <= 0:
             raise ValueError(
-                f"k is {self.k_positive} and {self.k_negative}, lambda {self.lambda_positive} and {self.lambda_negative}: "
-                "with a negative k or a lambda of 0 or less the weight of an unlikely or a likely rollout has no bound; set "
-                "k >= 0 and lambda > 0"
+                f"k is {self.k_positive} and {self.k_negative}, lambda {self.lambda_positive} and {self.lambda_negative}: with a negative "
+                "k the weight of an unlikely rollout has no bound, and with a lambda of 0 or less that of a likely one; set k >= 0 and "
+                "lambda > 0"
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -53,7 +53,7 @@ class GammaWeight(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class VESPO(PolicyGradient):
-    """GRPO's advantage, gamma weights of whole rollouts, the mean over all tokens of the batch."""
+    """GRPO's advantage, gamma weights of whole rollouts, mean over all tokens of the batch."""
 
     advantage: Advantage = GroupRelative()
     objective: Objective = GammaWeight()

@@ -1,4 +1,4 @@
-"""From a configuration to a running system: the only place that knows every part."""
+"""Build a running system from a configuration. The only package that knows all others."""
 
 from strop.assembly.describe import describe
 from strop.assembly.evaluation import run_evaluation

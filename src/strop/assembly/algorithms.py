@@ -1,4 +1,4 @@
-"""From a configuration to an algorithm: its name, its parts, and the flat keys that set fields of parts."""
+"""Build an algorithm from a configuration: its name, its parts, and the flat keys that set fields of parts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from strop.environments.registry import import_attribute
 
 @dataclass(frozen=True)
 class Setting:
-    """One flat key of a configuration: what it is called there, the field of the algorithm (``part.field``) it sets, and the value."""
+    """A flat key of a configuration and the field of the algorithm that it sets."""
 
-    key: str
-    field: str
+    key: str  # as written in the configuration
+    field: str  # of the algorithm, or ``part.field``
     value: Any
 
 
 def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Setting] = ()) -> Algorithm:
-    """The algorithm called ``name`` with its own defaults, then ``kwargs``, then what flat keys set.
+    """Make the algorithm called ``name``: its own defaults, overridden by ``kwargs``, then by ``settings``.
 
-    Raises ValueError for a name that leads nowhere, an option that the algorithm or its part does not have, and a value of another type.
+    Raises ValueError for an unknown name, for an option that neither the algorithm nor its part has, and for a value of the wrong type.
     """
     kind = find_algorithm(name)
     known = {item.name: item for item in fields(kind) if item.init}
@@ -52,28 +52,29 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Sett
         else:
             algorithm = _applied(algorithm, setting, name)
     if unread:
-        warnings.warn(f"algorithm.name: {name} has no use for {', '.join(unread)}, which change nothing", stacklevel=2)
+        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unread)}; these keys have no effect", stacklevel=2)
     return algorithm
 
 
 def find_algorithm(name: str) -> type[Algorithm]:
-    """By the name of its file in strop.algorithms, or as module:Class. Raises ValueError."""
+    """Return the algorithm class for a file name in ``strop.algorithms`` or for ``module:Class``. Raises ValueError."""
     kind = import_attribute(name) if ":" in name else algorithms().get(name)
     if kind is None:
         raise ValueError(
             f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{nearest(name, algorithms())}"
         )
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
-        raise ValueError(f"algorithm.name: {name!r} is no class of algorithm (strop.algorithms.base.Algorithm)")
+        raise ValueError(f"algorithm.name: {name!r} is not a subclass of strop.algorithms.base.Algorithm")
     if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which an algorithm must")
+        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which every algorithm must define")
     if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
         raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
     return kind
 
 
 def outline(name: str, algorithm: Algorithm) -> str:
-    """An algorithm and its parts on one line: every option of a part, and the algorithm's own where they are not the default."""
+    """Format an algorithm and its parts on one line: all options of each part, and the algorithm's own options that differ from their
+    defaults."""
     shown = []
     for item in fields(algorithm):
         value = getattr(algorithm, item.name)
@@ -94,18 +95,18 @@ def _outlined(part: Part | Kl) -> str:
     return f"{kind}({options})" if options else kind
 
 
-LEARNS_FROM: Mapping[str, str] = {  # kinds of run, by what an algorithm needs of them
+LEARNS_FROM: Mapping[str, str] = {  # section -> what algorithms of this kind of run learn from
     "grpo": "learns from the rewards of rollouts",
     "ppo": "learns from rollouts with a critic",
     "distillation": "learns from rollouts with a teacher",
     "sft": "learns from recorded conversations",
-    "dpo": "learns from recorded preferences or verdicts",
+    "dpo": "learns from recorded preferences, paired or unpaired",
     "rm": "scores whole rollouts, as a reward model does",
 }
 
 
 def section_of(algorithm: Algorithm) -> str:
-    """The kind of run that has what an algorithm needs."""
+    """Return the section of the configuration (the kind of run) that provides what an algorithm needs."""
     if algorithm.recorded:
         return "rm" if algorithm.places == "ends" else "sft" if algorithm.recorded == "conversations" else "dpo"
     if VALUES in algorithm.requires:
@@ -114,22 +115,24 @@ def section_of(algorithm: Algorithm) -> str:
 
 
 def refuse_other_run(name: str, algorithm: Algorithm, section: str) -> None:
-    """Raises ValueError for an algorithm that belongs to another kind of run."""
+    """Raise ValueError if an algorithm belongs to another kind of run."""
     if (wanted := section_of(algorithm)) != section:
         raise ValueError(
-            f"algorithm.name: {name} {LEARNS_FROM[wanted]}: that is strop {wanted}, and an algorithm of strop {section} "
+            f"algorithm.name: {name} {LEARNS_FROM[wanted]}, so it belongs to strop {wanted}; an algorithm of strop {section} "
             f"{LEARNS_FROM[section]}. Choose another algorithm, or run strop {wanted}"
         )
 
 
 def refuse_nonsense(algorithm: Algorithm, plan: Plan) -> None:
-    """Raises ValueError with everything that speaks against this algorithm in this run."""
+    """Raise ValueError with every problem that the algorithm finds in the plan of the run."""
     if found := list(algorithm.problems(plan)):
         raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(found))
 
 
 def build(annotation: Any, value: Any, where: str, field: Field[Any] | None = None) -> Any:
-    """A value of YAML as its field's type: a part as ``name`` or ``{name: .., option: ..}``, several in a list. Raises ValueError."""
+    """Convert a YAML value to the type of its field. A part is ``name`` or ``{name: .., option: ..}``; several parts are a list.
+
+    Raises ValueError."""
     base, several = _part_type(annotation)
     if base is None:
         return _checked(annotation, value, where)
@@ -141,7 +144,7 @@ def build(annotation: Any, value: Any, where: str, field: Field[Any] | None = No
 
 
 def _part(base: type, value: Any, where: str, default: Any = None) -> Any:
-    """One part. Without a name it is the field's default one with other options."""
+    """Make a part. Without a name, make the field's default part with other options."""
     options = {"name": value} if isinstance(value, str) else value
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
@@ -156,7 +159,9 @@ def _part(base: type, value: Any, where: str, default: Any = None) -> Any:
 
 
 def _options(kind: type, options: Mapping[str, Any], where: str, *, complete: bool = True) -> dict[str, Any]:
-    """The options of a part as its fields' types; ``complete``: those without a default must be among them. Raises ValueError."""
+    """Convert the options of a part to the types of its fields. ``complete``: all options without a default are required.
+
+    Raises ValueError."""
     known = {item.name: item for item in fields(kind)}
     for key in options:
         if key not in known:
@@ -169,9 +174,10 @@ def _options(kind: type, options: Mapping[str, Any], where: str, *, complete: bo
 
 
 def find_part(base: type, name: str, where: str) -> type[Part]:
+    """Return the subclass of ``base`` with this name, or the one at ``module:Class``. Raises ValueError."""
     found = import_attribute(name) if ":" in name else _fitting(base).get(name)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{where}: {name!r} is no {base.__name__.lower()}{nearest(name, _fitting(base))}")
+        raise ValueError(f"{where}: {name!r} is not a known {base.__name__.lower()}{nearest(name, _fitting(base))}")
     return cast("type[Part]", found)
 
 
@@ -180,7 +186,7 @@ def _fitting(base: type) -> dict[str, type[Part]]:
 
 
 def _applied(algorithm: Any, setting: Setting, name: str) -> Any:
-    """The algorithm with one flat key in force. Raises ValueError where it, or its part, has no such field."""
+    """Return the algorithm with one flat key applied. Raises ValueError if the algorithm, or its part, has no such field."""
     head, _, rest = setting.field.partition(".")
     known = {item.name for item in fields(algorithm)}
     if head not in known:
@@ -192,7 +198,7 @@ def _applied(algorithm: Any, setting: Setting, name: str) -> Any:
         return _set(algorithm, {head: build(hint, setting.value, setting.key)}, setting.key)
     part = getattr(algorithm, head)
     if part is None and head == "kl":
-        part = Kl(weight=0.0)  # what only shapes the KL term does not switch it on
+        part = Kl(weight=0.0)  # a key that only shapes the KL term does not enable it
     if part is None or rest not in {item.name for item in fields(part)}:
         what = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
         raise ValueError(
@@ -214,7 +220,7 @@ def _made(make: Callable[..., Any], values: Mapping[str, Any], where: str) -> An
 
 
 def _part_type(annotation: Any) -> tuple[type | None, bool]:
-    """(the kind of part a field holds, whether it holds several); (None, False) for a plain value."""
+    """Return (type of the parts that a field holds, whether it holds several), or (None, False) for a plain value."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for option in options:
         inner = get_args(option)[0] if get_origin(option) is tuple and get_args(option) else option
@@ -224,7 +230,7 @@ def _part_type(annotation: Any) -> tuple[type | None, bool]:
 
 
 def _checked(annotation: Any, value: Any, where: str) -> Any:
-    """A plain value, which YAML may spell with a list. Raises ValueError for another type."""
+    """Validate a plain value; a tuple may be written as a YAML list. Raises ValueError for the wrong type."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

@@ -1,4 +1,4 @@
-"""``strop cluster check``: whether the nodes a configuration takes are fit for it, found out before a long run."""
+"""``strop cluster check``: check the nodes that a configuration asks for before a long run."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ from strop.config.schema import DistillationRunConfig, trained_models
 if TYPE_CHECKING:
     from strop.cluster.ray import ClusterOptions, RayCluster
 
-WAIT_SECONDS = 30.0  # for nodes and for what is to be reserved; a run waits for cluster.wait_seconds
-FOLDER_SECONDS = 10.0  # in which a file of another node has to be seen
+WAIT_SECONDS = 30.0  # for nodes to join and resources to be free; a run waits for cluster.wait_seconds
+FOLDER_SECONDS = 10.0  # until a file written by another node must be visible
 LINK_SECONDS = 120.0
-CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20  # of the large all-reduce
+CPU_BYTES, GPU_BYTES = 16 << 20, 256 << 20  # size of the large all-reduce
 
 
 @dataclass(frozen=True)
 class Token:
-    """What the driver leaves in each folder for the other nodes to find."""
+    """A file that the driver writes to each folder, for the other nodes to find."""
 
-    name: str  # of a folder of its own, and what stands in the file there
-    unwritable: dict[str, str]  # folders it could not be left in, and why
+    name: str  # of the subfolder that holds the file, and the content of the file
+    unwritable: dict[str, str]  # folder -> why the driver cannot write there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The nodes to be looked at, with what the run would have of them: None where it could not have what it asks for."""
+    """The nodes to check, and the cluster with the resources that the run asks for."""
 
     nodes: Sequence[Node]
-    cluster: RayCluster | None
-    refusal: str = ""
-    started: bool = False  # for this check, on this machine
+    cluster: RayCluster | None  # None: the nodes do not have what the run asks for
+    refusal: str = ""  # why they do not
+    started: bool = False  # whether this check started the cluster, on this machine
     on_cpu: bool = True
 
 
 def check_cluster(config: TrainingRunConfig) -> int:
-    """Print how the cluster is; 0 if a run can start on it, 1 with the list of problems."""
+    """Print a report about the cluster. Return 0 if a run can start on it, 1 if there are problems."""
     return asyncio.run(_check(config))
 
 
@@ -81,18 +81,19 @@ async def _check(config: TrainingRunConfig) -> int:
         print(f"problem  {error}", file=sys.stderr)
         return 1
     if joined.refusal:
-        found.insert(0, Finding("cluster", joined.refusal, "The nodes above are those that are there."))
+        found.insert(0, Finding("cluster", joined.refusal, "The nodes above are the ones in the cluster."))
     found += list(_layout(config, joined))
     return _print_findings(found)
 
 
-# --- joining ---------------------------------------------------------------------------------------------------------------------------
+# --- connecting ------------------------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def _joined(config: TrainingRunConfig) -> AsyncIterator[Joined]:
-    """As a run would; where that is refused, joined all the same, to see what is there. Raises ConnectionError, PlacementError,
-    ImportError, RuntimeError."""
+    """Connect as a run would. If the cluster cannot satisfy the run, connect without its requirements to inspect what is there.
+
+    Raises ConnectionError, PlacementError, ImportError, RuntimeError."""
     from strop.cluster.ray import ClusterOptions, connect, nodes_of_cluster
 
     devices = devices_of(config)
@@ -120,11 +121,11 @@ async def _joined(config: TrainingRunConfig) -> AsyncIterator[Joined]:
 
 
 def _any_node(options: ClusterOptions) -> ClusterOptions:
-    """Nothing that could be refused."""
+    """Return options that any cluster satisfies."""
     return replace(options, nodes=1, devices_per_node=0, on_cpu=True, segment=None, cpus_per_node=0.001)
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------------------------
+# --- inspecting nodes ------------------------------------------------------------------------------------------------------------------
 
 
 async def _survey(config: TrainingRunConfig, joined: Joined) -> Survey:
@@ -151,7 +152,7 @@ async def _survey(config: TrainingRunConfig, joined: Joined) -> Survey:
 
 
 def _packages(config: TrainingRunConfig) -> tuple[str, ...]:
-    """vLLM's where engines have the node's own packages."""
+    """Return the packages to compare; vLLM is among them if engines use the packages of the node."""
     role = config.cluster.roles.generator
     needs_vllm = config.policy.generation.backend == "vllm" and role.python is None and not role.pip
     return (*PACKAGES, "vllm") if needs_vllm else PACKAGES
@@ -165,7 +166,7 @@ def _models(config: TrainingRunConfig) -> tuple[str, ...]:
 
 
 def _folders(config: TrainingRunConfig) -> dict[str, str]:
-    """What has to be shared, and the key that names it."""
+    """Return the folders that all nodes must share, each with the key that sets it."""
     named = {str(Path(config.logger.log_dir).resolve()): "logger.log_dir"}
     if config.checkpointing.enabled:
         named[str(Path(config.checkpointing.checkpoint_dir).resolve())] = "checkpointing.checkpoint_dir"
@@ -179,7 +180,7 @@ async def _asked(question: Question) -> dict[str, NodeFacts | BaseException]:
 
 
 async def _skews(nodes: Sequence[Node]) -> dict[str, tuple[float, float]]:
-    """By node: seconds its clock is ahead, and by how much that may be wrong; the narrowest of a few tries."""
+    """Return by node id (seconds its clock is ahead of the driver's, error of this estimate): the most exact of three tries."""
     from strop.cluster.ray import on_every_node
 
     found: dict[str, tuple[float, float]] = {}
@@ -197,7 +198,7 @@ async def _skews(nodes: Sequence[Node]) -> dict[str, tuple[float, float]]:
 def _report(
     number: int, node: Node, answers: Mapping[str, NodeFacts | BaseException], skews: Mapping[str, tuple[float, float]]
 ) -> NodeReport:
-    answer = answers.get(node.id, RuntimeError("it has left the cluster"))
+    answer = answers.get(node.id, RuntimeError("the node has left the cluster"))
     skew, error = skews.get(node.id, (None, 0.0))
     return NodeReport(
         number=number,
@@ -220,7 +221,7 @@ def _first_line(error: object) -> str:
 
 @contextmanager
 def _written(folders: Mapping[str, str]) -> Iterator[Token]:
-    """A token in each folder for as long as it lasts. Nothing is left behind."""
+    """Write a token to each folder; on exit, remove it and the folders made for it."""
     token = Token(f".strop-check-{uuid.uuid4().hex}", {})
     made: list[Path] = []
     try:
@@ -237,12 +238,12 @@ def _written(folders: Mapping[str, str]) -> Iterator[Token]:
         for folder in folders:
             shutil.rmtree(Path(folder) / token.name, ignore_errors=True)
         for path in sorted(made, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # somebody else has put something there meanwhile, or it was never made
+            with suppress(OSError):  # another process has written to it meanwhile, or it was never created
                 path.rmdir()
 
 
 async def _seen(folder: str, token: Token, reports: Sequence[NodeReport]) -> frozenset[int]:
-    """The nodes whose files are seen here; a network's file system may take its time."""
+    """Return the nodes whose files the driver sees. Wait up to ``FOLDER_TIMEOUT``: network file systems show new files late."""
     files = {
         node.number: Path(folder) / token.name / seen.file for node in reports if (seen := _view(node, folder)) and seen.file
     }
@@ -262,7 +263,7 @@ def _view(node: NodeReport, folder: str) -> FolderSeen | None:
 
 
 async def _links(config: TrainingRunConfig, joined: Joined) -> tuple[Links | None, str]:
-    """One rank on each node, or on each device of a single one; and why they did not come together."""
+    """Measure links with one rank on each node, or on each device of a single node. Return (links, why they could not be measured)."""
     if joined.cluster is None:
         return None, ""
     places = [(node, 0) for node in range(len(joined.nodes))]
@@ -275,7 +276,7 @@ async def _links(config: TrainingRunConfig, joined: Joined) -> tuple[Links | Non
     except TimeoutError:
         return (
             None,
-            f"a process group of {len(places)} ranks was not done within {LINK_SECONDS:g} s: the nodes do not reach each other",
+            f"a process group of {len(places)} ranks did not finish within {LINK_SECONDS:g} s: the nodes cannot reach each other",
         )
     except (GroupDied, HostDied, RuntimeError) as error:
         return None, f"a process group of {len(places)} ranks failed: {_first_line(error)}"
@@ -310,20 +311,20 @@ async def _measured(config: TrainingRunConfig, joined: Joined, cluster: RayClust
     )
 
 
-# --- saying ----------------------------------------------------------------------------------------------------------------------------
+# --- printing --------------------------------------------------------------------------------------------------------------------------
 
 
 def _print_survey(config: TrainingRunConfig, joined: Joined, survey: Survey) -> None:
     if joined.started:
-        print("No Ray cluster is running: one was started on this machine for the check, as a run would start one.\n")
+        print("No Ray cluster is running: one was started on this machine for the check, as a run would do.\n")
     print("\n".join(node_rows(survey)), "\n", sep="")
     rows = [("versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in survey.driver.items()))]
     rows += [(key, f"{folder}{_folder(survey, folder)}") for folder, key in survey.folder_keys.items()]
-    rows += [("model", f"{name}: read by {_readers(survey, name)} of {len(survey.nodes)} nodes") for name in _models(config)]
+    rows += [("model", f"{name}: readable on {_readers(survey, name)} of {len(survey.nodes)} nodes") for name in _models(config)]
     if survey.links is not None:
         rows += [("interconnect", row) for row in link_rows(survey.links)]
     elif not survey.links_failure:
-        rows.append(("interconnect", "not measured: there is one device" if joined.cluster else "not measured"))
+        rows.append(("interconnect", "not measured: there is only one device" if joined.cluster else "not measured"))
     print("\n".join(aligned(rows)))
 
 
@@ -337,15 +338,15 @@ def _readers(survey: Survey, name: str) -> int:
 
 
 def _layout(config: TrainingRunConfig, joined: Joined) -> Iterator[Finding]:
-    """Print who trains and who generates where; what does not fit is a finding."""
+    """Print which devices train and which generate; yield a finding if the layout does not fit."""
     if not devices_of(config).ray:
-        print("\nThis configuration trains on one device, in one process and without Ray (cluster.backend).")
+        print("\nThis configuration trains on one device, in one process, without Ray (cluster.backend).")
         return
     try:
         lines = placement_lines(config, on_cpu=joined.on_cpu)
         rows = device_rows(division_of(config, on_cpu=joined.on_cpu), config.cluster.num_nodes)
     except ValueError as error:
-        yield Finding("layout", str(error), "`--dry-run` of the run's own command says the same without a cluster.")
+        yield Finding("layout", str(error), "The run's own command with `--dry-run` reports the same without a cluster.")
         return
     print("", *lines, "", *aligned([("node", "devices that train", "devices that generate"), *rows]), sep="\n")
 
@@ -355,7 +356,7 @@ def _print_findings(found: Sequence[Finding]) -> int:
     ordered = sorted(found, key=lambda finding: not finding.grave)
     print("", *finding_rows(ordered), sep="\n")
     if grave:
-        print(f"\n{grave} problem{'s' if grave > 1 else ''}: a run would not work, or not as it should.")
+        print(f"\n{grave} problem{'s' if grave > 1 else ''}: a run would fail or misbehave.")
         return 1
-    print("all is well" if not found else "\nnothing that would stop a run")
+    print("no problems found" if not found else "\nno problems that would stop a run")
     return 0

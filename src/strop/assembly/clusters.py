@@ -1,4 +1,4 @@
-"""The cluster of a run, and its further lives after one of its ranks died."""
+"""Start the Ray cluster of a run; restart the run from its newest checkpoint when a rank dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ DEATHS = (GroupDied, HostDied)
 
 @asynccontextmanager
 async def cluster_of(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
-    """The nodes that the run was configured to take; None for this process alone. Raises PlacementError, ConnectionError, ValueError."""
+    """Connect to the nodes that the run is configured for; yield None for a run in this process alone.
+
+    Raises PlacementError, ConnectionError, ValueError."""
     devices = devices_of(config)
     if not devices.ray:
         yield None
@@ -30,7 +32,7 @@ async def cluster_of(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterat
         from strop.cluster.ray import ClusterOptions, connect
     except ImportError as error:
         raise ValueError(
-            f"this run takes {devices.learner} devices that train (cluster.gpus_per_node, cluster.num_nodes) and so Ray, which cannot be "
+            f"this run trains on {devices.learner} devices (cluster.gpus_per_node, cluster.num_nodes), which takes Ray, and Ray cannot be "
             f"imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
         ) from error
     folder = Path(config.logger.log_dir).resolve()
@@ -49,7 +51,7 @@ async def cluster_of(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterat
     try:
         where = ", ".join(node.address for node in cluster.members)
         tracker.note(
-            f"cluster: {cluster.nodes} nodes ({where}), {devices.per_node} devices on each; what processes write is in {folder / 'workers'}"
+            f"cluster: {cluster.nodes} nodes ({where}), {devices.per_node} devices on each; output of processes in {folder / 'workers'}"
         )
         yield cluster
     finally:
@@ -57,7 +59,7 @@ async def cluster_of(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterat
 
 
 def reserved_cpus(config: TrainingRunConfig) -> float:
-    """Of each node: what the processes on it ask for, at least one."""
+    """Return how many CPUs to reserve on each node: the sum over the processes on it, at least 1."""
     roles, devices = config.cluster.roles, devices_of(config)
     wanted = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
     if isinstance(config, RolloutRunConfig):
@@ -69,14 +71,15 @@ def reserved_cpus(config: TrainingRunConfig) -> float:
 
 
 def _on_one_node(processes: int, devices: Devices) -> int:
-    """At most, where they are dealt out over the nodes."""
+    """Return the largest number of processes on a node when they are spread evenly over the nodes."""
     return -(-processes // devices.nodes)
 
 
 async def with_restarts(config: TrainingRunConfig, tracker: Tracker, live: Callable[[], Awaitable[None]]) -> None:
-    """Live; after the death of a rank live again, from the newest checkpoint. Raises the death that came too often.
+    """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times.
 
-    A life that got further than the ones before it, in saved steps, has all of its restarts again.
+    The count starts over whenever an attempt saves a later step than all attempts before it. Raises the last error when no restart is
+    left.
     """
     left = allowed = config.cluster.max_restarts
     furthest = saved_step(config)
@@ -89,19 +92,19 @@ async def with_restarts(config: TrainingRunConfig, tracker: Tracker, live: Calla
                 left, furthest = allowed, now
             if left == 0:
                 raise type(death)(
-                    f"{death}; the run was started anew {allowed} times without one more saved step (cluster.max_restarts), so the cause "
-                    f"will not go away by itself: what the process wrote is in {Path(config.logger.log_dir) / 'workers'}"
+                    f"{death}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
+                    f"restart is unlikely to help: see the output of the process in {Path(config.logger.log_dir) / 'workers'}"
                 ) from death
             left -= 1
             again = f"from the checkpoint of step {now}" if now >= 0 else "from the beginning: there is no checkpoint yet"
             tracker.note(
-                f"warning: {death}. The learner starts anew, {again}; {left} more restarts are allowed before it gets further"
+                f"warning: {death}. The learner restarts {again}; {left} more restarts are allowed until another step is saved"
             )
-            log.debug("where it was noticed", exc_info=death)
+            log.debug("where the error was raised", exc_info=death)
 
 
 def saved_step(config: TrainingRunConfig) -> int:
-    """The step of the newest checkpoint that a restart would continue from; -1 without one."""
+    """Return the step of the newest checkpoint, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
     if not (saving.enabled and saving.resume):
         return -1

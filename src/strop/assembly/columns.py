@@ -1,4 +1,4 @@
-"""Columns of a batch that several processes fill, each for its groups: a contiguous share of them."""
+"""Columns of a batch that several processes fill, each for a contiguous range of its groups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from strop.types import Batch
 
 @dataclass(frozen=True)
 class Filled:
-    """Columns of some places of a batch."""
+    """Columns for some of the predicted tokens of a batch."""
 
-    index: Tensor  # [n] int64, into the whole batch's N
+    index: Tensor  # [n] int64, positions in the N of the whole batch
     columns: Mapping[str, Tensor]  # [n] or [n, K]
 
 
 @dataclass(frozen=True)
 class GroupShare:
-    """Groups ``first`` to ``last`` (not included) of a batch."""
+    """Groups ``start`` to ``stop`` (excluded) of a batch."""
 
     first: int
     last: int
@@ -32,18 +32,18 @@ class GroupShare:
         return self.first == self.last
 
     def of(self, batch: Batch) -> Part:
-        """The batch of these groups alone. There must be one."""
+        """Return the batch of these groups alone. The range must not be empty."""
         own = ((batch.group >= self.first) & (batch.group < self.last)).nonzero().flatten().tolist()
         return select(batch, own)
 
 
 def group_share(groups: int, place: int, of: int) -> GroupShare:
-    """The share of whoever stands at ``place`` among ``of``; empty for some where there are fewer groups."""
+    """Return the range of groups for process ``rank`` of ``count``; it may be empty if there are fewer groups than processes."""
     return GroupShare(place * groups // of, (place + 1) * groups // of)
 
 
 def joined(answers: Sequence[Filled], length: int) -> dict[str, Tensor]:
-    """The columns of the whole batch, [N] or [N, K] with N = ``length``, from answers that share no place."""
+    """Merge columns with disjoint indices into columns of the whole batch, [N] or [N, K] with N = ``length``."""
     found: dict[str, Tensor] = {}
     for name, example in answers[0].columns.items():
         found[name] = torch.zeros(length, *example.shape[1:], dtype=example.dtype)

@@ -1,4 +1,4 @@
-"""What a configuration would run, and where, in a few lines: the end of ``--dry-run`` and the beginning of every run."""
+"""Summarize what a configuration runs, and where, in a few lines. Printed at the end of ``--dry-run`` and at the start of every run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from strop.config.training import AsyncConfig
 
 
 def describe(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None = None) -> str:
-    """``on_cpu``: whether devices are processes on CPUs, where the cluster has said so; None: what there is here decides.
+    """Return the summary of a run.
 
-    Raises ValueError for what cannot be composed, PlacementError for what does not fit the devices."""
+    ``on_cpu``: whether devices are processes on CPUs, as the cluster reports it; None: decided by the devices of this machine.
+
+    Raises ValueError for settings that do not go together, PlacementError for a layout that does not fit the devices."""
     if isinstance(config, EvalRunConfig):
         return _describe_evaluation(config)
     machines = _machines(config, on_cpu)
@@ -29,14 +31,14 @@ def describe(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None =
         return _describe_rollouts(config, machines)
     if isinstance(config, RecordedRunConfig):
         return _describe_recorded(config, machines)
-    raise TypeError(f"{type(config).__name__} is no kind of run")
+    raise TypeError(f"{type(config).__name__} is not the configuration of a run")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Where a run is: in this process, or spread over the nodes of a cluster."""
+    """The devices of a run: those of this process, or of the nodes of a cluster."""
 
-    lines: tuple[str, ...] = ()  # who is where; none in one process
+    lines: tuple[str, ...] = ()  # the layout on the cluster; empty for one process
     on_cpu: bool = True
 
     @property
@@ -120,7 +122,7 @@ def _engine(generation: GenerationConfig, machines: Machines) -> str:
 
 
 def _trained(model: ModelConfig, machines: Machines) -> str:
-    """A trained model, where it is, and in what precision."""
+    """Format a trained model with its device and precision."""
     lora = model.dtensor_cfg.lora_cfg
     adapters = f", adapters of rank {lora.dim}" if lora.enabled else ""
     precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _precision(model.precision)
@@ -128,7 +130,7 @@ def _trained(model: ModelConfig, machines: Machines) -> str:
 
 
 def _other_models(config: RolloutRunConfig, machines: Machines) -> list[str]:
-    """The critic and the teachers of a run, a line each."""
+    """Format the critic and the teachers of a run, one line each."""
     if isinstance(config, PpoRunConfig):
         return [f"critic      {'a head on the policy' if config.value.head_only else _trained(config.value, machines)}"]
     if isinstance(config, DistillationRunConfig):
@@ -137,7 +139,7 @@ def _other_models(config: RolloutRunConfig, machines: Machines) -> list[str]:
 
 
 def _teacher(teacher: TeacherConfig) -> str:
-    name = f"the policy ({teacher.self_weights}), shown a demonstration" if teacher.model_name == "self" else teacher.model_name
+    name = f"the policy ({teacher.self_weights}), given a demonstration" if teacher.model_name == "self" else teacher.model_name
     where = f", in {teacher.hosts} {'process' if teacher.hosts == 1 else 'processes'} of its own" if teacher.hosts else ""
     return f"{name}{where}, for {', '.join(teacher.environments)}" if teacher.environments else name + where
 
@@ -178,6 +180,6 @@ def _unused_gpus(config: EvalRunConfig) -> list[str]:
     wanted, found = config.cluster.gpus_per_node, torch.cuda.device_count()
     if wanted > 1:
         return [
-            f"warning     cluster.gpus_per_node is {wanted}; {found} found here, and an evaluation runs in one process on one device"
+            f"warning     cluster.gpus_per_node is {wanted} ({found} GPUs found here), but an evaluation runs in one process on one device"
         ]
     return []

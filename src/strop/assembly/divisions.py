@@ -1,4 +1,4 @@
-"""Which devices of which node train and which generate, and how the ranks share a model, before there is a cluster."""
+"""Plan, without a cluster, which devices of each node train and which generate, and how the ranks shard a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.training.torch.parallel.layout import ParallelSizes
 
 
 def division_of(config: TrainingRunConfig, *, on_cpu: bool) -> Division:
-    """Of a run on a cluster. Raises PlacementError."""
+    """Return the device plan of a run on a cluster. Raises PlacementError."""
     found = devices_of(config)
     engines = found.engines if found.engines is not None else 1 if on_cpu else None
     return divide(
@@ -26,12 +26,12 @@ def division_of(config: TrainingRunConfig, *, on_cpu: bool) -> Division:
 
 
 def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
-    """Of ``world`` ranks. Raises ValueError for sizes that do not fit."""
+    """Return the parallel dimensions of ``world`` ranks. Raises ValueError if they do not divide ``world``."""
     tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
     if world % (tensor * context * copies):
         raise ValueError(
             f"tensor_parallel_size {tensor} x context_parallel_size {context} x dp_replicate_size {copies} do not divide the {world} "
-            "devices that train; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
+            "training devices; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
         )
     return ParallelSizes(
         replicate=copies,
@@ -44,16 +44,18 @@ def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
 
 
 def layout(sizes: ParallelSizes) -> str:
-    """Copies x shards x context x tensor, in words."""
+    """Format the dimensions as copies x shards x context x tensor."""
     copies = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate} copies"
     experts = f", experts {sizes.expert_ways} ways" if sizes.expert > 1 else ""
     return f"{copies} x {sizes.shard} shards x {sizes.context} context x {sizes.tensor} tensor{experts}"
 
 
 def placement_lines(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
-    """Of a run on a cluster: ranks, layout, engines, hosts of environments. Raises PlacementError, ValueError."""
+    """Format the layout of a run on a cluster: ranks, parallel dimensions, engines, environment processes.
+
+    Raises PlacementError, ValueError."""
     division, found = division_of(config, on_cpu=on_cpu), devices_of(config)
-    each = f"{_count(found.per_node, 'process')} in a GPU's place" if on_cpu else _count(found.per_node, "GPU")
+    each = f"{_count(found.per_node, 'CPU process')} instead of GPUs" if on_cpu else _count(found.per_node, "GPU")
     world, nodes = len(division.training), {place.node for place in division.training}
     lines = [
         f"cluster     {_count(found.nodes, 'node')} of a Ray cluster, {each} on each",
@@ -71,20 +73,20 @@ def placement_lines(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
 def _engines(division: Division, size: int) -> str:
     count, nodes = len(division.generation), sorted({place.node for place in division.generation})
     where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
-    turns = "on devices that train, in turns with the learner" if division.shared else "on devices of their own"
+    turns = "colocated with the learner" if division.shared else "on their own devices"
     return f"{_count(count, 'engine')} of {_count(size, 'device')} on {where}, {turns}"
 
 
 def _hosts(config: RolloutRunConfig) -> str:
     count = config.cluster.environment_hosts
     if not count:
-        return "environments are in the driver's process"
+        return "environments run in the driver's process"
     nodes = min(count, config.cluster.num_nodes)
-    return f"{_count(count, 'process')} for each environment, dealt out over {_count(nodes, 'node')}"
+    return f"{_count(count, 'process')} for each environment, spread over {_count(nodes, 'node')}"
 
 
 def device_rows(division: Division, nodes: int) -> list[tuple[str, str, str]]:
-    """(node, devices that train, devices that generate), for each node."""
+    """Return a row (node, training devices, generation devices) for each node."""
     rows = []
     for node in range(nodes):
         trains = [place.devices[0] for place in division.training if place.node == node]
@@ -96,7 +98,7 @@ def device_rows(division: Division, nodes: int) -> list[tuple[str, str, str]]:
 
 
 def _span(numbers: list[int] | tuple[int, ...]) -> str:
-    """0-7, or 3."""
+    """Format consecutive numbers as 0-7, or 3 for a single one."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 

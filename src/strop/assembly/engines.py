@@ -1,4 +1,4 @@
-"""The generator of a run and how it gets its weights: the embedded engine on the learner's module, or vLLM engines of their own."""
+"""Build the generator of a run and its weight sync: the torch engine on the learner's module, or vLLM engines in their own processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 16  # sampled for each prompt of the canary
-CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}  # nats in the mean; a tied head left as it was is off by 0.1 to 10
+CANARY_TOLERANCE = {
+    "float32": 0.002,
+    "bfloat16": 0.1,
+}  # mean difference in nats; a tied head that was not updated differs by 0.1 to 10
 CANARY_TEXTS = (
     "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
     "and one comes back on Wednesday with a kitten. How many animals are on the farm then? Explain every step, then answer.",
@@ -55,7 +58,7 @@ CANARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Who samples, and who gives it the learner's weights."""
+    """A generator, and the weight sync that keeps its weights up to date with the learner's."""
 
     generator: Generator
     weights: WeightSync
@@ -63,21 +66,21 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationNeeds:
-    """What a run asks of its generator."""
+    """What a run requires of its generator."""
 
     sampling: Sampling
-    learner: Learner  # the one that trains: its weights are published
+    learner: Learner  # of the policy, whose weights are published
     max_staleness: int
     in_flight: bool
     recompute: bool
     share_prefixes: bool
     seed: int
     note: Callable[[str], None]
-    outputs: Path  # folder for what engines write
+    outputs: Path  # folder for the files and logs of engines
 
 
 def make_generation(policy: Policy, config: PolicyConfig, needs: GenerationNeeds) -> Generation:
-    """In this process, or with vLLM in processes that this one keeps. Raises ValueError for options that cannot be met."""
+    """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together."""
     options = config.generation
     if options.backend != "vllm":
         engine = make_engine(policy, options, config.max_total_sequence_length)
@@ -85,8 +88,8 @@ def make_generation(policy: Policy, config: PolicyConfig, needs: GenerationNeeds
     on_cpu = policy.network.device.type == "cpu"
     if needs.max_staleness > 0 and options.colocated.enabled and not on_cpu:
         raise ValueError(
-            "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU would have to sleep "
-            "while it trains. Set it to false, with a GPU for each engine, or train synchronously"
+            "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU must sleep while the "
+            "learner trains. Set it to false, with a GPU for each engine, or train synchronously"
         )
     adapters = options.weight_sync.adapters_alone and bool(low_rank_layers(policy.network.model))
     folder = describe_model(policy, needs.outputs / "model")
@@ -122,8 +125,10 @@ def published(
     adapters: bool = False,
     shrinks: bool = False,
 ) -> Generation:
-    """Engines with weights of their own, behind one generator. ``precision`` is that of the engines, ``length`` of their longest sequence;
-    ``shrinks``: those that cannot be started anew are done without."""
+    """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights.
+
+    ``precision``: of the engines' weights. ``length``: their longest sequence, in tokens. ``allow_shrink``: continue without engines that
+    cannot be restarted."""
     replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts, shrinks=shrinks)
     weights = PublishedWeights(
         exporter,
@@ -147,7 +152,7 @@ def published(
 
 
 async def make_serving_engine(policy: Policy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
-    """A generator that samples from ``policy`` as it is. Raises ValueError for options that cannot be met."""
+    """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
     if config.backend != "vllm":
         embedded = make_engine(policy, config, length)
         embedded.resume(0)
@@ -176,7 +181,7 @@ async def make_serving_engine(policy: Policy, config: GenerationConfig, length: 
 
 
 class CountingWeights:
-    """``WeightSync`` that also says what the engines did since the last publish."""
+    """A ``WeightSync`` that adds the engines' metrics since the last publish."""
 
     def __init__(self, weights: PublishedWeights, replicas: Replicas) -> None:
         self.weights, self.replicas = weights, replicas
@@ -190,7 +195,8 @@ class CountingWeights:
 
 
 def describe_model(policy: Policy, folder: Path, *, weights: bool = False) -> Path:
-    """A folder that vLLM builds the model from: configuration and tokenizer, and the weights only where none will be sent."""
+    """Write the folder that vLLM builds the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that is
+    sent none."""
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
     if weights:
@@ -214,15 +220,15 @@ def make_vllm_engines(
     load_weights: bool = False,
     outputs: Path | None = None,
 ) -> list[VllmEngine]:
-    """As many as are configured, not yet started; what each writes goes to a file of its own in ``outputs``.
+    """Make the configured number of vLLM engines, without starting them. Each one logs to its own file in ``outputs``.
 
-    Raises ValueError where vLLM is not installed."""
+    Raises ValueError if vLLM is not installed."""
     try:
         from strop.generation.vllm.engine import VllmEngine
     except ImportError as error:
         raise ValueError(
-            f"policy.generation.backend is vllm, and vLLM cannot be imported here ({error}): `make setup-vllm` installs it on a machine "
-            "without a GPU, `pip install vllm` on one with; or set policy.generation.backend=torch"
+            f"policy.generation.backend is vllm, and vLLM cannot be imported here ({error}): install it (`pip install vllm`, or `make "
+            "setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
         ) from error
     return [
         VllmEngine(
@@ -253,7 +259,7 @@ def vllm_options(
     output: Path | None,
     environment: Mapping[str, str],
 ) -> EngineOptions:
-    """What one vLLM engine is started with."""
+    """Make the options that one vLLM engine is started with."""
     from strop.generation.vllm.arguments import EngineOptions
 
     options = config.vllm_cfg
@@ -284,7 +290,7 @@ def vllm_options(
 
 
 def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
-    """vLLM's ``speculative_config``."""
+    """Return vLLM's ``speculative_config``; None without speculative decoding."""
     if config.method is None:
         return None
     found: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
@@ -294,7 +300,8 @@ def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
 
 
 def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | None, *, apart: bool) -> dict[str, str]:
-    """Of the processes of engine ``number``: its CPU threads, and apart from the learner its own GPUs, after the learner's one."""
+    """Return the environment variables of engine ``number``: its CPU threads, or its GPUs. ``separate_devices``: GPU 0 is the
+    learner's."""
     if on_cpu:
         return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads()), **config.env_vars}
     size = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -305,14 +312,15 @@ def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | No
 def sender_maker(
     config: GenerationConfig, device: torch.device, own_folder: Path, *, host: str = "127.0.0.1", near: bool = True
 ) -> Callable[[int], Sender]:
-    """The transport for where learner and engines are. ``near``: on one machine; ``host``: the address of the sender's."""
+    """Return a factory of senders for the configured transport. ``same_machine``: learner and engines are on one machine. ``host``: the
+    address of the sender's machine."""
     sync: WeightSyncConfig = config.weight_sync
     size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
     limit = sync.timeout_seconds
     transport: str = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
-        several = not apart and config.vllm_cfg.engines > 1  # the second engine does not see the learner's GPU
+        several = not apart and config.vllm_cfg.engines > 1  # the second engine cannot access the learner's GPU
         close = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
         transport = close if near else "broadcast"
     match transport:
@@ -335,6 +343,7 @@ def sender_maker(
 
 
 def make_canary(speech: Speech, config: GenerationConfig, needs: GenerationNeeds, *, precision: str, length: int) -> Canary:
+    """Make the canary that compares an engine's log-probabilities with the learner's after a publish."""
     sampling = needs.sampling
     room = max(1, length - CANARY_TOKENS)
     asked = Sampling(
@@ -355,14 +364,14 @@ def make_canary(speech: Speech, config: GenerationConfig, needs: GenerationNeeds
 
 
 def canary_prompts(template: ChatTemplate, room: int) -> tuple[tuple[int, ...], ...]:
-    """Long enough to fill blocks of a prefix cache, where there is room for that."""
+    """Return prompts of at most ``room`` tokens each, long enough to fill blocks of a prefix cache if ``room`` allows it."""
     return tuple(tuple(template.prompt([user(text)])[-room:]) for text in CANARY_TEXTS)
 
 
 def canary_score(
     learner: Learner, *, share_prefixes: bool
 ) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
-    """The learner reads the canary as it reads every batch."""
+    """Return a function that scores canary samples with the learner, through the same path as a training batch."""
 
     async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
         groups = [_as_group(place, *pair) for place, pair in enumerate(zip(prompts, answers, strict=True))]

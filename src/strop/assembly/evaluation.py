@@ -1,4 +1,4 @@
-"""``strop eval``: sample a model on a set of tasks and say how good it is."""
+"""``strop eval``: sample a model on a set of tasks and report its scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strop.tracking.console import open_console
 
 
 def run_evaluation(config: EvalRunConfig) -> int:
-    """Evaluate as configured; 0 on success, 1 after an error that was printed."""
+    """Evaluate as configured. Return 0 on success, 1 after printing an error."""
     return run_to_end(_run(config))
 
 
@@ -63,13 +63,13 @@ async def _run(config: EvalRunConfig) -> None:
 
 
 def _headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
-    """The number that ``eval.metric`` asks for. Raises ValueError where answers cannot be voted on."""
+    """Format the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
     k = config.eval.num_tests_per_prompt if config.eval.metric == "avg@n" else config.eval.k_value
     name = f"{config.eval.metric[:-1]}{k}"
     value = metrics.get(f"validation/{name}")
     if value is None:
         raise ValueError(
-            f"eval.metric: {config.eval.metric} needs answers to vote on, and the environment names none (answer_key)"
+            f"eval.metric: {config.eval.metric} votes on final answers, and the environment defines no answer_key; set another metric"
         )
     return f"{name} = {value:.4f}"
 

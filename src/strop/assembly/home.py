@@ -1,4 +1,4 @@
-"""Where the models of a run live: in this process, or on the ranks of a cluster (``strop.assembly.remote``)."""
+"""The backend that holds the models of a run: this process, or the ranks of a cluster (``strop.assembly.remote``)."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from strop.types import Group
 
 
 class Home(Protocol):
-    """Asked in this order: ``learners``, then scorers, while the policy is as it was before training; after a checkpoint ``generation``."""
+    """Builds the models of a run.
+
+    Call ``build_learners`` first, then ``build_scorers``, before a checkpoint is loaded: they copy the policy as it is before training.
+    Call ``build_generator`` last, after the checkpoint is loaded."""
 
     speech: Speech
-    packed: bool  # whether the policy reads packed rows
-    blocks: bool  # whether learners compute in this process, so that nothing else happens meanwhile
-    shares_module: bool  # whether the generator runs the learner's own module
+    packed: bool  # whether the policy supports packed rows
+    blocks: bool  # whether learners compute in this process, which blocks its event loop
+    shares_module: bool  # whether the generator runs the learner's module
 
     async def learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
-        """Who trains; ``total_steps`` are the optimizer steps of the run, None for no end. Raises ValueError."""
+        """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
         ...
 
     async def scorers(self) -> dict[str, ColumnSource]:
-        """Who fills the columns that the algorithm requires. Raises ValueError for a column that nobody fills."""
+        """Build the sources of the columns that the algorithm requires. Raises ValueError for a column without a source."""
         ...
 
     async def recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
-        """The same for a run on recorded data; ``groups()`` are all that will be read."""
+        """Build the sources for a run on recorded data. ``groups()`` returns every group that the run will read."""
         ...
 
-    async def generation(self, needs: GenerationNeeds) -> Generation: ...
+    async def generation(self, needs: GenerationNeeds) -> Generation:
+        """Build the generator and its weight sync. Raises ValueError."""
+        ...
 
 
 class LocalHome:
-    """This process."""
+    """Builds models in this process."""
 
     blocks = True
 
@@ -72,7 +77,7 @@ class LocalHome:
 
 
 async def make_home(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Home:
-    """With the policy loaded. Raises ModelNotFound, ValueError."""
+    """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
     if cluster is None:
         policy = (
             load_reward_policy(config)

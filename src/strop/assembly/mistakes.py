@@ -1,4 +1,4 @@
-"""How a command ends: done, or with a message that says what to mend."""
+"""Run a command and turn errors that the user can fix into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strop.weights.proof import ProofFailed
 
 log = logging.getLogger(__name__)
 
-# What a run may end with that is the user's to mend: the message is enough.
+# Errors that the user can fix: print the message without a traceback.
 MISTAKES = (
     *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
     *(
@@ -42,7 +42,7 @@ MISTAKES = (
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> int:
-    """Run a command's work; 0 when it is done, 1 after a mistake that was printed."""
+    """Run a command. Return 0 on success, 1 after printing an error that the user can fix."""
     _show_warnings_as_lines()
     try:
         asyncio.run(work)
@@ -50,7 +50,7 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> int:
         _say_mistake(error)
         return 1
     except LookupError as error:
-        if type(error) is not LookupError:  # a key or an index that is not there is a fault of the program
+        if type(error) is not LookupError:  # KeyError and IndexError are bugs
             raise
         _say_mistake(error)
         return 1
@@ -58,15 +58,15 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> int:
 
 
 def _say_mistake(error: Exception) -> None:
-    """The message; where it comes from too, if that was asked for."""
+    """Print the message; with STROP_LOG=debug, also the traceback."""
     print(f"error: {error}", file=sys.stderr)
-    log.debug("where it was raised", exc_info=error)
+    log.debug("where the error was raised", exc_info=error)
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
     raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
     if raised and not log.isEnabledFor(logging.DEBUG):
-        print("STROP_LOG=debug before the command shows where errors of environments were raised.", file=sys.stderr)
+        print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
 
 
 def _show_warnings_as_lines() -> None:

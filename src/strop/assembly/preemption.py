@@ -1,7 +1,7 @@
-"""When a run is told to end: SIGTERM, as clusters send it before they take a machine away, or its own limit of time.
+"""Stop a run on SIGTERM, which clusters send before they take a machine away, or at a time limit.
 
-The first SIGTERM asks the loop, through a ``Stopper``, to end after the step in progress, which is then saved. The second one, or a step
-that takes longer than the time there is, ends the process where it stands: the checkpoint before is whole (law 6).
+The first SIGTERM asks the loop, through a ``StopRequest``, to save and stop after the step in progress. A second one, or a step that takes
+longer than the grace period, exits at once: the previous checkpoint is complete (law 6).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _imported = time.monotonic()
 
 @contextmanager
 def told_to_end(saving: CheckpointingConfig) -> Iterator[Notice]:
-    """While it lasts, SIGTERM is heeded. Where nothing is saved there is nothing to wait for: it ends the run as it ends any program."""
+    """Handle SIGTERM inside the context. If the run saves no checkpoints, leave the default handler: there is nothing to wait for."""
     limit = saving.must_save_after
     stopper = Stopper(deadline=None if limit is None else time.monotonic() + limit - process_age())
     waits = saving.saves and saving.save_on_sigterm_within != 0
@@ -36,8 +36,7 @@ def told_to_end(saving: CheckpointingConfig) -> Iterator[Notice]:
 
 
 class Notice:
-    """What SIGTERM comes to. The handler runs between two instructions of whatever runs, so it takes no lock: it writes to the terminal as
-    it is."""
+    """The handler of SIGTERM. It may interrupt any code, so it takes no lock and writes to the terminal directly."""
 
     def __init__(self, stopper: Stopper, within: float | None, *, waits: bool) -> None:
         self.stopper = stopper
@@ -47,18 +46,19 @@ class Notice:
         self._timer: threading.Timer | None = None
 
     def heed(self) -> None:
-        """From now on; again, where something else took the handler's place since (``ray.init`` does)."""
+        """Install the handler. Call it again after something else has replaced it (``ray.init`` does)."""
         if self._waits:
             signal.signal(signal.SIGTERM, self._come)
 
     def over(self, before: Any) -> None:
+        """Restore the previous handler and cancel the timer."""
         if self._waits:
             signal.signal(signal.SIGTERM, before)
         if self._timer is not None:
             self._timer.cancel()
 
     def _come(self, *_: object) -> None:
-        if os.getpid() != self._process:  # a fork, which has no step to finish
+        if os.getpid() != self._process:  # a forked child, which has no step to finish
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
@@ -67,7 +67,7 @@ class Notice:
         self._told = True
         self.stopper.reason = self.stopper.reason or "SIGTERM"
         within = "" if self._within is None else f", which may take {self._within:g} s (checkpointing.save_on_sigterm_within)"
-        _say(f"SIGTERM: the run ends, and is saved, after the step in progress{within}. Another one ends it at once.")
+        _say(f"SIGTERM: the run saves and stops after the step in progress{within}. Send SIGTERM again to exit at once.")
         if self._within is not None:
             self._timer = threading.Timer(self._within, _end, (f"The step took longer than {self._within:g} s after SIGTERM",))
             self._timer.daemon = True
@@ -75,7 +75,7 @@ class Notice:
 
 
 def _end(why: str) -> None:
-    _say(f"{why}: the run ends here. The same command continues from the newest checkpoint.")
+    _say(f"{why}: the run ends here. Start the same command again to continue from the newest checkpoint.")
     os._exit(ENDED_EARLY)
 
 
@@ -85,7 +85,7 @@ def _say(text: str) -> None:
 
 
 def process_age() -> float:
-    """Seconds since this process was started; where the system does not say, since this was imported."""
+    """Return the seconds since this process started; on systems without /proc, since this module was imported."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

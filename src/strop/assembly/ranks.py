@@ -1,7 +1,7 @@
-"""One rank of a run's models, in a process of its own: its pieces of the policy, the critic, the reference and the teachers.
+"""One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
 
-The driver calls the same method of every rank (``strop.assembly.remote``). Batches come as references, so each node reads them once; each
-rank takes its share and says what it found of that. What a run is comes from its configuration, as in one process.
+The driver (``strop.assembly.remote``) calls the same method on every rank. Batches are passed by reference, so that each node reads them
+once; each rank processes its share of a batch and returns the result for it. Ranks build models from the configuration of the run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ POLICY = "policy"
 
 
 class Together:
-    """``Bring`` for ranks: the first one loads a model, the others have its shell until it is divided."""
+    """``ModelLoader`` for ranks: rank 0 loads the model; the others hold it on the meta device until it is sharded."""
 
     def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
         return load_once(lambda: load("cpu"))
@@ -72,37 +72,37 @@ class Together:
 
 
 class SharedScorer(Protocol):
-    """Who scores its share of a batch."""
+    """A network that scores this rank's share of a batch."""
 
     def score_shares(self, batch: Batch) -> Shares: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the driver must know of the policy, which it does not hold."""
+    """What the driver needs to know about the policy, which only the ranks hold."""
 
-    packed: bool
-    fallback: str | None
+    packed: bool  # whether it supports packed rows
+    fallback: str | None  # why it reads padded rows
     on_cpu: bool
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
-    vocabulary: int  # token ids that the output layer has; 0 for a network without one
+    vocabulary: int  # size of the output layer; 0 for a network without one
     address: str  # of this rank's machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How weights leave the learner."""
+    """How the learner exports weights to engines."""
 
     dtype: torch.dtype
     keep_copy: bool
     adapters: bool
-    near: bool  # every engine is on the machine of rank 0
-    folder: Path  # for weights that go through files
+    near: bool  # whether all engines are on the machine of rank 0
+    folder: Path  # for transports that use files
 
 
 class LearnerRank:
-    """Called by one thread, one call after another; ``close_export`` may come beside them."""
+    """The actor of one rank. Calls run one after another on one thread; only ``close_export`` and ``write_staged`` may run concurrently."""
 
     def __init__(self, config: TrainingRunConfig, rank: int, world: int) -> None:
         self.config = config
@@ -110,21 +110,21 @@ class LearnerRank:
         self.world = world
         self.learners: dict[str, TorchLearner] = {}
         self.readers: dict[str, SharedScorer] = {}
-        self.columns: dict[tuple[str, str], ColumnSource] = {}  # by whom, and which
+        self.columns: dict[tuple[str, str], ColumnSource] = {}  # (source, column) -> who fills it
         self.worked = 0.0
         self._store: Any = None
         self._export: WeightExport | None = None
         self._staged: dict[str, checkpoint.Snapshot] = {}
 
-    # --- coming together --------------------------------------------------------------------------------------------------
+    # --- process group ----------------------------------------------------------------------------------------------------
 
     def open_store(self, host: str) -> int:
-        """On rank 0: where the ranks meet; its port."""
+        """Open the store of the process group on rank 0. Return its port."""
         self._store = dist.TCPStore(host, 0, self.world, True, timeout=datetime.timedelta(seconds=300), wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, host: str, port: int, timeout: float) -> None:
-        """``timeout``: seconds after which a collective is given up, because another rank does not come."""
+        """Initialize the process group. ``timeout``: seconds after which a collective fails if a rank does not take part."""
         limit = datetime.timedelta(seconds=timeout)
         store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
         device = self._device()
@@ -140,7 +140,7 @@ class LearnerRank:
     # --- models -----------------------------------------------------------------------------------------------------------
 
     def load(self, host: str) -> RankFacts:
-        """The policy, still whole. Raises ModelNotFound, ValueError."""
+        """Load the policy, not yet sharded. Raises ModelNotFound, ValueError."""
         config = self.config
         seed_everything(config.training.seed)
         if isinstance(config, RmRunConfig):
@@ -159,7 +159,9 @@ class LearnerRank:
         )
 
     def divide(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> list[str]:
-        """Everything in place, each rank with its pieces; the names of what is trained. Raises ValueError for what does not go together."""
+        """Load the other models and shard all of them over the ranks. Return the names of the learners.
+
+        Raises ValueError for settings that do not go together."""
         config, policy = self.config, self.policy
         self.sampling = sampling
         critic = make_critic(config, policy, Together()) if isinstance(config, PpoRunConfig) else None
@@ -204,7 +206,7 @@ class LearnerRank:
         )
 
     def _reference_model(self) -> Network | None:
-        """A copy of the policy as it is now; None where it is the policy with its adapters off."""
+        """Copy the policy with its current weights; return None with LoRA, where the policy without adapters is the reference."""
         network = self.policy.network
         if low_rank_layers(network.model):
             return None
@@ -233,12 +235,12 @@ class LearnerRank:
             self._hold_teachers(config, algorithm)
 
     def _hold_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
-        """Those that have no processes of their own, whole."""
+        """Load the teachers that have no processes of their own, unsharded."""
         wanted = wanted_columns(config, algorithm)
         for key, teacher in teachers_of(config).items():
             if teacher.model_name == "self":
                 raise ValueError(
-                    f"{key}.model_name is self, and the policy teaches itself in one process only; name a model, or set "
+                    f"{key}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
                     "cluster.backend=local"
                 )
             if not teacher.hosts:
@@ -246,7 +248,7 @@ class LearnerRank:
                 self.columns.update({(key, column): fills(column) for column in wanted})
 
     def describe(self, folder: Path) -> None:
-        """On rank 0: a folder that an engine builds the policy from, without its weights."""
+        """Write the folder that engines build the policy from, without weights. Called on rank 0."""
         describe_model(self.policy, folder)
 
     # --- training ---------------------------------------------------------------------------------------------------------
@@ -275,11 +277,11 @@ class LearnerRank:
         self.worked += time.perf_counter() - started
 
     def seconds_worked(self) -> float:
-        """In which this rank scored and trained, since it began."""
+        """Return the seconds that this rank has spent in scoring and training since its start."""
         return self.worked
 
     def fill(self, source: str, column: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
-        """The columns that a source fills for this rank's groups; None where another rank has them."""
+        """Fill columns for this rank's groups; return None if it has no groups or another rank fills them."""
         meshes = self.placement.meshes
         share = group_share(len(groups), meshes.data_rank, meshes.sizes.data)
         if share.empty or not meshes.leads:
@@ -316,7 +318,7 @@ class LearnerRank:
         return self._exports().open(receivers)
 
     def send(self, held: bool) -> Marks | TransportError:
-        """A receiver that goes away is no fault of the ranks: told, not raised."""
+        """Send the prepared weights. Return, not raise, a TransportError: a lost receiver must not end the ranks."""
         try:
             return self._exports().send(held=held)
         except TransportError as error:
@@ -335,11 +337,11 @@ class LearnerRank:
         checkpoint.save(self.learners[name], folder, optimizer=optimizer)
 
     def stage(self, name: str, optimizer: bool) -> None:
-        """Put a learner as it is now aside, in the CPU's memory."""
+        """Copy the state of a learner to CPU memory, for ``write_staged``."""
         self._staged[name] = checkpoint.snapshot(self.learners[name], optimizer=optimizer)
 
     def write(self, name: str, folder: Path, optimizer: bool) -> None:
-        """What was put aside; may run beside training."""
+        """Write the staged state to ``folder``. May run concurrently with training."""
         self._staged.pop(name).save(folder, optimizer=optimizer)
 
     def load_checkpoint(self, name: str, folder: Path) -> None:
@@ -350,16 +352,16 @@ class LearnerRank:
 
 
 def _now(call: Any) -> Any:
-    """The result of a coroutine that never waits: a learner's, which is asynchronous for the sake of those that are elsewhere."""
+    """Run a coroutine that never suspends and return its result. Local learners have such: their protocol is async for remote learners."""
     try:
         call.send(None)
     except StopIteration as done:
         return done.value
     call.close()
-    raise RuntimeError("a rank's own call waited for something")
+    raise RuntimeError("a coroutine of a rank suspended; local learners must not await anything")
 
 
 def engine_precision(config: TrainingRunConfig) -> str:
-    """Of what an engine holds: vLLM's own setting; the torch engine holds what the learner does."""
+    """Return the precision of an engine's weights: vLLM's own setting, or for the torch engine the learner's."""
     generation = config.policy.generation
     return generation.vllm_cfg.precision if generation.backend == "vllm" else config.policy.weights_dtype

@@ -1,4 +1,4 @@
-"""A run that learns from recorded data: SFT, preferences, reward models. Nothing is sampled, so there is no engine."""
+"""Build a run on recorded data: SFT, preferences, reward models. Such a run has no engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of several entries of a configuration, mixed as tasks are, as groups of token ids."""
+    """Interleaved examples of one or more data entries, as groups of token ids."""
 
     kind: str  # of READERS
     names: tuple[str, ...]
@@ -56,11 +56,11 @@ class Examples:
 
     @property
     def size(self) -> int | None:
-        """Examples of all epochs; None without end."""
+        """Number of examples over all epochs; None without a limit on epochs."""
         return None if self.placement.max_epochs is None else self.placement.max_epochs * len(self)
 
     def group(self, index: int) -> Group:
-        """The group at a position of the stream. An example that cannot be used gives a group with its error."""
+        """Return the group at a position of the stream. An unusable example gives a group that records the error."""
         try:
             part, place = self.placement.at(index)
             return self.of(index, part, place)
@@ -68,6 +68,7 @@ class Examples:
             return group_without_task(index, 0, error)
 
     def of(self, index: int, part: int, place: int) -> Group:
+        """Return the group of example ``place`` of entry ``part``."""
         examples, name, template = self.parts[part], self.names[part], self.speech.template
         example: Any = examples[place]
         match self.kind:
@@ -76,18 +77,19 @@ class Examples:
             case "preferences":
                 return preference_pair(index, name, example, template, self.rules)
             case _:
-                other: Any = examples[(place + 2) % len(examples)]  # the next one may be the other answer to the same prompt
+                # The example after this one may be the other completion of the same prompt, so take the second next.
+                other: Any = examples[(place + 2) % len(examples)]
                 return judgement(index, name, example, other, template, self.rules)
 
     def all(self) -> list[Group]:
-        """Every usable example once, in order."""
+        """Return the group of every usable example once, in order."""
         pairs = [(part, place) for part, examples in enumerate(self.parts) for place in range(len(examples))]
         groups = [self.of(index, part, place) for index, (part, place) in enumerate(pairs)]
         return [group for group in groups if not group.errors]
 
 
 async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> Run:
-    """Everything of a run, restored from its newest checkpoint if there is one."""
+    """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     algorithm = recorded_algorithm_of(config)
     home = await make_home(config, cluster, tracker)
     rules = recorded_rules(config, home.speech)
@@ -127,7 +129,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
 
 
 def recorded_algorithm_of(config: RecordedRunConfig) -> Algorithm:
-    """The algorithm of a run. Raises ValueError where it is not one of this kind of run."""
+    """Make the algorithm of a run. Raises ValueError if it does not belong to this kind of run."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
     refuse_other_run(config.algorithm.name, algorithm, config.section)
     refuse_nonsense(algorithm, Plan())
@@ -160,7 +162,7 @@ def training_examples(config: RecordedRunConfig, algorithm: Algorithm, speech: S
 def validation_groups(
     config: RecordedRunConfig, algorithm: Algorithm, speech: Speech, rules: RecordedRules, tracker: Tracker
 ) -> list[Group]:
-    """What is measured: the validation entries, else what the training entries hold out, else nothing."""
+    """Return the validation groups: from the validation entries, else from the held-out part of the training entries, else none."""
     training = config.recorded
     if not (training.val_period or training.val_at_start or training.val_at_end):
         return []
@@ -174,7 +176,7 @@ def validation_groups(
     found = Examples(algorithm.recorded, tuple(_name(entry) for entry in entries), parts, placement, speech, rules).all()
     wanted = len(found) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
     if dropped := sum(map(len, parts)) - len(found):
-        tracker.note(f"{dropped} examples of the validation data cannot be used (too long, most likely) and are left out")
+        tracker.note(f"{dropped} examples of the validation data are unusable (most likely too long) and are left out")
     return found[:wanted]
 
 

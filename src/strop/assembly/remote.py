@@ -1,4 +1,4 @@
-"""The models of a run on the ranks of a cluster, as the driver sees them: learners, scorers and engines that answer from elsewhere."""
+"""The driver's side of a run on a Ray cluster: learners, scorers and engines whose models are in other processes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from strop.types import Batch, Group
 from strop.weights.base import ChannelAddress, TransportError
 from strop.weights.export import Content, Marks, SentAdapters, Shipment
 
-COLLECTIVE_SECONDS = 1800.0  # after which a rank gives up waiting for another; a dead one is noticed at once
+COLLECTIVE_SECONDS = 1800.0  # timeout of a rank that waits in a collective; the death of a rank is noticed at once
 
 
 @dataclass(frozen=True)
 class RemoteSpeech:
-    """How the policy's text becomes tokens; the policy is elsewhere."""
+    """The tokenizer and chat template of a policy in other processes."""
 
     tokenizer: Any
     template: ChatTemplate
@@ -58,7 +58,7 @@ class RemoteSpeech:
 
 @dataclass(frozen=True)
 class RemoteScorer:
-    """A network on the ranks that reads and is not trained here."""
+    """A network on the ranks that scores batches."""
 
     name: str
     group: WorkerGroup
@@ -71,7 +71,7 @@ class RemoteScorer:
 
 @dataclass(frozen=True)
 class RemoteLearner:
-    """A learner whose network and optimizer are on the ranks."""
+    """A learner with its network and optimizer on the ranks."""
 
     name: str
     group: WorkerGroup
@@ -95,13 +95,15 @@ class RemoteLearner:
         return metrics
 
     def weights(self) -> WeightSource:
-        raise RuntimeError("the weights of a learner on many ranks stay there; its exporter sends them to engines")
+        raise RuntimeError(
+            "a learner on several ranks does not give its weights to the driver; its exporter sends them to engines"
+        )
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         self.group.now("save", self.name, folder.resolve(), optimizer)
 
     def stage(self, *, optimizer: bool = True) -> StagedLearner:
-        """Put aside by the ranks, in their memory, to be written beside training."""
+        """Copy the state to the ranks' CPU memory, to be written concurrently with training."""
         self.group.now("stage", self.name, optimizer)
         return StagedLearner(self.name, self.group)
 
@@ -111,7 +113,7 @@ class RemoteLearner:
 
 @dataclass(frozen=True)
 class StagedLearner:
-    """A learner as it was when its ranks put it aside."""
+    """The staged state of a learner, in the CPU memory of its ranks."""
 
     name: str
     group: WorkerGroup
@@ -122,7 +124,7 @@ class StagedLearner:
 
 @dataclass(frozen=True)
 class RemoteColumns:
-    """A column that a source on the ranks fills, each rank for its groups."""
+    """A column filled by a source on the ranks, each rank for its own groups."""
 
     source: str
     column: str
@@ -136,7 +138,7 @@ class RemoteColumns:
 
 
 class RemoteExporter:
-    """The learner's end of a publish, on rank 0; the other ranks take part in gathering."""
+    """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -165,7 +167,7 @@ class RemoteExporter:
 
 
 class ClusterHome:
-    """Many processes, on one machine or more."""
+    """Builds models in the processes of a Ray cluster."""
 
     blocks = False
     shares_module = False
@@ -208,7 +210,7 @@ class ClusterHome:
         return complete(found, self._algorithm, self.config)
 
     async def _teachers(self, config: DistillationRunConfig) -> dict[str, ColumnSource]:
-        """Each on the ranks, or in processes of its own."""
+        """Build the sources of the teachers, each on the ranks or in processes of its own."""
         wanted, teachers = wanted_columns(config, self._algorithm), teachers_of(config)
         student = Student(self.facts.vocabulary, self.speech.tokenizer)
         described = [
@@ -224,7 +226,8 @@ class ClusterHome:
         return {column: combined({key: source(key, column) for key in teachers}, config) for column in wanted}
 
     def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[HostOptions]]:
-        """Of each process, by the teacher's key: dealt out over the nodes, or wherever Ray finds a GPU that is not the run's."""
+        """Return the actor options of each process by teacher key. Processes are spread over the nodes; one with a GPU goes to any node
+        that has a GPU besides those of the run."""
         role, threads = config.cluster.roles.teacher, self._threads(config.policy.num_threads)
         found: dict[str, list[HostOptions]] = {}
         dealt = itertools.count()
@@ -314,15 +317,13 @@ class ClusterHome:
     def _engine(
         self, number: int, place: Place, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> RemoteEngine:
-        options = self._options(f"engine-{number}", place, self.config.cluster.roles.generator, kind="async")
+        threads = self._threads(self.config.policy.num_threads, generates=True)
+        options = host_options(f"engine-{number}", place, self.config.cluster.roles.generator, threads, kind="async")
 
         async def host() -> Remote:
             return await self.cluster.host(options, make, *arguments)
 
         return RemoteEngine(f"engine {number}", receivers, host)
-
-    def _options(self, name: str, place: Place, role: RoleConfig, **changes: Any) -> HostOptions:
-        return host_options(name, place, role, self._threads(self.config.policy.num_threads, generates=True), **changes)
 
     def _threads(self, wanted: int | None, *, generates: bool = False) -> dict[str, str]:
         turns = take_turns(self.config, self.division)
@@ -332,7 +333,7 @@ class ClusterHome:
 def host_options(
     name: str, place: Place, role: RoleConfig, threads: Mapping[str, str], *, gpus: float = 0.0, **changes: Any
 ) -> HostOptions:
-    """``gpus``: of its own, besides those of the run; then it is on whichever node Ray finds them."""
+    """Make the options of an actor. ``gpus``: GPUs besides those of the run; Ray then chooses the node."""
     return HostOptions(
         name=name,
         node=None if gpus else place.node,
@@ -350,9 +351,10 @@ def host_options(
 def threads_of(
     wanted: int | None, on_cpu: bool, division: Division, *, generates: bool = False, turns: bool = False
 ) -> dict[str, str]:
-    """Of each process: those asked for, or on a CPU its part of the cores, of which every machine is taken to have as many as this one.
+    """Return the environment variables that set the CPU threads of a process: ``wanted``, or on CPU an equal share of the cores.
 
-    ``turns``: ranks and engines do not work at the same time, so each kind has all cores."""
+    Assumes that every machine has as many cores as this one. ``time_shared``: ranks and engines never compute at the same time, so the
+    processes of each kind share all cores."""
     if wanted is None and not on_cpu:
         return {}
     own = division.generation if generates else division.training
@@ -362,12 +364,12 @@ def threads_of(
 
 
 def take_turns(config: TrainingRunConfig, division: Division) -> bool:
-    """Whether learner and engines are on the same devices, one after the other."""
+    """Return whether learner and engines take turns on the same devices."""
     return division.shared and isinstance(config, RolloutRunConfig) and config.rollouts.max_staleness == 0
 
 
 async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> ClusterHome:
-    """The ranks, with the policy loaded in each. Raises ModelNotFound, ValueError, GroupDied."""
+    """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, GroupDied."""
     division = division_of(config, on_cpu=cluster.on_cpu)
     on_cpu = cluster.on_cpu
     role, world = config.cluster.roles.learner, len(division.training)
@@ -390,7 +392,8 @@ async def make_cluster_home(config: TrainingRunConfig, cluster: Cluster, tracker
 
 
 def hosted_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:
-    """By alias, environments in processes of their own, dealt out over the nodes; none where ``cluster.environment_hosts`` is 0."""
+    """Start the environments in processes of their own, spread over the nodes. Return them by alias; empty if
+    ``cluster.environment_hosts`` is 0."""
     count, role = config.cluster.environment_hosts, config.cluster.roles.environment
     if not count:
         return {}
@@ -414,14 +417,14 @@ def _processes(hosts: Sequence[Remote]) -> str:
 
 
 def _vllm(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """In the engine's process."""
+    """Build a vLLM engine. Runs in the engine's process."""
     from strop.generation.vllm.engine import VllmEngine
 
     return VllmEngine(name, options, tokenizer, stop_ids=stop_ids)
 
 
 def _torch(name: str, config: TrainingRunConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool) -> Any:
-    """In the engine's process: the model as the learner describes it, whose weights will be sent."""
+    """Build a torch engine on an empty model, whose weights the learner will send. Runs in the engine's process."""
     from strop.assembly.roles import prepare_device
     from strop.generation.torch.apart import ApartEngine
     from strop.models.loading import empty_model

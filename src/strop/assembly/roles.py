@@ -1,4 +1,4 @@
-"""The roles of a run in this process: network, learner, reference, embedded engine."""
+"""Load and build the models of a run in this process: policy, learner, reference, critic, torch engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Speech(Protocol):
-    """How a model's text becomes tokens, wherever the model is."""
+    """The tokenizer, chat template and stop tokens of a model, which may be in another process."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -53,7 +53,7 @@ class Speech(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The model of a run with what belongs to it."""
+    """The model of a run with its tokenizer, chat template and stop tokens."""
 
     network: Network
     tokenizer: Any
@@ -62,6 +62,7 @@ class Policy:
 
 
 def choose_device(wanted: str) -> torch.device:
+    """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
@@ -70,7 +71,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def prepare_device(wanted: str, threads: int | None) -> torch.device:
-    """The device, with this process set up for it. Raises ValueError where it is not there."""
+    """Choose the device and set up this process for it. Raises ValueError if the device does not exist."""
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = choose_device(wanted)
@@ -80,19 +81,19 @@ def prepare_device(wanted: str, threads: int | None) -> torch.device:
 
 
 class Bring(Protocol):
-    """How a model comes into this process, which may be one of many that share it."""
+    """Loads a model in this process, which may be one of several ranks that shard it."""
 
     def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        """What ``load(device)`` gives."""
+        """Return ``load(device)``."""
         ...
 
     def network(self, model: Any, make: Callable[..., Any]) -> Any:
-        """``make(model)``, or where it is known how the model reads ``make(model, packed=...)``."""
+        """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has found out whether the model supports packed rows."""
         ...
 
 
 class Alone:
-    """This process has the model for itself."""
+    """Loads the whole model in this process."""
 
     def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
         return load(str(device))
@@ -119,11 +120,11 @@ def load_policy(
     weights_dtype: str = "float32",
     bring: Bring = ALONE,
 ) -> Policy:
-    """Raises ModelNotFound, ValueError."""
+    """Load a model with its tokenizer. Raises ModelNotFound, ValueError."""
     chosen = prepare_device(device, threads)
     model = bring.model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
     for name in disable_dropout(model):
-        log.warning("dropout of %s is off: it would make sampler and learner disagree", name)
+        log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
     make = partial(Network, precision=PRECISIONS[precision], chunk=chunk or 1 << 40)
     network = bring.network(model, make) if packed else make(model, packed=False)
@@ -132,7 +133,7 @@ def load_policy(
 
 
 def load_training_policy(config: PolicyConfig, seed: int = 0, bring: Bring = ALONE) -> Policy:
-    """``seed`` is that of the run: adapters begin with it."""
+    """Load the policy of a run, with adapters if LoRA is enabled. ``seed``: of the run; initializes the adapters."""
     policy = load_policy(
         config.model_name,
         tokenizer_name=config.tokenizer.name,
@@ -152,7 +153,7 @@ def load_training_policy(config: PolicyConfig, seed: int = 0, bring: Bring = ALO
 
 
 def adapt(network: Network, config: ModelConfig, seed: int) -> None:
-    """Put adapters on a model that will be trained, where its configuration asks for them. After its weights were rounded."""
+    """Add LoRA adapters to a model if its configuration enables them. Call it after the weights are rounded to ``weights_dtype``."""
     if config.dtensor_cfg.lora_cfg.enabled:
         options = LoraOptions(**config.dtensor_cfg.lora_cfg.options())
         add_adapters(network.model, options, base=config.model_name, seed=seed)
@@ -169,9 +170,9 @@ def make_learner(
     section: str = "policy",
     placement: Placement | None = None,
 ) -> TorchLearner:
-    """``placement``: where the network is, if not on one device.
+    """Make a learner for a network. ``parallelism``: how the network is sharded; None: on a single device.
 
-    ``total_steps`` are the optimizer steps of the run, None where nothing limits it: the length of a schedule that sets none."""
+    ``total_steps``: optimizer steps of the run, the length of a schedule that sets none; None if the run has no limit."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     schedule: list[Mapping[str, Any]] = []
     if config.scheduler is not None:
@@ -199,7 +200,7 @@ def make_learner(
 
 
 def load_reward_policy(config: RmRunConfig, bring: Bring = ALONE) -> Policy:
-    """The model of a reward model: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
+    """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
     settings = config.policy
     device = prepare_device(settings.device, settings.num_threads)
     tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
@@ -214,7 +215,7 @@ def load_reward_policy(config: RmRunConfig, bring: Bring = ALONE) -> Policy:
 
 
 def make_critic(config: PpoRunConfig, policy: Policy, bring: Bring = ALONE) -> TrainableNetwork:
-    """A head on the policy's hidden states, or a sequence classifier with one label of its own. Raises ValueError."""
+    """Make the critic: a value head on the policy's hidden states, or a sequence classifier with one label. Raises ValueError."""
     settings = config.value
     if settings.head_only:
         return ValueHead(policy.network)
@@ -237,25 +238,25 @@ def _value_network(model: Any, settings: ModelConfig, bring: Bring) -> ValueNetw
 
 
 def _refuse_other_tokens(tokenizer: Any, name: str) -> None:
-    """Raises ValueError unless every token of the policy is the same token to the tokenizer ``name``."""
+    """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
     try:
         known, others = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"value.tokenizer.name: no tokenizer could be loaded from {name}, so whether the critic reads the policy's tokens cannot be "
-            f"told; where it does, name the policy's (policy.tokenizer.name): {error}"
+            f"value.tokenizer.name: no tokenizer could be loaded from {name}, so its vocabulary cannot be compared with the policy's; if "
+            f"they are the same, name the policy's tokenizer (policy.tokenizer.name): {error}"
         ) from error
     if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
         place, token = odd[0]
         raise ValueError(
-            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(odd)} of them otherwise: "
-            f"{token!r} is {place} to the policy and {others.get(token, 'unknown')} to it. Name a critic of the policy's family "
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(odd)} other ids: "
+            f"{token!r} is {place} for the policy and {others.get(token, 'unknown')} for the critic. Name a critic of the policy's family "
             "(value.model_name)"
         )
 
 
 def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> Scorer:
-    """The policy with its adapters off, or a frozen copy of it as it is now. Call it before a checkpoint is loaded."""
+    """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     if config.dtensor_cfg.lora_cfg.enabled:
         return AdapterOffScorer(policy.network, sampling, score_tokens=packing.logprob_mb_tokens)
@@ -265,7 +266,7 @@ def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> 
 
 
 def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchEngine:
-    """The embedded engine on the policy's own module. Raises ValueError where its memory holds no sequence."""
+    """Make the torch engine on the policy's module. Raises ValueError if its KV cache is too small for one sequence."""
     options = config.torch_cfg
     runner: Runner
     if policy.network.takes_plans():
@@ -278,7 +279,10 @@ def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchE
             cuda_graphs=options.cuda_graphs,
         )
     else:
-        log.warning("the embedded engine reads every sequence again at every token: %s", policy.network.fallback)
+        log.warning(
+            "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s",
+            policy.network.fallback,
+        )
         runner = RecomputeRunner(policy.network, max_slots=options.max_num_seqs, length=length)
     return TorchEngine(runner, policy.tokenizer, stop_ids=policy.stop_ids, prefill_tokens=options.prefill_tokens)
 

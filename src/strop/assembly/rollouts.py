@@ -1,4 +1,4 @@
-"""A run that samples what it learns from: GRPO and its family, PPO, distillation."""
+"""Build a run that learns from its own rollouts: GRPO and its family, PPO, distillation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator]:
-    """Everything of a run, restored from its newest checkpoint if there is one."""
+    """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollouts
     algorithm = algorithm_of(config)
     hosted = {} if cluster is None else hosted_environments(config, cluster)
@@ -122,7 +122,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
 
 
 def algorithm_of(config: RolloutRunConfig) -> Algorithm:
-    """The algorithm of a run. Raises ValueError where it, its parts and the run do not go together."""
+    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
     algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
     refuse_other_run(config.algorithm.name, algorithm, config.section)
     options = loop_options(config, share_prefixes=True)
@@ -179,14 +179,14 @@ def make_stream(
 
 
 def slots_of(config: RolloutRunConfig, options: LoopOptions) -> int:
-    """How many groups may be begun and not yet trained on."""
+    """Return how many groups may be started and not yet trained on."""
     full = (options.max_staleness + 1) * options.groups_per_step
     asked = config.rollouts.asynchronous.slots if options.max_staleness else None
     return full if asked is None else asked
 
 
 def order_of(config: RolloutRunConfig, options: LoopOptions) -> Order:
-    """Which group comes next. A synchronous run is always FIFO: all of its groups are of the newest version."""
+    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
     section = config.rollouts.asynchronous
     if options.drops_stale:
         return DropTooOld()
@@ -207,7 +207,7 @@ def make_evaluator(
     training = config.rollouts
     if source is None:
         if training.val_period or training.val_at_start or training.val_at_end:
-            tracker.note("no validation: data.validation is not set and data.train holds nothing out (split_validation_size)")
+            tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
         return None
     size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
     return Evaluator(
@@ -242,14 +242,14 @@ def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
 
 
 def shares_module(config: RolloutRunConfig) -> bool:
-    """Whether the generator runs the learner's own module, so that the two take turns."""
+    """Return whether the generator runs the learner's module, so that the two take turns."""
     return config.policy.generation.backend in ("auto", "torch") and not devices_of(config).ray
 
 
 def beside_the_loop(
     learners: Mapping[str, Learner], scorers: Mapping[str, ColumnSource]
 ) -> tuple[dict[str, Learner], dict[str, ColumnSource]]:
-    """The same roles in one thread of their own: generation, environments and episodes go on while they compute."""
+    """Run learners and column sources in one other thread, so that generation and environments continue while they compute."""
     thread = LearnerThread()
     return (
         {name: in_thread(learner, thread) for name, learner in learners.items()},
@@ -258,13 +258,14 @@ def beside_the_loop(
 
 
 def drain_before(config: RolloutRunConfig) -> Drain:
+    """Return before which phase the groups in flight must finish."""
     if config.rollouts.max_staleness == 0 or config.rollouts.asynchronous.in_flight_weight_updates:
-        return "never"  # a synchronous run has nothing in flight then
+        return "never"  # a synchronous run has no groups in flight at these points
     return "training" if shares_module(config) else "publishing"
 
 
 def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> LoopOptions:
-    """``filters``: the algorithm drops groups, so the search for enough of them is bounded."""
+    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded."""
     training = config.rollouts
     global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
     return LoopOptions(

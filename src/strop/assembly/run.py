@@ -1,4 +1,4 @@
-"""``strop grpo``, ``sft``, ``dpo``, ...: build a run from its configuration, train, and leave the folders behind."""
+"""``strop grpo``, ``sft``, ``dpo``, ...: build a run from its configuration and train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strop.tracking.base import Tracker
 
 
 def run_training(config: TrainingRunConfig) -> int:
-    """Train as configured; 0 on success, 1 after an error that was printed."""
+    """Train as configured. Return 0 on success, 1 after printing an error."""
     return run_to_end(_run(config))
 
 
@@ -37,7 +37,7 @@ async def _run(config: TrainingRunConfig) -> None:
 
 
 async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> None:
-    """One life of a run: from its newest checkpoint to its end. Raises EndedEarly where it was told to end."""
+    """Run one attempt: from the newest checkpoint to the end of the run. Raises EndedEarly if a stop signal ends it."""
     async with cluster_of(config, tracker) as cluster:
         notice.heed()
         run, generator = await build_run(config, tracker, cluster)
@@ -48,7 +48,7 @@ async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> 
                 await asyncio.to_thread(run.checkpoints.finish)
         finally:
             if run.checkpoints is not None:
-                with suppress(Exception):  # whatever ended this life may end that too; but it is not written beside the next one
+                with suppress(Exception):  # may fail for the same reason; but no write may overlap with the next attempt
                     await asyncio.to_thread(run.checkpoints.finish)
             await run.stream.close()
             if generator is not None:
@@ -59,8 +59,8 @@ async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> 
 
 
 async def build_run(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator | None]:
-    """Everything of a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one; and its engine, if it
-    samples."""
+    """Build a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one. Return it with its generator,
+    or None for a run on recorded data."""
     seed_everything(config.training.seed)
     for line in describe(config, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)

@@ -1,10 +1,9 @@
-"""Teachers in processes of their own, which take the groups of a batch in contiguous shares, all at once.
+"""Teachers in processes of their own. Each process scores a contiguous range of the groups of a batch, all at once.
 
     driver                                                  each process, with the whole teacher
-    HostedTeacher(column)  -- its groups, packed -->        TeacherHost.fill(column, batch) -> columns of these places
+    HostedTeacher(column)  -- its groups, packed -->        TeacherHost.fill(column, batch) -> columns of these tokens
 
-Groups stay with the driver: a teacher reads tokens. Scoring leaves nothing behind, so a process that dies is replaced at the next call
-and asked again.
+Only tokens are sent; the groups stay with the driver. Scoring has no state, so a process that dies is replaced and the call is repeated.
 """
 
 from __future__ import annotations
@@ -29,35 +28,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherDescription:
-    """What a teacher is made from, in whichever process. Pickles."""
+    """What a process needs to build a teacher. Picklable."""
 
     key: str  # such as teacher, or teachers.NAME
     config: DistillationRunConfig
     student: Student
-    columns: frozenset[str]  # what it will be asked for
+    columns: frozenset[str]  # that it fills
     sampling: Sampling  # the student's
 
 
 class TeacherHost:
-    """A whole teacher. Called by one thread, one call after another."""
+    """The actor that holds a whole teacher. Calls run one after another on one thread."""
 
     def __init__(self, description: TeacherDescription) -> None:
-        """Raises ModelNotFound, ValueError for a teacher that does not read the student's tokens."""
+        """Raises ModelNotFound, and ValueError if the teacher's vocabulary is not the student's."""
         found = description
         fills = load_teacher(found.key, found.config, found.student, found.columns, found.sampling)
         self._sources = {column: fills(column) for column in found.columns}
 
     def fill(self, column: str, batch: Batch) -> dict[str, Tensor]:
-        """[N] or [N, K] by name, on the CPU."""
-        return dict(asyncio.run(_columns(self._sources[column], batch)))
-
-
-async def _columns(source: ColumnSource, batch: Batch) -> Mapping[str, Tensor]:
-    return await source.columns(batch, ())  # a teacher that is not the policy reads the batch alone
+        """Return columns by name, [N] or [N, K], on the CPU."""
+        return dict(asyncio.run(self._sources[column].columns(batch, ())))  # without groups: only a self-teacher reads them
 
 
 class TeacherProcess:
-    """The place of one process: whoever lives in it answers."""
+    """One teacher process, replaced by a new one when it dies."""
 
     def __init__(self, cluster: Cluster, options: HostOptions, description: TeacherDescription) -> None:
         self.options = options
@@ -68,19 +63,19 @@ class TeacherProcess:
         self._remote: Remote | None = None
 
     async def start(self) -> Remote:
-        """Raises HostDied, and what ``TeacherHost`` raises."""
+        """Start the process if it does not run. Raises ActorDied, and what ``TeacherHost`` raises."""
         async with self._starting:
             if self._remote is None:
                 self._remote = await self._cluster.host(self.options, TeacherHost, self._description)
             return self._remote
 
     async def fill(self, column: str, batch: Batch) -> Mapping[str, Tensor]:
-        """Asked once more where the process is gone. Raises HostDied where its replacement dies too."""
+        """Fill a column. If the process has died, repeat the call once in a new one. Raises ActorDied if that dies too."""
         remote = await self.start()
         try:
             return await self._ask(remote, column, batch)
         except HostDied as error:
-            if self._remote is remote:  # the first of its callers to notice
+            if self._remote is remote:  # this caller is the first to notice
                 self._remote = None
                 self.restarts += 1
                 log.warning("%s; another process takes its place", error)
@@ -93,13 +88,13 @@ class TeacherProcess:
 
 @dataclass(frozen=True)
 class HostedTeacher:
-    """A column that the processes of one teacher fill, each for its share of the groups."""
+    """A column filled by the processes of one teacher, each for its range of the groups."""
 
     column: str
     processes: Sequence[TeacherProcess]
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """Raises HostDied."""
+        """Score the groups on all processes concurrently. Raises ActorDied."""
         count = len(self.processes)
         shares = [group_share(len(groups), place, count) for place in range(count)]
         asked = [
@@ -110,7 +105,7 @@ class HostedTeacher:
         try:
             return joined(await asyncio.gather(*asked), len(batch.target))
         finally:
-            for one in asked:  # where one failed, the others would start processes anew on a cluster that ends
+            for one in asked:  # if one fails, the others must not start new processes on a cluster that is closing
                 one.cancel()
 
     async def _fill(self, process: TeacherProcess, share: GroupShare, batch: Batch) -> Filled:
@@ -121,9 +116,9 @@ class HostedTeacher:
 async def host_teachers(
     cluster: Cluster, descriptions: Collection[TeacherDescription], options: Mapping[str, Sequence[HostOptions]]
 ) -> dict[str, dict[str, ColumnSource]]:
-    """Who fills each column, by the teacher's key; ``options`` are those of each process. All are loaded at once.
+    """Start teachers concurrently. Return their column sources by teacher key and column. ``options``: of each process, by teacher key.
 
-    Raises HostDied, and what ``TeacherHost`` raises."""
+    Raises ActorDied, and what ``TeacherHost`` raises."""
     places = {each.key: [TeacherProcess(cluster, one, each) for one in options[each.key]] for each in descriptions}
     await asyncio.gather(*(process.start() for processes in places.values() for process in processes))
     return {each.key: {column: HostedTeacher(column, places[each.key]) for column in each.columns} for each in descriptions}

@@ -1,4 +1,4 @@
-"""Who trains, and who fills the columns an algorithm requires."""
+"""Make the learners of a run and the sources of the columns that an algorithm requires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from strop.types import Group
 def make_learners(
     config: TrainingRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
 ) -> dict[str, Learner]:
-    """The policy's learner, and the critic's where there is one. ``total_steps``: optimizer steps of the run, None for no end."""
+    """Make the policy's learner, and the critic's if there is one. ``total_steps``: optimizer steps of the run; None: no limit."""
     learners: dict[str, Learner] = {
         "policy": make_learner(
             policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
@@ -37,7 +37,7 @@ def make_learners(
 
 
 def optimizer_steps(options: LoopOptions, tasks: int | None) -> int | None:
-    """How many there will be at most; None where neither steps nor tasks end."""
+    """Return the largest number of optimizer steps of a run; None if neither its steps nor its ``tasks`` are limited."""
     limits = [options.max_steps] if options.max_steps < 1_000_000 else []
     limits += [] if tasks is None else [tasks // options.groups_per_step]
     return min(limits) * options.steps_per_batch * options.update_epochs if limits else None
@@ -46,7 +46,7 @@ def optimizer_steps(options: LoopOptions, tasks: int | None) -> int | None:
 def make_scorers(
     config: RolloutRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
-    """Raises ValueError for a column that nothing here fills."""
+    """Make the column sources of a run on rollouts. Raises ValueError for a required column without a source."""
     scorers: dict[str, ColumnSource] = {}
     if REFERENCE in algorithm.requires:
         scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
@@ -65,7 +65,8 @@ async def make_recorded_scorers(
     groups: Callable[[], Sequence[Group]],
     tracker: Tracker,
 ) -> dict[str, ColumnSource]:
-    """``groups()`` are all that will be read: what a reference that is computed once, before training, has to know."""
+    """Make the column sources of a run on recorded data. ``groups()`` returns every group that the run will read, for reference
+    log-probabilities that are computed once, before training."""
     scorers: dict[str, ColumnSource] = {}
     if REFERENCE in algorithm.requires:
         once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
@@ -95,27 +96,27 @@ async def stored_reference(
     fingerprint: str,
     share_prefixes: bool,
 ) -> ColumnSource:
-    """The policy as it is now, asked once about everything that will be read. Call it before a checkpoint is loaded.
+    """Compute the reference log-probabilities of all groups with the policy's current weights, or load them from an earlier computation.
 
-    ``fingerprint`` is that of its weights."""
+    Call it before a checkpoint is loaded. ``fingerprint``: of the policy's weights."""
     path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
-    tracker.note(f"reference log-probabilities: {'found in' if path.exists() else 'computing them once, for'} {path}")
+    tracker.note(f"reference log-probabilities: {'loaded from' if path.exists() else 'computed once and stored in'} {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     return await reference_store(
         path,
-        (group for make in (groups,) for group in make()),  # read only where there is no file yet
+        (group for make in (groups,) for group in make()),  # lazy: groups are read only if there is no file yet
         policy,
         algorithm,
         weights=fingerprint,
         data=f"{config.data.model_dump_json()}{config.policy.tokenizer.model_dump_json()}"
-        f"{config.policy.max_total_sequence_length}",  # which says what fits
+        f"{config.policy.max_total_sequence_length}",  # decides which examples fit
         share_prefixes=share_prefixes,
     )
 
 
 def complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
-    """Raises ValueError where a column that the algorithm requires is filled by nobody."""
+    """Return ``scorers``. Raises ValueError if a column that the algorithm requires has no source."""
     if unknown := sorted(algorithm.requires - set(scorers)):
         name = config.algorithm.name
-        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which nothing in strop {config.section} fills")
+        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
     return scorers

@@ -1,4 +1,6 @@
-"""What the flat keys of the sections ``grpo`` and ``loss_fn`` mean for an algorithm and its parts. Null keys leave the algorithm's own."""
+"""Map flat keys of NeMo-RL's sections, such as ``grpo`` and ``loss_fn``, to fields of an algorithm and its parts.
+
+A key that is null keeps the algorithm's default."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from strop.config.training import RolloutTrainingConfig
 
 
 def settings_of(config: TrainingRunConfig) -> list[Setting]:
-    """The flat keys that are set in a configuration, in the order in which they must be applied. Raises ValueError for contradictions."""
+    """Return the flat keys that a configuration sets, in the order in which they must be applied. Raises ValueError for contradictions."""
     match config:
         case GrpoRunConfig():
             return list(policy_gradient_settings(config.section, config.grpo, config.loss_fn))
@@ -63,7 +65,7 @@ def _with_critic(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> It
 
 
 def _distillation(name: str, distillation: DistillationConfig, loss: DistillationLossConfig) -> Iterator[Setting]:
-    """The divergence is that of topk_distillation; the others have none to set."""
+    """Yield the settings of a distillation. Only topk_distillation has a divergence to set."""
     if name == "topk_distillation":
         yield from _given(
             ("loss_fn.kl_type", "kl_type", loss.kl_type),
@@ -87,7 +89,7 @@ def _reward_model(rm: RmConfig, kind: str) -> Iterator[Setting]:
 
 
 def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:
-    """In the order in which they must be applied: what chooses a part comes before what sets its options."""
+    """Yield settings in the order in which they must be applied: a key that chooses a part comes before keys that set its options."""
     yield from _credit(section, grpo)
     yield from _policy_loss(loss, kl_in_reward="reward")
 
@@ -138,7 +140,7 @@ def _filters(section: str, training: RolloutTrainingConfig) -> Iterator[Setting]
         yield Setting(f"{section}.reward_shaping", "shaping", options)
 
 
-ADVANTAGES = {"grpo": "group_relative"}  # NeMo-RL's names for what is called otherwise here
+ADVANTAGES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, if they differ
 
 
 def _objective(loss: LossConfig) -> Iterator[Setting]:
@@ -149,7 +151,7 @@ def _objective(loss: LossConfig) -> Iterator[Setting]:
     }
     asked = [(key, name) for key, (name, on) in chosen.items() if on]
     if len(asked) > 1:
-        raise ValueError(f"loss_fn: {' and '.join(key for key, _ in asked)} each choose the objective; set one of them")
+        raise ValueError(f"loss_fn: {' and '.join(key for key, _ in asked)} each choose the objective; set only one of them")
     for key, name in asked:
         yield Setting(f"loss_fn.{key}", "objective", name)
     yield from _given(
@@ -174,7 +176,7 @@ def _correction(loss: LossConfig) -> Iterator[Setting]:
         return
     if kind is not None and high is None:
         raise ValueError(
-            f"loss_fn.truncated_importance_sampling_ratio: found null, but {kind} needs its upper bound; set it, for instance 2.0"
+            f"loss_fn.truncated_importance_sampling_ratio: found null, but {kind} needs an upper bound; set it, for example to 2.0"
         )
     options: dict[str, object] = {
         "name": {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "sequence_mask_tis"}.get(str(kind), "importance")

@@ -1,4 +1,4 @@
-"""The ``data`` and ``env`` sections -> streams of tasks."""
+"""Make mixtures of tasks from the ``data`` and ``env`` sections."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 Environments = Mapping[str, EnvironmentConfig]
 Hosted = Mapping[str, Environment[Any]]
-"""By alias, environments that live in other processes; the others are made here."""
+"""Environments in other processes, by alias; the others are made in this process."""
 
 
 def training_tasks(
     data: Entries, env: Environments, *, seed: int, shuffle: bool, max_epochs: int | None, hosted: Hosted = MappingProxyType({})
 ) -> Mixture:
+    """Make the mixture of training tasks. ``remote``: environments in other processes, by alias."""
     several = len(data) > 1
     components = [_component(entry, env, seed, "train", hosted, weight=entry.weight if several else None) for entry in data]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
@@ -36,7 +37,7 @@ def training_tasks(
 def validation_tasks(
     data: Entries | None, train: Entries, env: Environments, *, seed: int, hosted: Hosted = MappingProxyType({})
 ) -> Mixture | None:
-    """The validation entries, else what the training entries hold out for it, else none."""
+    """Make the validation tasks: from the validation entries, else from the held-out part of the training entries, else None."""
     entries = _validation_entries(data, train)
     if not entries:
         return None
@@ -49,7 +50,7 @@ def _validation_entries(data: Entries | None, train: Entries) -> Entries:
 
 
 def descriptions(train: Entries, validation: Entries | None, env: Environments, *, seed: int) -> Mapping[str, HostedDescription]:
-    """By alias, what another process needs to make the environments of a run, and their tasks."""
+    """Return by alias what another process needs to make an environment of the run and its tasks."""
     sources: dict[str, list[DataSource]] = {}
     for entries, part in ((train, "train"), (_validation_entries(validation, train), "validation")):
         for entry in entries:
@@ -63,7 +64,7 @@ def descriptions(train: Entries, validation: Entries | None, env: Environments, 
 
 
 def _tasks_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
-    """Generated tasks are of one part or the other too."""
+    """Return the source of an entry's tasks. Generated tasks, which have no rows to split, also belong to one part."""
     source = data_source(entry, seed, part)
     return source if entry.dataset_name is not None else replace(source, part="train" if part == "train" else "validation")
 
@@ -72,19 +73,20 @@ def _component(
     entry: DataEntryConfig, env: Environments, seed: int, part: str, hosted: Hosted, *, weight: float | None
 ) -> Component:
     alias = alias_of(entry, env)
-    environment = hosted.get(alias) or _environment(alias, env.get(alias, EnvironmentConfig(type=None)))
+    config = env.get(alias, EnvironmentConfig(type=None))
+    environment = hosted.get(alias) or _of_alias(alias, make_environment, config.type or alias, config.options)
     try:
         tasks = environment.tasks(_tasks_source(entry, seed, part))
     except (DataError, EnvironmentConfigError):
         raise
-    except Exception as error:  # whatever an environment from outside does
+    except Exception as error:  # user-defined environments may raise anything
         where = f"env.{alias}: {environment.title}.tasks"
         raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
     return Component(alias, environment, tasks, weight)
 
 
 def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
-    """The rows of an entry; where it holds some out, those that are for ``part``: train or validation."""
+    """Return the source of an entry's rows. If the entry holds out a validation split: the rows of ``part``, train or validation."""
     return DataSource(
         dataset_name=entry.dataset_name,
         subset=entry.subset,
@@ -108,26 +110,24 @@ def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
 
 
 def reward_names(data: Entries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
-    """The rewards that the environments of these entries give."""
+    """Return the names of the rewards that the environments of these entries give."""
     aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (alias_of(entry, env) for entry in data)}
     kinds = [_of_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for kind in kinds for name in reward_marks(kind)))
 
 
 def alias_of(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
-    """The environment that scores an entry's tasks. Raises EnvironmentConfigError where that is open."""
+    """Return the alias of the environment that scores an entry's tasks. Raises EnvironmentConfigError if the choice is ambiguous."""
     alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
     if alias is None:
-        raise EnvironmentConfigError(f"data: an entry names no env_name, and env has {sorted(env)}; name the one that scores it")
+        raise EnvironmentConfigError(
+            f"data: an entry has no env_name, and env has {sorted(env)}; set it to the one that scores its tasks"
+        )
     return alias
 
 
-def _environment(alias: str, config: EnvironmentConfig) -> Environment[Any]:
-    return _of_alias(alias, make_environment, config.type or alias, config.options)
-
-
 def _of_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
-    """What ``make`` makes. Raises EnvironmentConfigError that names the key."""
+    """Return ``make(*arguments)``; an EnvironmentConfigError is raised with the key of the environment in its message."""
     try:
         return make(*arguments)
     except EnvironmentConfigError as error:

@@ -1,4 +1,4 @@
-"""The teachers of a distillation, and the columns they fill."""
+"""Make the teachers of a distillation and the sources of the columns that they fill."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from strop.types import Group, Message
 
 @dataclass(frozen=True)
 class Student:
-    """What a teacher that is elsewhere must know of the policy."""
+    """What a teacher in another process needs to know about the policy."""
 
-    vocabulary: int  # token ids that its output layer has
+    vocabulary: int  # size of its output layer
     tokenizer: Any
 
 
 def make_teachers(
     config: DistillationRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
-    """Who fills the teacher's columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
+    """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
     wanted = wanted_columns(config, algorithm)
     made: dict[str, Callable[[str], ColumnSource]] = {}
     for key, teacher in teachers_of(config).items():
@@ -54,16 +54,16 @@ def make_teachers(
 
 
 def teachers_of(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
-    """Every teacher, by its key."""
+    """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
     return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
 
 
 def wanted_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
-    """The columns that teachers are to fill. Raises ValueError where there are none."""
+    """Return the columns that teachers fill for the algorithm. Raises ValueError if there are none."""
     wanted = algorithm.requires & {TEACHER, TEACHER_CANDIDATES}
     if not wanted:
         raise ValueError(
-            f"algorithm.name: {config.algorithm.name} asks nothing of a teacher; use strop grpo, or another algorithm"
+            f"algorithm.name: {config.algorithm.name} does not use a teacher; run strop grpo, or choose another algorithm"
         )
     return frozenset(wanted)
 
@@ -73,7 +73,9 @@ def student_of(policy: Policy) -> Student:
 
 
 def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
-    """Teachers, by their keys, as one: by environment, or all together where none is for a particular one. Raises ValueError."""
+    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
+
+    Raises ValueError."""
     sources = {key: (teacher, filled_by[key]) for key, teacher in teachers_of(config).items()}
     for key, (teacher, _) in sources.items():
         if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
@@ -85,8 +87,8 @@ def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfi
         weights = [weight for weight, _ in general]
         if len(general) > 1 and config.algorithm.name == "topk_distillation":
             raise ValueError(
-                "teachers: several teachers are for all environments, and the most likely tokens of their mixture are not known; give each "
-                "its environments (teachers.NAME.environments), or set algorithm.name=distillation"
+                "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its "
+                "environments (teachers.NAME.environments), or set algorithm.name=distillation"
             )
         otherwise = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
     if not routed:
@@ -98,12 +100,12 @@ def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfi
 def load_teacher(
     key: str, config: DistillationRunConfig, student: Student, wanted: Collection[str], sampling: Sampling
 ) -> Callable[[str], ColumnSource]:
-    """A model of its own: from the name of a column to who fills it. Raises ModelNotFound, ValueError."""
+    """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
     teacher = teachers_of(config)[key]
     plain = _plain(sampling, wanted)
     if teacher.demonstration is not None:
         raise ValueError(
-            f"{key}.demonstration: only the policy itself is shown demonstrations; set {key}.model_name=self, or null"
+            f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
         )
     loaded = _load(teacher)
     network = loaded.network
@@ -127,7 +129,7 @@ def _self_teacher(
     sampling: Sampling,
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
-    """The policy, shown demonstrations."""
+    """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
     reader = _self(key, teacher, policy, _plain(sampling, wanted), learners)
     assert teacher.demonstration is not None
     shown = _shown(teacher.demonstration, policy)
@@ -135,11 +137,11 @@ def _self_teacher(
 
 
 def _plain(sampling: Sampling, wanted: Collection[str]) -> Sampling:
-    """The student's temperature, without its filters. Raises ValueError where those would leave nothing to compare."""
+    """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
     if sampling.filtered and TEACHER_CANDIDATES in wanted:
         raise ValueError(
-            "policy.generation: top_k, top_p or min_p cut tokens from the student's distribution, and what was cut cannot be taught; set "
-            "them to keep every token, or algorithm.name=distillation"
+            "policy.generation: top_k, top_p or min_p removes tokens from the student's distribution, and the loss is not defined on "
+            "removed tokens; set them to keep every token, or algorithm.name=distillation"
         )
     return Sampling(temperature=sampling.temperature)
 
@@ -163,10 +165,12 @@ def _load(teacher: TeacherConfig) -> Policy:
 
 
 def _self(key: str, teacher: TeacherConfig, policy: Policy, sampling: Sampling, learners: Mapping[str, Learner]) -> Teacher:
-    """The policy as its own teacher. Raises ValueError where it would have nothing to say."""
+    """Make the network of a self-teacher: the policy with its current, averaged or initial weights.
+
+    Raises ValueError without a demonstration: teacher and student would be the same."""
     if teacher.demonstration is None:
         raise ValueError(
-            f"{key}.demonstration: found null, and the policy without a demonstration teaches itself nothing; set it"
+            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
         )
     learner = learners["policy"]
     budget = teacher.logprob_mb_tokens
@@ -192,18 +196,14 @@ def _self(key: str, teacher: TeacherConfig, policy: Policy, sampling: Sampling, 
 
 
 def _shown(demonstration: str, policy: Policy) -> Callable[[Group], list[int]]:
-    """A group's prompt with the demonstration after its last message."""
+    """Return a function that gives a group's prompt tokens, with the demonstration after its last message."""
 
     def prompt(group: Group) -> list[int]:
-        first = group.rollouts[0]
-        asked = list(first.messages[: _prompt_messages(first.messages)])
+        messages = group.rollouts[0].messages
+        first_turn = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        asked = list(messages[:first_turn])
         shown = demonstration.replace("{answer}", group.task.answer)
         asked[-1] = Message(asked[-1].role, f"{asked[-1].content}\n\n{shown}")
         return policy.template.prompt(asked)
 
     return prompt
-
-
-def _prompt_messages(messages: tuple[Message, ...]) -> int:
-    """How many messages stand before the policy's first turn."""
-    return next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))

@@ -1,4 +1,4 @@
-"""What every training run is given, whatever it learns from: trackers, checkpoints, seeds, a state to continue from."""
+"""What every training run needs: trackers, checkpoints, seeds, and the state of its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ ALIASES = {"validation/val_loss": "validation/loss", "validation/validation-defa
 
 
 def early_stop(config: TrainingRunConfig) -> EarlyStop | None:
+    """Make the rule that stops a run at a validation metric; None if none is configured."""
     training = config.training
     if training.stop_at_validation_metric is None:
         return None
@@ -38,7 +39,7 @@ def early_stop(config: TrainingRunConfig) -> EarlyStop | None:
 
 
 def metric_tag(name: str, default: str = "train") -> str:
-    """``val:accuracy`` as it is logged: ``validation/accuracy``."""
+    """Return the name under which a metric is logged: ``val:accuracy`` is ``validation/accuracy``."""
     kind, found, rest = name.partition(":")
     if not found:
         return name if "/" in name else f"{default}/{name}"
@@ -47,7 +48,7 @@ def metric_tag(name: str, default: str = "train") -> str:
 
 
 def make_tracker(config: TrainingRunConfig) -> Trackers:
-    """The trackers that are on. Weights & Biases and TensorBoard are imported only then."""
+    """Make the enabled trackers. Weights & Biases and TensorBoard are imported only if enabled."""
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
     trackers: list[Tracker] = [
@@ -70,6 +71,7 @@ def make_tracker(config: TrainingRunConfig) -> Trackers:
 
 
 def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> CheckpointFolders:
+    """Make the checkpoint folders of a run. ``save_tokenizer`` writes the tokenizer to a checkpoint's folder."""
     saving = config.checkpointing
     return CheckpointFolders(
         folder=Path(saving.checkpoint_dir),
@@ -83,7 +85,7 @@ def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path],
 
 
 def saving_with(config: TrainingRunConfig, folders: CheckpointFolders) -> Checkpoints | None:
-    """How a run saves; None where it does not."""
+    """Return the checkpoints that a run writes, in the background if configured; None if checkpointing is disabled."""
     if not config.checkpointing.enabled:
         return None
     return BackgroundCheckpoints(folders) if config.checkpointing.async_save else folders
@@ -96,12 +98,12 @@ def restore(
     tracker: Tracker,
     store: RolloutStore,
 ) -> RunState | None:
-    """Continue from the newest checkpoint: learners in place, later records dropped. Else begin with an empty log folder."""
+    """Load the newest checkpoint into the learners, in place, and drop later records. Without one, start with an empty log folder."""
     folder = Path(config.logger.log_dir)
     newest = checkpoints.newest() if config.checkpointing.enabled and config.checkpointing.resume else None
     if newest is None:
         if config.checkpointing.enabled and (aside := checkpoints.set_aside()):
-            tracker.note(f"checkpointing.resume is false; the checkpoints of an earlier run are now in {aside}")
+            tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {aside}")
         _set_aside(folder, tracker)
         state, last = None, -1
     else:
@@ -116,12 +118,12 @@ def restore(
         assert newest is not None
         tracker.note(f"continuing after step {state.step}, from {newest}")
         if changed := _changed_settings(newest / "config.yaml", config):
-            tracker.note(f"other settings than those of the checkpoint: {', '.join(changed)}")
+            tracker.note(f"settings that differ from the checkpoint's: {', '.join(changed)}")
     return state
 
 
 def continued(run: Run, state: RunState | None) -> Run:
-    """The run, standing where ``state`` says."""
+    """Set the run to the position that ``state`` records."""
     if state is not None:
         run.step, run.saved, run.logged = state.step, state.step, state.logged
         run.early_stop = state.early_stop or run.early_stop
@@ -130,7 +132,7 @@ def continued(run: Run, state: RunState | None) -> Run:
 
 
 def _changed_settings(path: Path, config: TrainingRunConfig) -> list[str]:
-    """``key: before -> now`` for every key in which a checkpoint's configuration differs from the one in force."""
+    """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
     try:
         before = _flat(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
     except ConfigError:
@@ -141,7 +143,7 @@ def _changed_settings(path: Path, config: TrainingRunConfig) -> list[str]:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Return the values of a nested mapping by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -149,7 +151,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _set_aside(folder: Path, tracker: Tracker) -> None:
-    """A run that begins anew does not write over the records of another one."""
+    """Move the records of an earlier run to ``previous_N``, so that a run from the beginning does not overwrite them."""
     if not (folder / FILE_NAME).exists() or not (folder / FILE_NAME).stat().st_size:
         return
     taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
@@ -158,11 +160,11 @@ def _set_aside(folder: Path, tracker: Tracker) -> None:
     for name in (FILE_NAME, "rollouts", "validation", "config.yaml", "curves.png"):
         if (folder / name).exists():
             (folder / name).rename(target / name)
-    tracker.note(f"there is no checkpoint to continue from; what an earlier run recorded is now in {target}")
+    tracker.note(f"there is no checkpoint to continue from: moved the records of an earlier run to {target}")
 
 
 def seed_everything(seed: int) -> None:
-    """For whatever an environment or a model draws from the global generators; Strop's own draws follow identity."""
+    """Seed the global generators, for environments and models that use them. Strop derives its own seeds from the identity of a rollout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

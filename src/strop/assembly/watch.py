@@ -1,4 +1,4 @@
-"""The watchdog of a run, as configured."""
+"""Run the watchdog of a run as configured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from strop.watch.watchdog import Stuck, Watchdog, leave_in_time
 
 @contextmanager
 def watched(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
-    """Look after what runs inside, in a running event loop. Yields the trackers that it is to be told by. Raises Stuck."""
+    """Run the watchdog inside the context, in a running event loop. Yields the tracker to use, which also reports to the watchdog.
+
+    Raises WatchdogTimeout."""
     section = config.watchdog
     if not section.enabled:
         yield tracker

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Checkpoints that are written in the background while training continues."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from strop.training.base import Learner
 
 
 class BackgroundCheckpoints:
-    """What is to be saved is put aside at once and written by a thread; one checkpoint at a time.
+    """Copies the state to save and writes it in a thread, one checkpoint at a time.
 
-    Until it is whole it lies under another name, so that a kill leaves the one before. ``finish`` must be called before the run ends.
-    Learners that cannot put aside what they hold are saved before ``save`` returns.
+    An incomplete checkpoint has a temporary name, so a kill leaves the previous one intact. Call ``finish`` before the run ends. If a
+    learner does not support staging, the checkpoint is written before ``save`` returns.
     """
 
     def __init__(self, folders: CheckpointFolders) -> None:
         self.folders = folders
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-checkpoint")
         self._pending: Future[Path] | None = None
-        self.waited = 0.0  # seconds that ``save`` has waited for the checkpoint before, over the run
+        self.waited = 0.0  # total seconds spent waiting for the previous checkpoint
 
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
-        """The folder that the checkpoint will have. Raises what went wrong with the one before."""
+        """Start to save, and return the folder that the checkpoint will have. Raises the error of the previous save."""
         self.finish()
         staged: dict[str, Savable] = {}
         for name, learner in learners.items():
@@ -37,7 +37,7 @@ class BackgroundCheckpoints:
         return self.folders.folder / f"step_{state.step}"
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is whole. Raises what went wrong with it."""
+        """Wait until the checkpoint in progress is complete. Raises its error."""
         if self._pending is not None:
             began, pending, self._pending = time.monotonic(), self._pending, None
             pending.result()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the learners, and the seam the loop saves through."""
+"""The state of a run in a checkpoint, and the interface that the training loop saves through."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from strop.training.base import Learner
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """Where a run stands after ``step``."""
+    """The state of a run after ``step``, besides its learners."""
 
     step: int
     stream: StreamState
-    logged: Mapping[str, float]  # the step's metrics: the record of a step that was saved but not yet written down
+    logged: Mapping[str, float]  # the step's metrics, for a run that was killed after saving the step but before logging it
     early_stop: EarlyStop | None = None
 
 
 class Savable(Protocol):
-    """A learner, or what one held at some moment."""
+    """A learner, or a copy of its state."""
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
 
 
 @runtime_checkable
 class Stages(Protocol):
-    """A learner that can put aside what it holds, and train on while that is written."""
+    """A learner that can copy its state, and continue training while the copy is written."""
 
     def stage(self, *, optimizer: bool = True) -> Savable:
-        """Copies, as it is now. Their ``save`` may be called in another thread."""
+        """Return a copy of the current state. Its ``save`` may be called in another thread."""
         ...
 
 
 class Checkpoints(Protocol):
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
-        """Save atomically; the checkpoint outlives a kill when this returns, or where it is written in the background when ``finish``
-        does or another save returns."""
+        """Save atomically and return the checkpoint's folder. If the checkpoint is written in the background, it is complete only when
+        ``finish`` or the next ``save`` returns; else when this returns."""
         ...
 
     def finish(self) -> None:
-        """Wait for what is written in the background. Raises what went wrong with it."""
+        """Wait for a save in the background. Raises its error."""
         ...

@@ -1,6 +1,6 @@
-"""From the pieces of many ranks to one Hugging Face folder, in one process.
+"""Conversion of a sharded checkpoint to a Hugging Face folder, in one process.
 
-The weights are read once, into memory, and written from there: one copy of them and no process group.
+The weights are read into memory once and written from there, so this needs memory for one copy and no process group.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from strop.models.export import config_of, export_weights
 from strop.models.loading import load_tokenizer
 from strop.training.torch.parallel.pieces import METADATA, Piece, StoredPieces, is_divided
 
-OF_PIECES = (METADATA, ".distcp")  # endings of the files that are not copied
+OF_PIECES = (METADATA, ".distcp")  # endings of shard files, which are not copied
 
 
 class ConversionError(ValueError):
-    """What cannot be converted; the message says why and what to do."""
+    """A folder cannot be converted; the message says why and what to do."""
 
 
 def convert_pieces(source: Path, target: Path, *, model_name: str | None = None) -> None:
-    """Write the pieces in ``source`` as a model that ``from_pretrained`` reads, with its tokenizer. ``target`` is whole or not there.
+    """Convert the sharded weights in ``source`` to a folder that ``from_pretrained`` reads, with its tokenizer.
 
-    ``model_name`` says where configuration and tokenizer come from, if they do not lie beside the pieces. Raises ConversionError.
+    ``target`` is created atomically. Configuration and tokenizer come from ``source``, or else from ``model_name``. Raises ConversionError.
     """
     _check(source, target)
     draft = target.with_name(f".tmp_{target.name}")
@@ -52,36 +52,36 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
 
 def _check(source: Path, target: Path) -> None:
     if not source.is_dir():
-        raise ConversionError(f"there is no folder {source}; weights lie in <checkpoint_dir>/step_<N>/policy/weights")
+        raise ConversionError(f"there is no folder {source}; weights are in <checkpoint_dir>/step_<N>/policy/weights")
     if adapter_folder(str(source)) is not None:
         raise ConversionError(
-            f"{source} holds LoRA adapters in PEFT's format, which are no model by themselves; merge them into their base: "
+            f"{source} holds LoRA adapters in PEFT's format, not a whole model; merge them into their base: "
             f"python -m strop.models.lora merge {source} {target}"
         )
     if not is_divided(source):
         inner = next((path for path in (source / "weights", source / "policy" / "weights") if is_divided(path)), None)
         if inner is not None:
-            raise ConversionError(f"{source} holds no weights itself; name {inner}")
+            raise ConversionError(f"{source} itself holds no weights; name {inner}")
         if any(source.glob("*.safetensors")):
             raise ConversionError(
-                f"{source} is a Hugging Face folder already (one process saved it): use it as it is, or copy it"
+                f"{source} is a Hugging Face folder already (saved by one process): use it as it is, or copy it"
             )
-        raise ConversionError(f"{source} is no checkpoint of pieces: it has no {METADATA}, which is written last")
+        raise ConversionError(f"{source} is not a complete sharded checkpoint: it has no {METADATA}, which is written last")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionError(f"{target} is there already; remove it, or name another folder")
+        raise ConversionError(f"{target} already exists; remove it, or name another folder")
 
 
 def _config(source: Path, model_name: str | None) -> Any:
     name = str(source) if (source / "config.json").exists() else model_name
     if name is None:
         raise ConversionError(
-            f"{source} has no config.json; name the run's config.yaml, whose policy.model_name says what model this is"
+            f"{source} has no config.json; name the run's config.yaml, so that the model is known from its policy.model_name"
         )
     return config_of(name)
 
 
 def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
-    """What lies beside the pieces: tokenizer and template."""
+    """Copy the other files of ``source``, such as tokenizer and chat template. Without any, save the tokenizer of ``model_name``."""
     written = {path.name for path in draft.iterdir()}
     for path in source.iterdir():
         if path.is_file() and path.name not in written and not path.name.endswith(OF_PIECES):

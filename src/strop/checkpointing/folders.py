@@ -1,14 +1,14 @@
-"""Checkpoints as folders ``step_N/``, each whole or not there at all.
+"""Checkpoints as folders ``step_N/``, written atomically.
 
     step_170/
       config.yaml            the resolved configuration
       state.pt               step, stream (cursor, buffered groups), random states, metrics
-      files.json             what was saved, with sizes: a checkpoint that lost a file says so
-      policy/weights/        a Hugging Face folder: from_pretrained loads it
-      policy/ema/            another one, of averaged weights, with policy.ema.enabled
+      files.json             saved files and their sizes, to detect missing or truncated ones
+      policy/weights/        a Hugging Face folder for from_pretrained
+      policy/ema/            another one with averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
 
-A checkpoint is written under another name, flushed to disk and renamed. Older ones go after that, also by way of a rename.
+A checkpoint is written under a temporary name, flushed to disk and renamed. Older checkpoints are removed afterwards, renamed first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used; the message says why and what to do."""
+    """A checkpoint cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CheckpointFolders:
     config_text: str
     save_tokenizer: Callable[[Path], Any]
     keep_top_k: int | None = 3  # None keeps all
-    metric: str | None = None  # as logged, such as validation/accuracy
+    metric: str | None = None  # name as logged, such as validation/accuracy
     higher_is_better: bool = True
     save_optimizer: bool = True
 
@@ -53,7 +53,7 @@ class CheckpointFolders:
         return self.write(state, random_states(), learners)
 
     def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Savable]) -> Path:
-        """The checkpoint of ``state`` with what its learners held then, and the random states (``random_states``) of that moment."""
+        """Write the checkpoint of ``state``, with the learners and random states (``get_random_states``) of the same moment."""
         target = self.folder / f"step_{state.step}"
         draft = self.folder / f".tmp_step_{state.step}"
         self._clear_leftovers()
@@ -77,7 +77,7 @@ class CheckpointFolders:
         return target
 
     def finish(self) -> None:
-        """Nothing is written in the background."""
+        """Do nothing: this class does not save in the background."""
 
     def newest(self) -> Path | None:
         steps = self.steps()
@@ -98,25 +98,23 @@ class CheckpointFolders:
             for name, learner in learners.items():
                 learner.load(path / name)
             _restore_random_states(saved["random"])
-        except Exception as error:  # every format has its own way of saying that a file is broken
+        except Exception as error:  # each file format raises its own errors for broken files
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
-                f"{path} cannot be resumed from: {reason}. Start afresh with another checkpointing.checkpoint_dir, or remove that folder "
-                "to go back to the checkpoint before it"
+                f"{path} cannot be resumed from: {reason}. Start over with another checkpointing.checkpoint_dir, or remove that folder "
+                "to go back to the previous checkpoint"
             ) from error
         return state
 
     def set_aside(self) -> Path | None:
-        """Move the checkpoints of an earlier run to ``previous_N/``, so that a new one does not mix with them. None: there are none."""
+        """Move the checkpoints of an earlier run to ``previous_N/`` and return that folder, or None if there are no checkpoints."""
         steps = self.steps()
         if not steps:
             return None
         taken = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
         target = self.folder / f"previous_{max(taken, default=0) + 1}"
         target.mkdir()
-        for step in reversed(
-            steps
-        ):  # the newest first: a kill in between leaves nothing that could pass for the new run's newest
+        for step in reversed(steps):  # newest first, so that after a kill in between none looks like the newest of the new run
             (self.folder / f"step_{step}").rename(target / f"step_{step}")
         return target
 
@@ -129,7 +127,7 @@ class CheckpointFolders:
                 _remove(self.folder / f"step_{step}")
 
     def _rank(self, step: int) -> tuple[float, int]:
-        """Better metric first, then newer; a checkpoint without the metric ranks below those with it."""
+        """Return the sort key: higher for a better metric, then for newer checkpoints. Those without the metric rank lowest."""
         try:
             value = json.loads((self.folder / f"step_{step}" / "metric.json").read_text())["value"]
         except (OSError, ValueError, KeyError):
@@ -139,20 +137,20 @@ class CheckpointFolders:
         return (value if self.higher_is_better else -value), step
 
     def _clear_leftovers(self) -> None:
-        """Half-written and half-removed folders of a process that was killed."""
+        """Remove partly written and partly removed folders of a process that was killed."""
         if self.folder.is_dir():
             for path in self.folder.glob(".tmp_step_*"):
                 shutil.rmtree(path)
 
 
 def _sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
-    """Bytes by relative path, of files and of what lies in folders."""
+    """Return the sizes in bytes of all files in ``parts`` (files or folders), by relative path."""
     paths = [path for part in parts for path in ((folder / part).rglob("*") if (folder / part).is_dir() else [folder / part])]
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
 
 
 def _check_sizes(folder: Path) -> None:
-    """Raises FileNotFoundError or ValueError for a file that is missing or not as long as it was."""
+    """Raises FileNotFoundError for a missing file, ValueError for one of another size than was saved."""
     saved: dict[str, int] = json.loads((folder / "files.json").read_text())
     found = _sizes(folder, saved)
     for name, size in saved.items():
@@ -163,7 +161,7 @@ def _check_sizes(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Gone in one move; the files follow."""
+    """Remove a folder atomically, by renaming it first."""
     trash = path.with_name(f".tmp_{path.name}_removed")
     if trash.exists():
         shutil.rmtree(trash)
@@ -190,7 +188,7 @@ def _flush_directory(folder: Path) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Of everyone who has such a state."""
+    """Return the states of all random number generators: Python, NumPy, torch and CUDA."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()

@@ -1,4 +1,4 @@
-"""An object that lives in another process, as its user sees it. Ray is one way to have such objects (``strop.cluster.ray``)."""
+"""Protocols of objects in other processes and of the cluster that starts them. ``strop.cluster.ray`` implements them."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from typing import Any, Literal, Protocol
 
 
 class HostDied(RuntimeError):
-    """The process that an object lived in is gone; the message says which, and what is known of its end."""
+    """The process of an object died; the message says which process, and why if that is known."""
 
 
 class NodeLost(HostDied):
-    """The node that a process was to live on has left the cluster."""
+    """The node that a process should start on has left the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """The process that an object is to live in."""
+    """Options of the process of an object."""
 
-    name: str  # such as learner-0: of its log file, and in messages
-    node: int | None = None  # which of the cluster's nodes, counted from 0; None: any
-    devices: tuple[int, ...] = ()  # which of that node's GPUs it sees, counted from 0 on each node
-    kind: Literal["threads", "async"] = "threads"  # calls one after another, or all at once on an event loop
+    name: str  # such as learner-0; used for its log file and in messages
+    node: int | None = None  # index of a node of the cluster; None: any node
+    devices: tuple[int, ...] = ()  # indices of the node's GPUs that it may use
+    kind: Literal["threads", "async"] = "threads"  # calls run one after another, or concurrently on an event loop
     num_cpus: float = 0.0  # reserved
-    num_gpus: float = 0.0  # reserved besides those of the node, which belong to the run as a whole
-    resources: Mapping[str, float] = field(default_factory=dict)  # the cluster's own kinds, reserved
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables
-    packages: Sequence[str] = ()  # pip requirements of its own, over those of the node
-    python: str | None = None  # an interpreter of its own, with Strop installed in it
+    num_gpus: float = 0.0  # reserved in addition to the node's GPUs, which the whole run shares
+    resources: Mapping[str, float] = field(default_factory=dict)  # custom resources of the cluster, reserved
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables
+    packages: Sequence[str] = ()  # pip requirements, installed in addition to the node's packages
+    python: str | None = None  # another interpreter, with Strop installed
     working_directory: str | None = None
 
 
 class Remote(Protocol):
-    """An object in a process of its own."""
+    """An object in another process."""
 
     name: str
-    process: int | None  # its id, on the machine it runs on
-    address: str  # of that machine
+    process: int | None  # its process id
+    address: str  # of its machine
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
-        """Submit a call at once, in the order of submission; await its answer. ``urgent``: beside the call that runs.
+        """Submit a call immediately; calls run in the order of submission. Await the result. ``urgent``: run concurrently with other calls.
 
-        Raises HostDied, and what the method raises."""
+        Raises ActorDied, and what the method raises."""
         ...
 
     async def kill(self) -> None:
-        """End the process at once; returns when it is gone, as far as that can be told."""
+        """Kill the process. Return when it has ended; for a process on another machine, without waiting."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether nothing is known of its end."""
+        """Whether the process is not known to have ended."""
         ...
 
     def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
-        """Submit a call; the answer is waited for, with everything else standing still, when the result is called. Raises as ``call``."""
+        """Submit a call. Return a function that blocks until the result is there and returns it. It raises what ``call`` raises."""
         ...
 
 
 class Cluster(Protocol):
-    """Makes processes on its nodes."""
+    """Starts processes on the nodes of a run."""
 
     nodes: int
     devices_per_node: int
-    on_cpu: bool  # devices are processes that stand for GPUs
+    on_cpu: bool  # whether devices are CPU processes instead of GPUs
 
     async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
-        """``make(*arguments)``, in a process of its own. Raises HostDied, and what ``make`` raises."""
+        """Start a process and make ``make(*arguments)`` in it. Raises ActorDied, and what ``make`` raises."""
         ...
 
     def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
-        """As ``host``, with everything in this process standing still meanwhile."""
+        """Like ``spawn``, but block this thread."""
         ...
 
     def share(self, value: Any) -> Any:
-        """Put something where every node finds it, once; a reference, to be given as an argument."""
+        """Store a value for all nodes, once. Return a reference to pass as an argument."""
         ...
 
     async def close(self) -> None:
-        """End every process."""
+        """Kill every process and disconnect."""
         ...

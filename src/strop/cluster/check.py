@@ -1,6 +1,7 @@
-"""Whether a cluster is fit for a run: what its nodes say of themselves, and what is to be thought of it. Nothing here knows Ray.
+"""Preflight checks: find out from what the nodes of a cluster report whether a run can start on it. Independent of Ray.
 
-``strop.cluster.probe`` looks; ``judge`` turns what was seen into findings, each with what to do. A grave finding is a reason not to start.
+``strop.cluster.probe`` collects the reports; ``find_problems`` turns them into findings, each with a fix. A fatal finding means that a run
+would fail.
 """
 
 from __future__ import annotations
@@ -9,31 +10,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-SMALL_SHM = 1.0  # GiB; NCCL's and Ray's shared memory is in /dev/shm, of which a container has 0.06 unless it is told
+SMALL_SHM = 1.0  # GiB; NCCL and Ray share memory through /dev/shm, which has 0.06 GiB in a container by default
 SMALL_DISK = 5.0  # GiB
 SKEW = 1.0  # seconds
-SLOW_NODE = 0.5  # of the middle of all nodes
-SLOW_GPU_LINK = 2e9  # bytes/s between nodes: below it NCCL has most likely fallen back to an ordinary network
+SLOW_NODE = 0.5  # fraction of the median link speed of all nodes
+SLOW_GPU_LINK = 2e9  # bytes/s between nodes; below it NCCL has most likely fallen back to TCP
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be."""
+    """A problem or warning of the preflight check."""
 
     where: str  # the node, the folder, ...
     found: str
     fix: str
-    grave: bool = True  # else a warning
+    grave: bool = True  # False: a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What every node is asked."""
+    """What every node must report."""
 
-    packages: tuple[str, ...] = ()  # whose versions
+    packages: tuple[str, ...] = ()  # to report the versions of
     models: tuple[str, ...] = ()  # folders or names on the hub
-    folders: tuple[str, ...] = ()  # that are to be shared
-    token: str = ""  # what the driver wrote, into a folder of this name in each
+    folders: tuple[str, ...] = ()  # that must be shared
+    token: str = ""  # written by the driver to a subfolder of this name in each folder
 
 
 @dataclass(frozen=True)
@@ -45,40 +46,40 @@ class Gpu:
 
 @dataclass(frozen=True)
 class FolderSeen:
-    """A folder as a node sees it."""
+    """A folder as seen from a node."""
 
-    shared: bool  # it reads what the driver wrote
-    file: str = ""  # that it wrote itself
+    shared: bool  # whether the node can read the driver's file
+    file: str = ""  # name of the file that the node wrote
     free: float = 0.0  # GiB
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """What a node says of itself."""
+    """Hardware and software of a node, as reported by a process on it."""
 
     host: str
-    versions: Mapping[str, str]  # empty text: not there
+    versions: Mapping[str, str]  # package -> version; empty: not installed
     cores: int
     memory: float  # GiB
-    shm: float  # GiB of /dev/shm; 0: there is none
+    shm: float  # GiB of /dev/shm; 0: does not exist
     gpus: tuple[Gpu, ...] = ()
-    models: Mapping[str, str] = field(default_factory=dict)  # name -> why it cannot be read; empty: it can
+    models: Mapping[str, str] = field(default_factory=dict)  # name -> why it cannot be read; empty: it can be
     folders: Mapping[str, FolderSeen] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """A node, with what it answered."""
+    """A node and what it reported."""
 
-    number: int  # among those the run takes, in the order of ranks
+    number: int  # among the nodes of the run, in the order of ranks
     address: str
-    cpus: float  # that Ray may give away
-    gpus: int  # that Ray may give away
+    cpus: float  # that Ray schedules
+    gpus: int  # that Ray schedules
     facts: NodeFacts | None
-    failure: str = ""  # why there are none
+    failure: str = ""  # why there are no facts
     skew: float | None = None  # seconds that its clock is ahead of the driver's
-    skew_error: float = 0.0
+    skew_error: float = 0.0  # seconds
 
     @property
     def name(self) -> str:
@@ -87,27 +88,27 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """How fast the nodes are together, one rank on each; on a single node: its devices."""
+    """Speed of the links between nodes, measured with one rank on each; on a single node, between its devices."""
 
     backend: str
-    nodes: tuple[int, ...]  # of each rank
+    nodes: tuple[int, ...]  # node of each rank
     latency: float  # seconds of an all-reduce of a few numbers
-    size: int  # bytes of the large one
-    bandwidth: float  # bytes/s that each rank sends and receives in it
+    size: int  # bytes of the large all-reduce
+    bandwidth: float  # bytes/s that each rank sends and receives in the large all-reduce
     ring: tuple[float, ...] = ()  # bytes/s from each rank to the next one and back
 
     def best(self, rank: int) -> float:
-        """The faster of a rank's two links: a slow node slows both of its neighbours' links, but only its own are slow together."""
+        """Return the speed of the faster of a rank's two links. Both are slow only if the node of the rank itself is slow."""
         return max(self.ring[rank], self.ring[rank - 1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Everything that was seen."""
+    """All results of inspecting a cluster."""
 
-    driver: Mapping[str, str]  # versions
+    driver: Mapping[str, str]  # package -> version
     nodes: Sequence[NodeReport]
-    devices: int  # wanted on each node
+    devices: int  # required on each node
     on_cpu: bool
     written: Mapping[str, frozenset[int]] = field(default_factory=dict)  # folder -> nodes whose files the driver found in it
     unwritable: Mapping[str, str] = field(default_factory=dict)  # folder -> why the driver cannot write there
@@ -117,7 +118,7 @@ class Survey:
 
 
 def judge(survey: Survey) -> list[Finding]:
-    """Everything that is wrong, the grave first."""
+    """Return all findings, problems before warnings."""
     found = [
         *silent(survey),
         *versions(survey),
@@ -142,8 +143,8 @@ def silent(survey: Survey) -> Iterator[Finding]:
         if node.facts is None:
             yield Finding(
                 node.name,
-                f"gave no answer: {node.failure}",
-                "Install there what is installed here (Strop, torch, transformers, Ray), in the environment that `ray start` was run in.",
+                f"did not answer: {node.failure}",
+                "Install the same packages there as here (Strop, torch, transformers, Ray), in the environment that runs `ray start`.",
             )
 
 
@@ -154,7 +155,7 @@ def versions(survey: Survey) -> Iterator[Finding]:
             if there != own:
                 yield Finding(
                     node.name,
-                    f"{package} {there or 'is not there'}, and here it is {own or 'not installed'}",
+                    f"{package} is {there or 'not installed'} there, and {own or 'not installed'} here",
                     f"Install {package} {own} there." if own else f"Install {package} {there} here.",
                 )
 
@@ -166,7 +167,7 @@ def devices(survey: Survey) -> Iterator[Finding]:
             if there and not node.gpus:
                 yield Finding(
                     node.name,
-                    f"has {there} GPUs that Ray does not know of, so the run would be on its CPU",
+                    f"has {there} GPUs that Ray does not know about, so the run would use its CPU",
                     f"Start Ray there with --num-gpus={there}, or set policy.device=cpu.",
                     grave=False,
                 )
@@ -176,26 +177,27 @@ def devices(survey: Survey) -> Iterator[Finding]:
             yield Finding(
                 node.name,
                 f"{node.gpus} GPUs{known}, and cluster.gpus_per_node is {survey.devices}",
-                f"Start Ray there with --num-gpus={there}." if known else "Lower cluster.gpus_per_node, or take another node.",
+                f"Start Ray there with --num-gpus={there}." if known else "Lower cluster.gpus_per_node, or use another node.",
             )
         elif there < node.gpus:
             yield Finding(
                 node.name,
-                f"Ray gives away {node.gpus} GPUs, and nvidia-smi finds {there}",
-                "Start Ray there with the number of GPUs that the machine has (--num-gpus), or see to its driver.",
+                f"Ray schedules {node.gpus} GPUs, and nvidia-smi finds {there}",
+                "Start Ray there with the number of GPUs that the machine has (--num-gpus), or repair its driver.",
                 grave=there < survey.devices,
             )
     kinds = {gpu for _, facts in _answered(survey) for gpu in facts.gpus}
     if not survey.on_cpu and len(kinds) > 1:
         named = "; ".join(sorted(f"{gpu.name}, {gpu.memory:.0f} GiB, driver {gpu.driver}" for gpu in kinds))
-        yield Finding("GPUs", f"they are not all alike: {named}", "All wait for the slowest and the smallest one.", grave=False)
+        fix = "Use nodes with the same GPUs: the slowest sets the speed, and the smallest the memory."
+        yield Finding("GPUs", f"they are not all the same: {named}", fix, grave=False)
 
 
 def folders(survey: Survey) -> Iterator[Finding]:
     free: dict[str, float] = {}
     for folder, reason in survey.unwritable.items():
         key = survey.folder_keys.get(folder, "the folder")
-        yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a folder that can.")
+        yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a writable folder.")
     for node, facts in _answered(survey):
         for folder, seen in facts.folders.items():
             key = survey.folder_keys.get(folder, "the folder")
@@ -203,14 +205,14 @@ def folders(survey: Survey) -> Iterator[Finding]:
                 yield Finding(
                     f"{key}, {node.name}",
                     f"{folder} is not the folder that the driver sees{f' ({seen.error})' if seen.error else ''}",
-                    f"Set {key} to a folder on a disk that all nodes have mounted under the same path.",
+                    f"Set {key} to a folder on a shared disk, mounted under the same path on all nodes.",
                 )
             elif node.number not in survey.written.get(folder, frozenset()):
                 yield Finding(
                     f"{key}, {node.name}",
-                    f"it can read {folder}, and what it writes there does not reach the driver"
+                    f"it can read {folder}, but the driver does not see the files that it writes there"
                     + (f" ({seen.error})" if seen.error else ""),
-                    "Give the user that Ray runs as the right to write there, and mount it read-write.",
+                    "Let the user that runs Ray write there, and mount it read-write.",
                 )
             free[folder] = seen.free
     for folder, gib in free.items():
@@ -219,7 +221,7 @@ def folders(survey: Survey) -> Iterator[Finding]:
             yield Finding(
                 key,
                 f"{gib:.1f} GiB are free in {folder}",
-                "Make room, or keep fewer checkpoints (checkpointing.keep_top_k).",
+                "Free some space, or keep fewer checkpoints (checkpointing.keep_top_k).",
                 grave=False,
             )
 
@@ -231,7 +233,7 @@ def models(survey: Survey) -> Iterator[Finding]:
                 yield Finding(
                     node.name,
                     f"cannot read the model {name}: {reason}",
-                    "Put it where every node sees it under the same absolute path, or into each node's hub cache (HF_HOME).",
+                    "Put it on a shared disk under the same absolute path on every node, or into each node's hub cache (HF_HOME).",
                 )
 
 
@@ -240,7 +242,7 @@ def shared_memory(survey: Survey) -> Iterator[Finding]:
         if facts.shm < SMALL_SHM:
             yield Finding(
                 node.name,
-                f"/dev/shm has {facts.shm:.2f} GiB, and processes of one node exchange tensors through it",
+                f"/dev/shm has {facts.shm:.2f} GiB, and the processes of a node exchange tensors through it",
                 "Start the container with more (docker --shm-size=16g; an emptyDir with medium: Memory on Kubernetes).",
                 grave=False,
             )
@@ -252,7 +254,7 @@ def clocks(survey: Survey) -> Iterator[Finding]:
             yield Finding(
                 node.name,
                 f"its clock is {abs(node.skew):.1f} s {'ahead of' if node.skew > 0 else 'behind'} the driver's",
-                "Let chrony or ntpd set it; until then times in logs of several nodes cannot be compared.",
+                "Synchronize it with chrony or ntpd; until then, times in the logs of different nodes cannot be compared.",
                 grave=False,
             )
 
@@ -262,8 +264,8 @@ def connection(survey: Survey) -> Iterator[Finding]:
         yield Finding(
             "interconnect",
             survey.links_failure,
-            "Open all ports between the nodes, and name the network interface that they share: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME "
-            "(cluster.roles.learner.env_vars); NCCL_DEBUG=INFO says more.",
+            "Open all ports between the nodes, and set the network interface that they share: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME "
+            "(cluster.roles.learner.env_vars); NCCL_DEBUG=INFO prints details.",
         )
     links = survey.links
     if links is None:
@@ -276,15 +278,15 @@ def connection(survey: Survey) -> Iterator[Finding]:
             if speed < SLOW_NODE * middle:
                 yield Finding(
                     named.get(links.nodes[rank], f"node {links.nodes[rank]}"),
-                    f"is slow to reach: {rate(speed)} at best, and {rate(middle)} in the middle of all nodes; every step waits for it",
-                    "Take another node, or see to its network card, cable and GPUs.",
+                    f"has slow links: {rate(speed)} at best, and the median of all nodes is {rate(middle)}; every step waits for it",
+                    "Use another node, or check its network card, cable and GPUs.",
                     grave=False,
                 )
     if links.backend == "nccl" and len(set(links.nodes)) > 1 and links.bandwidth < SLOW_GPU_LINK:
         yield Finding(
             "interconnect",
-            f"{rate(links.bandwidth)} between GPUs of different nodes is what an ordinary network gives",
-            "See with NCCL_DEBUG=INFO whether InfiniBand or RoCE is used (NCCL_IB_HCA, NCCL_SOCKET_IFNAME).",
+            f"{rate(links.bandwidth)} between GPUs of different nodes is the speed of an ordinary network",
+            "Check with NCCL_DEBUG=INFO whether NCCL uses InfiniBand or RoCE (NCCL_IB_HCA, NCCL_SOCKET_IFNAME).",
             grave=False,
         )
 
@@ -293,25 +295,25 @@ def connection(survey: Survey) -> Iterator[Finding]:
 
 
 def rate(speed: float) -> str:
-    """Bytes/s as 1.3 GB/s or 87 MB/s."""
+    """Format bytes/s as 1.3 GB/s or 87 MB/s."""
     return f"{speed / 1e9:.1f} GB/s" if speed >= 1e9 else f"{speed / 1e6:.0f} MB/s"
 
 
 def moment(seconds: float) -> str:
-    """Of a short one: 12 us, 1.3 ms, 0.4 s."""
+    """Format a short duration as 12 us, 1.3 ms or 1.4 s."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, two blanks apart."""
+    """Format rows as lines with aligned columns, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def node_rows(survey: Survey) -> list[str]:
-    """A line for each node, under a line of headings."""
+    """Format a table with a header and one line per node."""
     heading = ("node", "address", "host", "cores", "memory", "/dev/shm", "GPUs", "clock")
     return aligned([heading, *(_row(node) for node in survey.nodes)])
 
@@ -336,11 +338,11 @@ def _gpus(node: NodeReport, facts: NodeFacts) -> str:
 
 
 def link_rows(links: Links) -> list[str]:
-    """What was measured, in plain units."""
+    """Format the measured link speeds."""
     ranks = f"{len(links.nodes)} ranks on {len(set(links.nodes))} node{'s' if len(set(links.nodes)) > 1 else ''}"
     rows = [
         f"{links.backend}, {ranks}: an all-reduce of a few numbers takes {moment(links.latency)}, one of "
-        f"{links.size / 2**20:.0f} MiB runs at {rate(links.bandwidth)} for each rank"
+        f"{links.size / 2**20:.0f} MiB runs at {rate(links.bandwidth)} per rank"
     ]
     if len(links.ring) > 2:
         pairs = [
@@ -352,7 +354,7 @@ def link_rows(links: Links) -> list[str]:
 
 
 def finding_rows(found: Sequence[Finding]) -> list[str]:
-    """Problems, then warnings: what was found, and under it what to do."""
+    """Format findings, two lines each: what was found, and how to fix it."""
     rows: list[str] = []
     for finding in found:
         rows += [f"{'problem' if finding.grave else 'warning'}  {finding.where}: {finding.found}", f"         {finding.fix}"]

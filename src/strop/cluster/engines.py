@@ -1,4 +1,4 @@
-"""An inference engine in a process of its own, on any node."""
+"""An engine in another process, on any node."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied,
 
 
 class RemoteEngine:
-    """An ``Engine`` whose every call is answered by one in another process. That process ends when the engine is closed, or is lost."""
+    """An ``Engine`` that forwards every call to an engine in another process. The process ends when the engine is closed or has died."""
 
     def __init__(self, name: str, receivers: int, host: Callable[[], Awaitable[Remote]]) -> None:
-        """``host`` starts the process with the engine in it, not yet started."""
+        """``spawn`` starts the process and makes the engine in it, without starting the engine."""
         self.name = name
         self.receivers = receivers
         self.version = -1
@@ -92,25 +92,25 @@ class RemoteEngine:
         await self._ask("wake")
 
     def counters(self) -> Mapping[str, float]:
-        """As they were when it last went on."""
+        """Return the counters as of the last ``resume``."""
         return self._counters
 
     async def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:
         remote = self._remote
         if remote is None:
-            raise EngineDied(f"{self.name}: its process is gone")
+            raise EngineDied(f"{self.name}: its process has died")
         try:
             return await remote.call(method, *arguments, **named)
         except HostDied as error:
             raise EngineDied(f"{self.name}: {error}") from error
         except EngineDied:
-            await remote.kill()  # a shell around an engine that is gone: both start anew
+            await remote.kill()  # the process only wraps an engine that died: restart both
             raise
 
 
 async def _politely(remote: Remote) -> None:
-    """Let the engine end its own processes first."""
+    """Let the engine end its child processes before its own process is killed."""
     try:
         await remote.call("close")
     except Exception:
-        return  # it is killed next, and its processes end with it
+        return  # the caller kills it, which also ends its children

@@ -1,4 +1,4 @@
-"""Environments in processes of their own. One that dies is replaced at the next call."""
+"""Environments in processes of their own. A process that dies is replaced at the next call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class EnvironmentProcess:
-    """The place of one process: whoever lives in it answers."""
+    """One environment process, replaced by a new one when it dies."""
 
     def __init__(self, cluster: Cluster, options: HostOptions, description: HostedDescription) -> None:
         self.options = options
@@ -32,7 +32,7 @@ class EnvironmentProcess:
         return Link(self.call, self.blocking)
 
     async def call(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
-        """Raises ``hosted.HostDied``."""
+        """Call a method of the environment; start the process if it does not run. Raises ``remote.EnvironmentServerDied``."""
         async with self._starting:
             if self._remote is None:
                 with self._placing():
@@ -45,7 +45,7 @@ class EnvironmentProcess:
             raise self._dead(remote, error) from error
 
     def blocking(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
-        """The same, with everything in this process standing still."""
+        """Like ``call``, but block this thread."""
         if self._remote is None:
             with self._placing():
                 self._remote = self._cluster.host_now(self.options, EnvironmentHost, self._description)
@@ -58,17 +58,17 @@ class EnvironmentProcess:
 
     @contextmanager
     def _placing(self) -> Iterator[None]:
-        """One that does not come up died as well. Where its node is lost the next one goes to any other."""
+        """Raise ``remote.EnvironmentServerDied`` if the process cannot start. If its node is lost, let the next one start on any node."""
         try:
             yield
         except HostDied as error:
             if isinstance(error, NodeLost):
                 self.options = replace(self.options, node=None)
-                log.warning("%s; the next one may live on any node", error)
+                log.warning("%s; the next process may start on any node", error)
             raise hosted.HostDied(str(error)) from error
 
     def _dead(self, remote: Remote, error: HostDied) -> hosted.HostDied:
-        if self._remote is remote:  # the first of its callers to notice
+        if self._remote is remote:  # this caller is the first to notice
             self._remote = None
             self.restarts += 1
             log.warning("%s; another process takes its place", error)
@@ -78,7 +78,8 @@ class EnvironmentProcess:
 def host_environments(
     cluster: Cluster, descriptions: Mapping[str, HostedDescription], options: Mapping[str, tuple[HostOptions, ...]]
 ) -> dict[str, RemoteEnvironment]:
-    """By alias; ``options`` are those of each process. Raises what making an environment raised."""
+    """Start environments in their processes and return them by alias. ``options``: of each process. Raises what making an environment
+    raises."""
     found: dict[str, RemoteEnvironment] = {}
     for alias, description in descriptions.items():
         links = [EnvironmentProcess(cluster, each, description).link for each in options[alias]]

@@ -1,4 +1,4 @@
-"""Processes that do everything together: the ranks of a learner."""
+"""A group of actors that run every call together: the ranks of a learner."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from strop.cluster.base import HostDied, Remote
 
-REASONS = 2.0  # seconds that members have to say why they failed, once one of them has
+REASONS = 2.0  # seconds to wait for the errors of other members after one has failed
 
 
 class GroupDied(RuntimeError):
-    """One member of a group is gone, and with it what the group was doing; the message says which."""
+    """A member of a group died, so its call failed for all; the message says which member."""
 
 
 class WorkerGroup:
-    """Every call goes to every member, in the same order: what one does, all do, as their collectives want it."""
+    """Actors that all receive the same calls in the same order, as collectives require."""
 
     def __init__(self, name: str, members: Sequence[Remote]) -> None:
         self.name = name
@@ -26,21 +26,22 @@ class WorkerGroup:
         self._died: GroupDied | None = None
 
     async def all(self, method: str, *arguments: Any, urgent: bool = False) -> list[Any]:
-        """What each member answers, by rank. Raises GroupDied where one died, and what the first one raised that failed.
+        """Call a method on every member. Return the results by rank. Raises GroupDied if a member died, else what the first one raised.
 
-        Submitted to all before anything is awaited, so that calls of several tasks cannot cross."""
+        The call is submitted to all members before the first await, so that calls of concurrent tasks arrive in the same order."""
         if self._died is not None:
             raise self._died
         calls = [asyncio.ensure_future(member.call(method, *arguments, urgent=urgent)) for member in self.members]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if all(call.exception() is None for call in done):
             return [call.result() for call in calls]
-        await asyncio.wait(calls, timeout=REASONS)  # the others' own reasons, where they have any
+        await asyncio.wait(calls, timeout=REASONS)  # others may report the actual cause
         cause = self._cause([call.exception() for call in calls if call.done()])
         await self._end(calls)
         raise cause
 
     async def one(self, rank: int, method: str, *arguments: Any, urgent: bool = False) -> Any:
+        """Call a method on one member. Raises GroupDied if it died, and what the method raises."""
         if self._died is not None:
             raise self._died
         try:
@@ -49,7 +50,7 @@ class WorkerGroup:
             raise self._dead(error) from error
 
     def now(self, method: str, *arguments: Any, urgent: bool = False) -> list[Any]:
-        """As ``all``, with this thread standing still meanwhile. Raises GroupDied."""
+        """Like ``call_all``, but block this thread."""
         if self._died is not None:
             raise self._died
         waiters = ThreadPoolExecutor(len(self.members), thread_name_prefix="strop-group")
@@ -58,11 +59,11 @@ class WorkerGroup:
         done, _ = futures.wait(answers, return_when=futures.FIRST_EXCEPTION)
         if all(answer.exception() is None for answer in done):
             return [answer.result() for answer in answers]
-        futures.wait(answers, timeout=REASONS)  # one that waits in a collective for a dead one may wait long
+        futures.wait(answers, timeout=REASONS)  # a member in a collective may wait much longer for a dead one
         raise self._cause([answer.exception() for answer in answers if answer.done()])
 
     async def _end(self, calls: Sequence[asyncio.Future[Any]]) -> None:
-        """Where one failed the others may wait for it for ever: the group is of no more use."""
+        """Kill all members after one has failed: the others may wait for it forever in a collective."""
         await self.close()
         _, stuck = await asyncio.wait(calls, timeout=10.0)
         for call in stuck:
@@ -70,7 +71,7 @@ class WorkerGroup:
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _cause(self, errors: Sequence[BaseException | None]) -> BaseException:
-        """What a member raised by itself; else that one died; else that its peers went away."""
+        """Return a member's own error if there is one, else the death of a member, else a member's error about a lost peer."""
         raised = [error for error in errors if error is not None]
         own = [error for error in raised if not isinstance(error, HostDied) and not _of_peer(error)]
         died = [error for error in raised if isinstance(error, HostDied)]
@@ -85,7 +86,7 @@ class WorkerGroup:
 
 
 def _of_peer(error: BaseException) -> bool:
-    """Whether a collective says that another rank went away."""
+    """Return whether the error is that of a collective that lost another rank."""
     text = str(error).lower()
     return any(
         sign in text

@@ -1,8 +1,8 @@
-"""A cluster that a run started for itself must not outlive it.
+"""End a Ray cluster that a run started, together with the run.
 
-Ray's servers end with the process that started them, but its agents then try for a minute to say so to a server that is gone. So a small
-program waits for the end of the driver, however it comes, and ends what is left: every process that was started with the cluster's mark in
-its environment. Linux only; elsewhere nothing is done.
+Ray's servers end with the process that started them, but its agents then try for a minute to reach a server that no longer exists. A small
+watcher process waits until the driver ends, for whatever reason, and kills the rest: every process with the cluster's mark in its
+environment. Linux only; on other systems it does nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "STROP_CLUSTER"  # environment variable
-KEEPS_ENVIRONMENT = "SPT_NOENV"  # for setproctitle, by which Ray's processes would otherwise write their names over it
+KEEPS_ENVIRONMENT = "SPT_NOENV"  # keeps setproctitle, which Ray's processes use, from overwriting the environment
 
 
 class Guardian:
-    """Started with the cluster. It waits at a pipe that nobody writes to, and that closes with the driver."""
+    """Starts the watcher process, which reads from a pipe that closes when the driver ends."""
 
     def __init__(self) -> None:
         self.mark = secrets.token_hex(16)
@@ -32,7 +32,7 @@ class Guardian:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """What is started meanwhile, and what that starts later, is the cluster's."""
+        """Mark the processes started inside the context, and their descendants, as belonging to the cluster."""
         changes = {MARK: self.mark, KEEPS_ENVIRONMENT: "1"}
         before = {name: os.environ.get(name) for name in changes}
         os.environ.update(changes)
@@ -46,14 +46,14 @@ class Guardian:
                     os.environ[name] = value
 
     def close(self) -> None:
-        """End what is left; returns when it has been told to."""
+        """Let the watcher kill the marked processes. Return when it has done so."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
 
 
 def end_marked(mark: str) -> None:
-    """Again until there is none: one that was just being started is found at the second look."""
+    """Kill all processes with this mark. Repeat until none is left, to find those that were just being started."""
     sought = f"{MARK}={mark}".encode()
     while found := [process for process in _processes() if sought in _environment(process).split(b"\0")]:
         for process in found:
@@ -66,7 +66,7 @@ def _processes() -> list[int]:
 
 
 def _environment(process: int) -> bytes:
-    """That it was started with; nothing of one that has ended, or belongs to somebody else."""
+    """Return the environment that a process was started with; empty if it has ended or belongs to another user."""
     try:
         return Path(f"/proc/{process}/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which nodes a run takes, and which devices each of its roles has. Plain arithmetic: nothing here knows Ray."""
+"""Choose the nodes of a run and the devices for training and generation. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class PlacementError(ValueError):
-    """What was asked for does not fit the nodes there are; the message says what was found and what to set."""
+    """The requested layout does not fit the available nodes; the message says what was found and what to set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Node:
     address: str
     cpus: float
     gpus: int
-    domain: str = ""  # nodes of one NVLink domain have the same; empty: a domain of its own is not known
+    domain: str = ""  # of NVLink; nodes in one domain have the same; empty: unknown
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -26,21 +26,22 @@ class Node:
 class Place:
     """Devices on one node."""
 
-    node: int  # counted from 0, among the run's nodes
-    devices: tuple[int, ...]  # counted from 0 on each node
+    node: int  # index among the nodes of the run
+    devices: tuple[int, ...]  # indices on the node
 
 
 def choose_nodes(nodes: Sequence[Node], count: int, devices: int, *, on_cpu: bool, segment: int | None = None) -> list[Node]:
-    """``count`` nodes with ``devices`` GPUs each, in the order of ranks. With ``segment``, each run of so many nodes lies in one domain.
+    """Choose ``count`` nodes with at least ``devices`` GPUs each, in the order of ranks.
 
-    Nodes of one domain come together, so that ranks next to each other are near each other. Raises PlacementError.
+    Nodes of one NVLink domain are adjacent, so that neighbouring ranks are close. ``segment``: every group of so many consecutive nodes
+    is in one domain. Raises PlacementError.
     """
     fitting = [node for node in nodes if on_cpu or node.gpus >= devices]
     if len(fitting) < count:
         found = ", ".join(f"{node.address} ({node.gpus} GPUs, {node.cpus:g} CPUs)" for node in nodes) or "none"
         raise PlacementError(
-            f"cluster.num_nodes is {count} and cluster.gpus_per_node {devices}, and {len(fitting)} of the {len(nodes)} nodes there "
-            f"have as many: {found}. Start more nodes, or lower one of the two"
+            f"cluster.num_nodes is {count} and cluster.gpus_per_node {devices}, and {len(fitting)} of the {len(nodes)} nodes in the "
+            f"cluster have that many GPUs: {found}. Start more nodes, or lower one of the two"
         )
     domains: dict[str, list[Node]] = {}
     for node in sorted(fitting, key=lambda node: (node.domain, node.address, node.id)):
@@ -54,7 +55,7 @@ def choose_nodes(nodes: Sequence[Node], count: int, devices: int, *, on_cpu: boo
 def _in_segments(domains: Mapping[str, Sequence[Node]], count: int, segment: int) -> list[Node]:
     if count % segment:
         raise PlacementError(
-            f"cluster.segment_size {segment} does not divide cluster.num_nodes {count}: each segment has as many nodes; change one"
+            f"cluster.segment_size {segment} does not divide cluster.num_nodes {count}, and all segments have the same size; change one"
         )
     segments = [
         members[first : first + segment]
@@ -64,8 +65,8 @@ def _in_segments(domains: Mapping[str, Sequence[Node]], count: int, segment: int
     if len(segments) * segment < count:
         sizes = {name: len(members) for name, members in domains.items()}
         raise PlacementError(
-            f"cluster.segment_size {segment}: {count // segment} segments of as many nodes in one NVLink domain are needed, and the "
-            f"domains hold {sizes}. Nodes say their domain by the Ray label {DOMAIN_LABELS[0]} (ray start --labels); lower segment_size, "
+            f"cluster.segment_size {segment}: {count // segment} segments of that many nodes in one NVLink domain are needed, and the "
+            f"domains hold {sizes}. The domain of a node is its Ray label {DOMAIN_LABELS[0]} (ray start --labels); lower segment_size, "
             "or set it to null"
         )
     return [node for members in segments[: count // segment] for node in members]
@@ -75,6 +76,7 @@ DOMAIN_LABELS = ("strop.nvlink-domain", "ray.io/gpu-domain", "nvidia.com/gpu.cli
 
 
 def domain_of(labels: Mapping[str, str]) -> str:
+    """Return the NVLink domain that the Ray labels of a node give; empty if they give none."""
     return next((labels[name] for name in DOMAIN_LABELS if labels.get(name)), "")
 
 
@@ -82,12 +84,12 @@ def domain_of(labels: Mapping[str, str]) -> str:
 class Division:
     """Which devices train, and which generate."""
 
-    training: tuple[Place, ...]  # one device each: rank r is the r-th
-    generation: tuple[Place, ...]  # one for each engine, with all of its devices
+    training: tuple[Place, ...]  # one device per rank, in rank order
+    generation: tuple[Place, ...]  # one per engine, with all of its devices
 
     @property
     def shared(self) -> bool:
-        """Whether engines are on devices that train."""
+        """Whether engines use training devices."""
         return bool({_key(place) for place in self.training} & {_key(place) for place in self.generation})
 
 
@@ -105,11 +107,12 @@ def divide(
     engine_devices: int | None = None,
     engine_nodes: int | None = None,
 ) -> Division:
-    """Devices of ``nodes`` x ``devices`` between learner and engines.
+    """Divide ``nodes`` x ``devices`` devices between the learner and engines of ``engine_size`` devices.
 
-    Colocated: all devices train, and engines of ``engine_size`` devices take them in turns. Apart: engines have ``engine_nodes`` whole
-    nodes, the last ones, or on one node ``engine_devices`` of it, the last ones. ``engines`` None: as many as fit. An engine never spans
-    nodes unless it is larger than one. Raises PlacementError.
+    Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
+    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit. An engine never spans nodes.
+
+    Raises PlacementError.
     """
     every = [(node, device) for node in range(nodes) for device in range(devices)]
     if colocated:
@@ -127,23 +130,23 @@ def _apart(
     if engine_nodes is not None and nodes > 1:
         if engine_nodes >= nodes:
             raise PlacementError(
-                f"{key}.num_nodes is {engine_nodes} of cluster.num_nodes {nodes}: none is left to train; lower the first"
+                f"{key}.num_nodes is {engine_nodes} of cluster.num_nodes {nodes}: no node is left to train; lower the first"
             )
         taken = {(node, device) for node, device in every if node >= nodes - engine_nodes}
     else:
         wanted = engine_devices if engine_devices is not None else max(1, devices // 2) if devices > 1 else None
         if wanted is None or wanted >= devices:
             raise PlacementError(
-                f"policy.generation.colocated.enabled is false, and of cluster.gpus_per_node {devices} generation would have "
-                f"{wanted or devices}: none is left to train. Raise cluster.gpus_per_node, set {key}.gpus_per_node to less, or "
-                f"with several nodes {key}.num_nodes, or set colocated.enabled=true"
+                f"policy.generation.colocated.enabled is false, and generation takes {wanted or devices} of cluster.gpus_per_node "
+                f"{devices}: none is left to train. Raise cluster.gpus_per_node, lower {key}.gpus_per_node, set {key}.num_nodes if there "
+                "are several nodes, or set colocated.enabled=true"
             )
         taken = {(node, device) for node, device in every if device >= devices - wanted}
     return [place for place in every if place not in taken], [place for place in every if place in taken]
 
 
 def _engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> tuple[Place, ...]:
-    """Engines on consecutive devices of one node each; more engines than fit share devices from the first on, on a CPU."""
+    """Place each engine on consecutive devices of one node. Raises PlacementError if ``count`` engines do not fit."""
     by_node: dict[int, list[int]] = {}
     for node, device in free:
         by_node.setdefault(node, []).append(device)
@@ -155,8 +158,8 @@ def _engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> t
     if not fitting:
         largest = max((len(devices) for devices in by_node.values()), default=0)
         raise PlacementError(
-            f"an engine of {size} devices (policy.generation.vllm_cfg.tensor_parallel_size) fits no node: at most {largest} of one node "
-            "may generate. Lower it, or raise cluster.gpus_per_node"
+            f"an engine of {size} devices (policy.generation.vllm_cfg.tensor_parallel_size) does not fit on a node: at most {largest} "
+            "devices of a node generate. Lower it, or raise cluster.gpus_per_node"
         )
     if count is None:
         return tuple(fitting)

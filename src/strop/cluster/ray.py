@@ -1,8 +1,8 @@
-"""Ray underneath: the only module that imports it.
+"""The cluster on Ray. The only module that imports Ray.
 
-One placement group reserves a bundle on every node, pinned to nodes that were chosen before (``strop.cluster.placement``). In each bundle
-a keeper holds the node's GPUs for the run as a whole; the run's processes then share them by ``CUDA_VISIBLE_DEVICES``, which is how learner
-and engine come to take turns on one device.
+A placement group reserves one bundle on every node of the run (``strop.cluster.placement`` chooses them). In each bundle, a
+``NodeReservation`` actor holds the node's GPUs for the whole run. The run's processes select GPUs by ``CUDA_VISIBLE_DEVICES``, so that
+learner and engine can take turns on one device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray writes a token file into the home folder
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file to the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # what runs in its processes is the work itself
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
 
 import ray as ray_package
@@ -35,14 +35,12 @@ from strop.cluster.guardian import Guardian
 from strop.cluster.placement import Node, PlacementError, choose_nodes, domain_of
 
 log = logging.getLogger(__name__)
-ray: Any = ray_package  # its types do not say what its decorators make
+ray: Any = ray_package  # Ray's decorators are not typed
 
-POLL = 0.05  # seconds between looks at whether a process is gone
+POLL = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0
-OWN_CLUSTER = {
-    "gcs_rpc_server_reconnect_timeout_s": 10
-}  # in it nobody brings back a server that died; Ray would wait for a minute
-CONCURRENCY = 100_000  # calls at once of a host on an event loop
+OWN_CLUSTER = {"gcs_rpc_server_reconnect_timeout_s": 10}  # default: 60; on a local cluster nothing restarts a server that died
+CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +49,16 @@ class ClusterOptions:
 
     nodes: int = 1
     devices_per_node: int = 1
-    on_cpu: bool | None = True  # None: unless the nodes have GPUs
-    segment: int | None = None  # nodes in one NVLink domain
-    address: str | None = (
-        None  # of a running cluster; None: the one that RAY_ADDRESS or `ray start` says, or a new one on this machine
-    )
-    output: Path | None = None  # folder for what processes write, one file each, on a disk that all nodes share
-    wait_seconds: float = 120.0  # for nodes that are still to join
+    on_cpu: bool | None = True  # None: True if no node has GPUs
+    segment: int | None = None  # consecutive nodes that must be in one NVLink domain
+    address: str | None = None  # of a running cluster; None: that of RAY_ADDRESS or `ray start`, else a new one on this machine
+    output: Path | None = None  # folder on a shared disk for the output of processes, one file each
+    wait_seconds: float = 120.0  # for nodes to join
     cpus_per_node: float = 1.0  # reserved on each node
 
 
 class RayCluster:
-    """A ``Cluster`` of Ray actors. Made by ``connect``."""
+    """A ``Cluster`` of Ray actors. Created by ``connect``."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class RayCluster:
         self._group = group
         self._keepers = tuple(keepers)
         self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
-        self.owned = guardian is not None  # it was started by connect, and ends with this process
+        self.owned = guardian is not None  # started by connect, and ends with this process
         self._guardian = guardian
         self._hosts: list[RayRemote] = []
 
@@ -96,9 +92,9 @@ class RayCluster:
         return remote
 
     async def _begins(self, remote: RayRemote, options: HostOptions) -> Any:
-        """Its process and address. Raises PlacementError where Ray finds no GPUs for it."""
+        """Wait until the actor runs. Return its process id and address. Raises PlacementError if Ray finds no GPUs for it."""
         try:
-            return await asyncio.wait_for(_awaited(remote.ask("about")), self._patience(options))
+            return await asyncio.wait_for(remote.ask("about"), self._patience(options))
         except TimeoutError:
             raise self._no_gpus(options) from None
 
@@ -112,18 +108,18 @@ class RayCluster:
         return remote
 
     def _patience(self, options: HostOptions) -> float | None:
-        """Seconds: for GPUs besides those of the run, which may never be free."""
+        """Return the timeout in seconds for an actor with GPUs besides those of the run, which may never be free; None for others."""
         return self.options.wait_seconds if options.num_gpus else None
 
     def _no_gpus(self, options: HostOptions) -> PlacementError:
         return PlacementError(
-            f"{options.name} is to have {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
-            f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free are {ray.available_resources()}. Add a node, lower "
+            f"{options.name} needs {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
+            f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
             "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
         )
 
     def _begun(self, options: HostOptions) -> RayRemote:
-        """A process that is on its way. Raises NodeLost."""
+        """Submit the start of an actor, without waiting for it. Raises NodeLost."""
         if options.node is not None and not self.node_lives(options.node):
             node = self.members[options.node]
             raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
@@ -136,7 +132,7 @@ class RayCluster:
 
     def _actor_options(self, options: HostOptions) -> dict[str, Any]:
         variables = dict(options.environment)
-        if not self.options.on_cpu and not options.num_gpus:  # else Ray says which it found
+        if not self.options.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             held = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(held[device] for device in options.devices)
         environment: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
@@ -172,7 +168,7 @@ class RayCluster:
         self._hosts.clear()
         for keeper in self._keepers:
             ray.kill(keeper)
-        with suppress(Exception):  # the cluster may be what went away
+        with suppress(Exception):  # the cluster itself may have died
             remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
         if self._guardian is not None:
@@ -202,7 +198,7 @@ class RayRemote:
         return self._answer(self.submit(method, *arguments, urgent=urgent, **named))
 
     def ask(self, what: str, *arguments: Any) -> Awaitable[Any]:
-        """Of the process itself: ``about``, ``make``."""
+        """Call a method of the actor itself, not of the object that it holds: ``get_pid_and_address`` or ``make``."""
         return self._answer(getattr(self._actor, what).remote(*arguments))
 
     def ask_now(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
@@ -224,7 +220,7 @@ class RayRemote:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """What was raised over there, and that nobody is there, in the words of ``Remote``."""
+        """Translate Ray's errors: raise the original exception of the other process, or ActorDied if the process has died."""
         try:
             yield
         except exceptions.RayTaskError as error:
@@ -232,7 +228,7 @@ class RayRemote:
         except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
             self._ended = True
             where = f"process {self.process}, on {self.address or 'no node yet'}"
-            raise HostDied(f"{self.name} ({where}) is gone: {_reason(error)}") from error
+            raise HostDied(f"{self.name} ({where}) died: {_reason(error)}") from error
 
     async def kill(self) -> None:
         self._ended = True
@@ -250,7 +246,7 @@ class RayRemote:
 
 
 def _cause(error: exceptions.RayTaskError) -> BaseException:
-    """What was raised over there, with its traceback as a note."""
+    """Return the exception raised in the other process, with its traceback as a note."""
     cause = error.cause
     if not isinstance(cause, BaseException):
         return error
@@ -260,7 +256,7 @@ def _cause(error: exceptions.RayTaskError) -> BaseException:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's message that says why."""
+    """Return the line of Ray's message that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(_NO_REASON)]
     return (told or lines or [type(error).__name__])[0][:300]
@@ -270,7 +266,7 @@ _NO_REASON = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The a
 
 
 def process_lives(process: int) -> bool:
-    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    """Return whether a process on this machine runs; False for a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -286,7 +282,7 @@ def own_address() -> str:
 
 
 class ThreadHost:
-    """Holds one object and calls its methods, one after another; urgent ones beside them."""
+    """Holds one object and calls its methods one after another; urgent calls run concurrently with them."""
 
     def __init__(self, name: str, output: str | None) -> None:
         _begin(name, output)
@@ -305,7 +301,7 @@ class ThreadHost:
 
 
 class AsyncHost:
-    """Holds one object and calls its methods, all at once, on an event loop."""
+    """Holds one object and calls its methods concurrently on an event loop."""
 
     def __init__(self, name: str, output: str | None) -> None:
         _begin(name, output)
@@ -347,7 +343,7 @@ def _begin(name: str, output: str | None) -> None:
 
 
 def _write_to(path: Path) -> None:
-    """What this process writes goes to a file of its own."""
+    """Redirect stdout, stderr and the log of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -362,7 +358,7 @@ def _write_to(path: Path) -> None:
 
 
 async def connect(options: ClusterOptions) -> RayCluster:
-    """Join the running cluster, or start one on this machine, and reserve its nodes. Raises PlacementError, ConnectionError."""
+    """Connect to the running cluster, or start one on this machine, and reserve nodes. Raises PlacementError, ConnectionError."""
     guardian = await asyncio.to_thread(_join, options)
     try:
         if options.on_cpu is None:
@@ -383,12 +379,14 @@ async def connect(options: ClusterOptions) -> RayCluster:
 
 
 def _join(options: ClusterOptions) -> Guardian | None:
-    """Returns the guardian of a cluster that was started, which will end with this process."""
+    """Connect to the running cluster, or start one on this machine and return the guardian that ends it with this process.
+
+    Raises ConnectionError, and RuntimeError if this process is already connected."""
     if ray.is_initialized():
         raise RuntimeError(
-            "this process is connected to a Ray cluster already; leave it with ray.shutdown() before a run is started"
+            "this process is already connected to a Ray cluster; disconnect with ray.shutdown() before starting a run"
         )
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would warn that it takes no signals, which are the run's to take
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run handles itself
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     running = options.address or os.environ.get("RAY_ADDRESS") or _started_here()
     if running and running != "local":
@@ -397,8 +395,8 @@ def _join(options: ClusterOptions) -> Guardian | None:
             ray.init(address=running, **quiet)
         except OSError as error:  # ConnectionError is one
             raise ConnectionError(
-                f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on the others ray start --address=...), or "
-                "take away cluster.address and RAY_ADDRESS to start one on this machine"
+                f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
+                "unset cluster.address and RAY_ADDRESS to start one on this machine"
             ) from error
         return None
     gpus = 0 if options.on_cpu else None
@@ -407,21 +405,21 @@ def _join(options: ClusterOptions) -> Guardian | None:
     try:
         with guardian.marking():
             ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _system_config=OWN_CLUSTER, **quiet)
-    except Exception as error:  # Ray raises bare exceptions here
+    except Exception as error:  # Ray raises plain Exception here
         guardian.close()
         raise ConnectionError(f"a Ray cluster could not be started on this machine: {error}") from error
     return guardian
 
 
 def _knock(address: str) -> None:
-    """Ray itself would try for minutes. Raises OSError where nobody listens at host:port."""
+    """Raise OSError if nothing listens at host:port. Ray itself would retry for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdigit():  # else a word of Ray's own, such as auto
+    if host and port.isdigit():  # otherwise a keyword of Ray, such as auto
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _started_here() -> str | None:
-    """The address of a cluster that `ray start` put on this machine, if it still answers."""
+    """Return the address of a cluster that `ray start` started on this machine, if it still answers."""
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
         host, _, port = path.read_text().strip().rpartition(":")
@@ -432,7 +430,7 @@ def _started_here() -> str | None:
 
 
 def nodes_of_cluster() -> list[Node]:
-    """The nodes that are there now."""
+    """Return the nodes that are alive now."""
     return [
         Node(
             id=node["NodeID"],
@@ -448,7 +446,7 @@ def nodes_of_cluster() -> list[Node]:
 
 
 async def _chosen(options: ClusterOptions) -> list[Node]:
-    """The run's nodes, once enough have joined."""
+    """Wait until enough nodes have joined, and choose those of the run. Raises PlacementError after ``wait_seconds``."""
     deadline = time.monotonic() + options.wait_seconds
     while True:
         try:
@@ -462,7 +460,7 @@ async def _chosen(options: ClusterOptions) -> list[Node]:
 
 
 async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
-    """A bundle on each node. Raises PlacementError where others hold what is asked for."""
+    """Reserve a bundle on each node. Return the placement group. Raises PlacementError if the resources do not become free in time."""
     bundle = {"CPU": options.cpus_per_node} | ({} if options.on_cpu else {"GPU": float(options.devices_per_node)})
     group = placement_group(
         [dict(bundle) for _ in nodes],
@@ -470,26 +468,18 @@ async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
         bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
     )
     try:
-        await asyncio.wait_for(_ready(group), options.wait_seconds)
+        await asyncio.wait_for(group.ready(), options.wait_seconds)
     except TimeoutError:
         remove_placement_group(group)
         raise PlacementError(
             f"{bundle} on each of {', '.join(node.address for node in nodes)} could not be reserved within {options.wait_seconds:g} s "
-            f"(cluster.wait_seconds): another run holds them; free are {ray.available_resources()}"
+            f"(cluster.wait_seconds): another run holds them; free: {ray.available_resources()}"
         ) from None
     return group
 
 
-async def _ready(group: Any) -> None:
-    await group.ready()
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
 async def on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
-    """``make(*arguments)`` once on each node of the cluster this process is connected to: what it returns, or what it raised."""
+    """Run ``make(*arguments)`` once on each node of the connected cluster. Return (node, result or exception) for each."""
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_called)
 

@@ -1,8 +1,8 @@
 """Configuration: a typed schema, YAML loading with overrides, and errors that say what to do.
 
-    load_config(path, overrides, root=GrpoRunConfig) -> Loaded      dump_config(config) -> YAML      ConfigError
+    load_config(path, overrides, root=GrpoRunConfig) -> LoadedConfig      dump_config(config) -> YAML      ConfigError
 
-Imports neither torch nor transformers, so that a mistake is reported at once.
+Imports neither torch nor transformers, so that errors are reported immediately.
 """
 
 from strop.config.errors import ConfigError, Problem

@@ -1,6 +1,6 @@
-"""What single keys cannot show: combinations that cannot work, or that do something else than they seem to (law 8).
+"""Checks across keys: combinations that cannot work, or that do something else than they seem to (law 8).
 
-Each check is one small function that yields Problems; the lists at the end say which apply.
+Each check is a function that yields Problems; the tables at the end say to which kinds of run it applies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED
 
 Problems = Iterator[Problem]
 
-# What checkpointing.metric_name may rank by, after train: or val:. A name with a slash is an environment's or an algorithm's own.
+# Metrics that checkpointing.metric_name may name after train: or val:. A name with a slash is a metric of an environment or algorithm.
 TRAIN_METRICS = (
     "reward",
     "loss",
@@ -67,13 +67,13 @@ def group_size(config: GrpoRunConfig) -> Problems:
     if grpo.use_leave_one_out_baseline:
         yield Problem(
             key,
-            "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and there are none",
+            "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none",
             "Set it to 2 or more, or grpo.use_leave_one_out_baseline=false.",
         )
     elif grpo.minus_baseline is not False:
         yield Problem(
             key,
-            "found 1, but a rollout minus the mean of its group of one is always 0, so nothing would be learned",
+            "found 1, but a reward minus the mean of a group of one is always 0, so there is nothing to learn",
             "Set it to 2 or more, or grpo.minus_baseline=false and grpo.normalize_rewards=false.",
         )
     elif grpo.normalize_rewards is not False:
@@ -85,7 +85,7 @@ def group_size(config: GrpoRunConfig) -> Problems:
     if grpo.use_dynamic_sampling:
         yield Problem(
             key,
-            "found 1, but dynamic sampling drops groups whose rewards are all equal: every group of one",
+            "found 1, but dynamic sampling drops groups with equal rewards: every group of one",
             "Set it to 2 or more, or grpo.use_dynamic_sampling=false.",
         )
 
@@ -105,7 +105,7 @@ def global_batch(config: RolloutRunConfig) -> Problems:
     yield Problem(
         "policy.train_global_batch_size",
         f"found {size}, but a step has {config.rollouts.num_prompts_per_step} prompts x {group} generations = {per_step} rollouts, "
-        "which must be cut into equal optimizer steps of whole groups",
+        "which must split into equal optimizer steps of whole groups",
         f"Set it to null (one optimizer step), or to one of {sizes}.",
     )
 
@@ -113,23 +113,26 @@ def global_batch(config: RolloutRunConfig) -> Problems:
 def on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     if not config.loss_fn.force_on_policy_ratio:
         return
-    size, fix = config.policy.train_global_batch_size, "Set loss_fn.force_on_policy_ratio=false, or make it one."
+    size, fix = (
+        config.policy.train_global_batch_size,
+        "Set loss_fn.force_on_policy_ratio=false, or make one optimizer step per batch.",
+    )
     if config.rollouts.epochs_per_batch > 1 or (size is not None and size != config.rollouts.rollouts_per_step):
         yield Problem(
             "loss_fn.force_on_policy_ratio",
-            "found true, but a batch makes several optimizer steps: from the second on the ratio is not 1",
+            "found true, but a batch makes several optimizer steps, and from the second on the ratio is not 1",
             fix,
         )
     if config.rollouts.max_staleness > 0:
         yield Problem(
             "loss_fn.force_on_policy_ratio",
-            f"found true, but with {config.section}.async_{config.section} rollouts come from older weights: the ratio is not 1",
+            f"found true, but with {config.section}.async_{config.section} rollouts come from older weights, so the ratio is not 1",
             f"Set loss_fn.force_on_policy_ratio=false, or {config.section}.async_{config.section}.enabled=false.",
         )
 
 
 def asynchronous(config: RolloutRunConfig) -> Problems:
-    """Keys that belong to another order than the chosen one."""
+    """Check the keys of the order in which groups are trained on."""
     section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
     if section.window is not None and section.order != "windowed":
         yield Problem(
@@ -141,20 +144,20 @@ def asynchronous(config: RolloutRunConfig) -> Problems:
     if section.slots is not None and section.slots < least:
         yield Problem(
             f"{key}.slots",
-            f"found {section.slots}, but a step is made of {least} groups, which are all held until it is trained",
+            f"found {section.slots}, but a step has {least} groups, which all occupy slots until it is trained",
             f"Set it to {least} or more, above {least} to sample while the learner trains, or to null.",
         )
     if section.slots is not None and section.slots > most and section.order != "drop_too_old":
         yield Problem(
             f"{key}.slots",
-            f"found {section.slots}, but with {key}.order={section.order} rollouts would be trained on that are older than "
+            f"found {section.slots}, but with {key}.order={section.order} the run would train on rollouts older than "
             f"{key}.max_trajectory_age_steps={section.max_trajectory_age_steps}",
-            f"Set it to {most} or less, or to null; or {key}.order=drop_too_old, which drops what is too old.",
+            f"Set it to {most} or less, or to null; or {key}.order=drop_too_old, which drops groups that are too old.",
         )
 
 
 def full_slots(config: RolloutRunConfig) -> int:
-    """The most groups that may be in flight so that all can be trained on in time."""
+    """Return the most groups that may be in flight without one getting too old."""
     return (config.rollouts.asynchronous.max_trajectory_age_steps + 1) * config.rollouts.num_prompts_per_step
 
 
@@ -180,8 +183,8 @@ def ranges(config: RolloutRunConfig) -> Problems:
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield Problem(
             f"{key}.reward_scaling.source_max",
-            f"found {scaling.source_max}, not above source_min = {scaling.source_min}",
-            "Set a range with some width.",
+            f"found {scaling.source_max}, which is not above source_min = {scaling.source_min}",
+            "Set it above source_min.",
         )
     if not isinstance(config, GrpoRunConfig | PpoRunConfig):
         return
@@ -189,7 +192,9 @@ def ranges(config: RolloutRunConfig) -> Problems:
     low, high = training.advantage_clip_low, training.advantage_clip_high
     if low is not None and high is not None and low > high:
         yield Problem(
-            f"{key}.advantage_clip_low", f"found {low}, above advantage_clip_high = {high}", "Set it below, or either to null."
+            f"{key}.advantage_clip_low",
+            f"found {low}, above advantage_clip_high = {high}",
+            "Lower it, or set one of them to null.",
         )
 
 
@@ -209,7 +214,7 @@ def learning_rate(config: TrainingRunConfig) -> Problems:
         if "lr" not in section.optimizer.kwargs:
             yield Problem(
                 f"{key}.optimizer.kwargs",
-                "there is no lr in it, and the optimizer's own default is far too large or missing",
+                "it has no lr, and the optimizer's default is far too large or missing",
                 f"Set {key}.optimizer.kwargs.lr, for instance to 5e-6.",
             )
 
@@ -225,19 +230,19 @@ def adapters(config: TrainingRunConfig) -> Problems:
 
 
 def critic(config: PpoRunConfig) -> Problems:
-    """The critic learns from the policy's batches, one optimizer step for each of the policy's."""
+    """The critic trains on the policy's batches, with one optimizer step for each of the policy's."""
     policy, value = config.policy, config.value
     if value.train_global_batch_size not in (None, policy.train_global_batch_size):
         yield Problem(
             "value.train_global_batch_size",
-            f"found {value.train_global_batch_size}, but the critic steps when the policy does, and "
+            f"found {value.train_global_batch_size}, but the critic takes its optimizer steps with the policy, and "
             f"policy.train_global_batch_size is {policy.train_global_batch_size}",
             "Set it to null.",
         )
     if value.head_only and value.dtensor_cfg.lora_cfg.enabled:
         yield Problem(
             "value.dtensor_cfg.lora_cfg.enabled",
-            "found true, but with value.head_only the critic is one linear layer, which takes no adapters",
+            "found true, but with value.head_only the critic is one linear layer, which has no adapters",
             "Set it to false, or value.head_only=false.",
         )
 
@@ -250,8 +255,8 @@ def adapter_dropout(config: RolloutRunConfig) -> Problems:
     if lora.enabled and lora.dropout:
         yield Problem(
             "policy.dtensor_cfg.lora_cfg.dropout",
-            f"found {lora.dropout}, but rollouts are sampled without dropout: what is trained would be another policy than the one "
-            "that sampled, at every step by other masks",
+            f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
+            "sampled, with other masks at every step",
             "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
         )
 
@@ -274,7 +279,7 @@ def _at_most(key: str, value: int, other: str, limit: int) -> Problems:
     if value > limit:
         yield Problem(
             key,
-            f"found {value}, more than {other} = {limit}: prompt and completion together would not fit",
+            f"found {value}, more than {other} = {limit}, which limits prompt and completion together",
             f"Lower it, or raise {other}.",
         )
 
@@ -287,7 +292,7 @@ def token_budget(config: TrainingRunConfig) -> Problems:
             if packing.enabled and (budget := getattr(packing, name)) < total:
                 yield Problem(
                     f"{key}.sequence_packing.{name}",
-                    f"found {budget}, but one rollout may have policy.max_total_sequence_length = {total} tokens",
+                    f"found {budget}, but a single rollout may have policy.max_total_sequence_length = {total} tokens",
                     f"Set it to {total} or more.",
                 )
 
@@ -296,7 +301,7 @@ def token_budget(config: TrainingRunConfig) -> Problems:
 
 
 def entries_of(config: TrainingRunConfig | EvalRunConfig) -> list[tuple[str, DataEntryConfig]]:
-    """(dotted key, entry) of every source of tasks."""
+    """Return (dotted key, entry) of every source of tasks."""
     if isinstance(config, EvalRunConfig):
         return [("data", config.data)]
     listed = []
@@ -323,12 +328,12 @@ def environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         if alias is None:
             yield Problem(
                 f"{key}.env_name",
-                f"found null, but env has {aliases}, so it is open who scores these tasks",
-                "Name one of the aliases in env.",
+                f"found null, but env has {aliases}, so the environment that scores these tasks is ambiguous",
+                "Set it to one of the aliases in env.",
             )
         elif alias not in config.env:
             yield Problem(
-                f"{key}.env_name", f"found {alias!r}, but env has {aliases}", f"Add env.{alias}={{}}, or name one that is there."
+                f"{key}.env_name", f"found {alias!r}, but env has {aliases}", f"Add env.{alias}={{}}, or set it to one of these."
             )
 
 
@@ -346,7 +351,7 @@ def _file_there(key: str, name: str | None) -> Problems:
         yield Problem(
             key,
             f"there is no file {name}{where}",
-            "Give the path of a file that is there, absolute or from the working directory.",
+            "Set the path of an existing file, absolute or relative to the working directory.",
         )
 
 
@@ -361,14 +366,14 @@ def sampling(config: EvalRunConfig) -> Problems:
     if samples > 1 and config.generation.temperature == 0:
         yield Problem(
             "eval.num_tests_per_prompt",
-            f"found {samples}, but generation.temperature is 0: all samples of a task would be the same",
-            "Set generation.temperature above 0, or one sample.",
+            f"found {samples}, but generation.temperature is 0, so all samples of a task would be equal",
+            "Set generation.temperature above 0, or it to 1.",
         )
     if config.eval.k_value > samples:
         yield Problem(
             "eval.k_value",
             f"found {config.eval.k_value}, but there are only eval.num_tests_per_prompt = {samples} samples of a task",
-            "Lower it, or take more samples.",
+            "Lower it, or raise eval.num_tests_per_prompt.",
         )
 
 
@@ -386,7 +391,7 @@ def checkpoint_metric(config: TrainingRunConfig) -> Problems:
         choices = ", ".join([f"train:{one}" for one in TRAIN_METRICS] + [f"val:{one}" for one in measured])
         yield Problem(
             "checkpointing.metric_name",
-            f"found {name!r}, which no metric is called",
+            f"found {name!r}, which is not the name of a metric",
             f"Set null (keep the newest), train:group/name, val:group/name, or one of {choices}.",
         )
 
@@ -412,7 +417,7 @@ def inference_engine(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; a mere folder of that name, such as wandb's own run folder, is none."""
+    """Return whether a package can be imported. A folder of that name, such as wandb's run folder, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -427,7 +432,7 @@ def no_validation_data(config: TrainingRunConfig) -> Problems:
         yield Problem(
             "data.validation",
             "there is no validation data, so validation is off",
-            f"Set data.validation, or data.train.split_validation_size; {key}.val_period=0 says that none is wanted.",
+            f"Set data.validation or data.train.split_validation_size, or {key}.val_period=0 to train without validation.",
         )
 
 
@@ -438,8 +443,8 @@ def last_checkpoint(config: TrainingRunConfig) -> Problems:
     off = "enabled" if not saving.enabled else "save_period"
     yield Problem(
         "checkpointing.checkpoint_must_save_by",
-        f"found {saving.checkpoint_must_save_by}, but nothing is saved: checkpointing.{off} is {getattr(saving, off)}",
-        f"Set it to null, or checkpointing.{off} so that checkpoints are saved.",
+        f"found {saving.checkpoint_must_save_by}, but no checkpoints are saved: checkpointing.{off} is {getattr(saving, off)}",
+        f"Set it to null, or set checkpointing.{off} so that checkpoints are saved.",
     )
 
 
@@ -451,14 +456,14 @@ def checkpoints_without_metric(config: TrainingRunConfig) -> Problems:
     if period == 0:
         yield Problem(
             "checkpointing.metric_name",
-            f"{saving.metric_name} is not measured during the run, as {config.section}.val_period is 0: the newest checkpoints are kept",
+            f"{config.section}.val_period is 0, so {saving.metric_name} is not measured during the run: the newest checkpoints are kept",
             "Set it to null, or to a metric train:NAME.",
         )
     elif saving.save_period % period:
         yield Problem(
             "checkpointing.save_period",
-            f"found {saving.save_period}, no multiple of {config.section}.val_period = {period}: some checkpoints have no "
-            f"{saving.metric_name} to be ranked by",
+            f"found {saving.save_period}, which is not a multiple of {config.section}.val_period = {period}: some checkpoints have no "
+            f"{saving.metric_name} to rank them",
             f"Set it to a multiple of {period}.",
         )
 
@@ -467,8 +472,8 @@ def unread_batch_size(config: TrainingRunConfig) -> Problems:
     if config.policy.generation_batch_size is not None:
         yield Problem(
             "policy.generation_batch_size",
-            "it changes nothing: the engine batches continuously",
-            "policy.generation.torch_cfg.max_num_seqs bounds how many sequences run together.",
+            "it has no effect: the engine batches continuously",
+            "policy.generation.torch_cfg.max_num_seqs limits how many sequences run together.",
         )
 
 
@@ -477,32 +482,32 @@ def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
     if not section.enabled:
         return
     if section.max_trajectory_age_steps == 0:
-        yield Problem(f"{key}.enabled", f"it changes nothing: {key}.max_trajectory_age_steps=0 is synchronous training")
+        yield Problem(f"{key}.enabled", f"it has no effect: {key}.max_trajectory_age_steps=0 is synchronous training")
         return
     if section.recompute_kv_cache_after_weight_updates and not section.in_flight_weight_updates:
         yield Problem(
             f"{key}.recompute_kv_cache_after_weight_updates",
-            f"it changes nothing: with {key}.in_flight_weight_updates=false no rollout is running when weights are published",
+            f"it has no effect: with {key}.in_flight_weight_updates=false no rollout is running when weights are published",
         )
     if section.recompute_kv_cache_after_weight_updates and config.policy.generation.backend in ("auto", "torch"):
         yield Problem(
             f"{key}.recompute_kv_cache_after_weight_updates",
-            "it changes nothing: the torch engine finishes the requests that run before weights change",
+            "it has no effect: the torch engine finishes running requests before weights change",
         )
     full = section.slots is None or section.slots >= full_slots(config)
     if section.order == "windowed" and full and not config.rollouts.use_dynamic_sampling:
         yield Problem(
             f"{key}.slots",
-            f"found {section.slots or 'null'}: with every slot taken each group has a place just before its deadline, and none can be "
-            "overtaken unless others were dropped: windowed is fifo",
+            f"found {section.slots or 'null'}: with all slots in use each group is due when its turn comes, so that none can be overtaken "
+            "unless others were dropped, and windowed is the same as fifo",
             f"Set it lower, for instance to {max(full_slots(config) - config.rollouts.num_prompts_per_step // 2, 1)}.",
         )
     if section.order != "fifo" and not section.in_flight_weight_updates:
         yield Problem(
             f"{key}.order",
-            f"found {section.order}, which saves little: with {key}.in_flight_weight_updates=false every group in flight is finished "
-            "before weights are published, the slow ones too",
-            f"Set {key}.in_flight_weight_updates=true, or {key}.order=fifo, with which the run can be repeated.",
+            f"found {section.order}, which saves little time: with {key}.in_flight_weight_updates=false all groups in flight, also slow "
+            "ones, finish before weights are published",
+            f"Set {key}.in_flight_weight_updates=true, or {key}.order=fifo, which makes runs reproducible.",
         )
 
 
@@ -512,19 +517,19 @@ def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problem
     if loss.use_kl_in_reward and (
         loss.reference_policy_kl_penalty == 0 or (loss.reference_policy_kl_penalty is None and without_own)
     ):
-        yield Problem("loss_fn.use_kl_in_reward", "it changes nothing: loss_fn.reference_policy_kl_penalty is 0")
+        yield Problem("loss_fn.use_kl_in_reward", "it has no effect: loss_fn.reference_policy_kl_penalty is 0")
 
 
 def idle_devices(config: EvalRunConfig) -> Problems:
     found, used = config.cluster.gpus_per_node, engine_checks.devices_used(generation_of(config)[1])
     if found > max(1, used):
         devices = "one device" if used <= 1 else f"{used} devices with these engines"
-        yield Problem("cluster.gpus_per_node", f"found {found}, but this version uses {devices}: the others stay idle")
+        yield Problem("cluster.gpus_per_node", f"found {found}, but this version uses {devices}; the others stay idle")
 
 
 Check = Callable[[Any], Problems]
 
-# For which kind of run a check is: all of them that a configuration is an instance of apply.
+# (kinds of run, checks): the checks of every kind that a configuration is an instance of apply.
 REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (GrpoRunConfig, (group_size,)),
     (RolloutRunConfig, (global_batch, asynchronous)),
@@ -563,12 +568,12 @@ WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
 
 
 def refusals(config: Model) -> list[Problem]:
-    """Why a run with this configuration cannot work; empty if it can."""
+    """Return the errors of a configuration; empty if the run can work."""
     return _run(REFUSALS, config)
 
 
 def warnings(config: Model) -> list[Problem]:
-    """What runs, but perhaps not as meant."""
+    """Return warnings: settings that work, but perhaps not as intended."""
     return _run(WARNINGS, config)
 
 

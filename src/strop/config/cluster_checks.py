@@ -1,4 +1,4 @@
-"""What of the machines, and of the ranks on them, cannot work or is not read."""
+"""Checks of the machines and of parallelism: settings that cannot work, and settings without effect."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ def devices(config: TrainingRunConfig) -> Problems:
     if found.ray and found.learner < 1:
         yield Problem(
             "policy.generation.colocated.enabled",
-            f"found false, and generation would have all {config.cluster.gpus_per_node} devices of each node, so none is left to train",
-            "Raise cluster.gpus_per_node (without GPUs, processes stand for them), or lower "
+            f"found false, and generation would take all {config.cluster.gpus_per_node} devices of each node, which leaves none to train",
+            "Raise cluster.gpus_per_node (without GPUs, processes take their place), or lower "
             "policy.generation.colocated.resources.gpus_per_node.",
         )
     if config.cluster.backend == "local" and config.cluster.num_nodes > 1:
         yield Problem(
             "cluster.backend",
-            f"found local with cluster.num_nodes = {config.cluster.num_nodes}, and one process is on one node",
+            f"found local with cluster.num_nodes = {config.cluster.num_nodes}, but one process runs on one node",
             "Set it to auto or ray.",
         )
     if config.cluster.gpus_per_node < 1:
         yield Problem(
-            "cluster.gpus_per_node", "found 0, so nothing would train", "Set it to 1 or more; policy.device=cpu needs no GPU."
+            "cluster.gpus_per_node",
+            "found 0, which leaves no device to train",
+            "Set it to 1 or more; policy.device=cpu needs no GPU.",
         )
 
 
@@ -50,12 +52,12 @@ def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
             f"{key}.tensor_parallel_size",
             f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
             f"divide {where}",
-            f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices has to train), or lower the sizes.",
+            f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
         )
     if sizes.sequence_parallel and tensor == 1:
         yield Problem(
             f"{key}.sequence_parallel",
-            "found true with tensor_parallel_size = 1: there is nobody to divide the sequence among",
+            "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over",
             "Set it to false, or raise tensor_parallel_size.",
         )
     if (experts := sizes.expert_parallel_size) > 1:
@@ -63,14 +65,14 @@ def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
         if experts % tensor or one_copy % experts:
             yield Problem(
                 f"{key}.expert_parallel_size",
-                f"found {experts}; it has to be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one copy "
+                f"found {experts}; it must be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one copy "
                 "of the model",
-                f"Set it to 1, or to such a number, as {one_copy} is." if one_copy % tensor == 0 else "Set it to 1.",
+                f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
             )
     if sizes.cpu_offload and not found.ray:
         yield Problem(
             f"{key}.cpu_offload",
-            "found true, but parameters are offloaded by the learner on several ranks, and this run has one",
+            "found true, but only a learner on several ranks offloads its parameters, and this run has one",
             "Set it to false, or cluster.backend=ray; policy.reference.offload=true frees the reference policy's memory.",
         )
 
@@ -81,7 +83,7 @@ def generation_apart(config: TrainingRunConfig) -> Problems:
     if apart and generation.backend in ("auto", "torch") and not devices_of(config).ray:
         yield Problem(
             "policy.generation.colocated.enabled",
-            f"found false, but policy.generation.backend {generation.backend} runs on the learner's own module in one process",
+            f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",
             "Set policy.generation.colocated.enabled=true, policy.generation.backend=vllm, or cluster.backend=ray.",
         )
 
@@ -90,8 +92,8 @@ def environment_hosts(config: TrainingRunConfig) -> Problems:
     if config.cluster.environment_hosts and not devices_of(config).ray:
         yield Problem(
             "cluster.environment_hosts",
-            f"found {config.cluster.environment_hosts}, but hosts of environments are Ray actors, and this run is one process",
-            "Set cluster.backend=ray, or it to 0.",
+            f"found {config.cluster.environment_hosts}, but environment processes are Ray actors, and this run has no Ray",
+            "Set cluster.backend=ray, or set it to 0.",
         )
 
 
@@ -100,13 +102,13 @@ def teacher_hosts(config: DistillationRunConfig) -> Problems:
         if teacher.hosts and not devices_of(config).ray:
             yield Problem(
                 f"{key}.hosts",
-                f"found {teacher.hosts}, but processes of a teacher are Ray actors, and this run is one process",
-                "Set cluster.backend=ray, or it to 0.",
+                f"found {teacher.hosts}, but teacher processes are Ray actors, and this run has no Ray",
+                "Set cluster.backend=ray, or set it to 0.",
             )
         if teacher.hosts and teacher.model_name == "self":
             yield Problem(
                 f"{key}.hosts",
-                f"found {teacher.hosts}, but model_name is self, and the policy that teaches itself is where it is trained",
+                f"found {teacher.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
                 "Set it to 0, or name a model.",
             )
 
@@ -120,8 +122,8 @@ def gpus_of_roles(config: TrainingRunConfig) -> Problems:
         if role.num_gpus is not None:
             yield Problem(
                 f"cluster.roles.{name}.num_gpus",
-                f"found {role.num_gpus:g}, but its processes have GPUs of the run (cluster.gpus_per_node)",
-                "Leave it out.",
+                f"found {role.num_gpus:g}, but its processes use the GPUs of the run (cluster.gpus_per_node)",
+                "Remove it.",
             )
 
 
@@ -130,8 +132,8 @@ def segments(config: TrainingRunConfig) -> Problems:
     if size is not None and nodes % size:
         yield Problem(
             "cluster.segment_size",
-            f"found {size}, which does not divide cluster.num_nodes = {nodes}: every segment has as many nodes",
-            "Set it to a number that does, or to null.",
+            f"found {size}, which does not divide cluster.num_nodes = {nodes}; all segments have the same size",
+            "Set it to a divisor of cluster.num_nodes, or to null.",
         )
 
 
@@ -149,7 +151,7 @@ def unread_roles(config: TrainingRunConfig) -> Problems:
     if devices_of(config).ray:
         return
     for key in changed("cluster.roles", config.cluster.roles):
-        yield Problem(key, "it changes nothing: this run is one process, without Ray (cluster.backend)")
+        yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
 
 
 def unread_teacher_role(config: TrainingRunConfig) -> Problems:
@@ -158,13 +160,13 @@ def unread_teacher_role(config: TrainingRunConfig) -> Problems:
     ):
         return
     for key in changed("cluster.roles.teacher", config.cluster.roles.teacher):
-        yield Problem(key, "it changes nothing: no teacher has processes of its own (teacher.hosts)")
+        yield Problem(key, "it has no effect: no teacher has its own processes (teacher.hosts)")
 
 
 def unread_plan(config: TrainingRunConfig) -> Problems:
     for key, model in trained_models(config):
         if model.dtensor_cfg.custom_parallel_plan is not None and model.dtensor_cfg.tensor_parallel_size == 1:
-            yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it changes nothing: tensor_parallel_size is 1")
+            yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
 
 
 REFUSED = (devices, parallel_sizes, generation_apart, environment_hosts, gpus_of_roles, segments)

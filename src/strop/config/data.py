@@ -1,4 +1,4 @@
-"""Section ``data``: which tasks, from where, in what mix."""
+"""Section ``data``: where tasks come from and how sources are mixed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class DataEntryConfig(Model):
-    """One source of tasks."""
+    """One source of tasks. Keys that an entry of train or validation does not set come from data.default."""
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in data set, a hub name, or a .jsonl, .json, .parquet or .csv file; null for an environment that "
-        "generates its tasks.",
+        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .parquet or .csv file; null for an "
+        "environment that generates its tasks.",
     )
-    subset: str | None = Field(None, description="The configuration of a hub data set; null is its default one.")
-    split: str | None = Field(None, description="Split of the data set; null is its usual one for the purpose.")
-    input_key: str | None = Field(None, description="Column of the prompt; null is the data set's usual one.")
-    output_key: str | None = Field(None, description="Column of the expected answer; null is the data set's usual one.")
+    subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
+    split: str | None = Field(
+        None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
+    )
+    input_key: str | None = Field(
+        None,
+        description="Column of the prompt; null is the built-in dataset's, else problem (in recorded data, prompt comes first).",
+    )
+    output_key: str | None = Field(
+        None,
+        description="Column of the expected answer; null is the built-in dataset's, else answer (in recorded data, "
+        "completion and response come first).",
+    )
     messages_key: str | None = Field(
         None,
-        description="Column of a whole conversation, a list of {role, content}, for sft; null looks for messages and conversations.",
+        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations.",
     )
     chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
     rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
@@ -35,21 +44,19 @@ class DataEntryConfig(Model):
         None, description="Column of how much better the chosen answer is; null is margin, if there is one."
     )
     prompt_file: str | None = Field(
-        None, description="A text file with {question} or {} where the question goes; null is the question alone."
+        None, description="Text file with {question} or {} where the question goes; null is the question alone."
     )
-    system_prompt_file: str | None = Field(None, description="A text file with the system prompt; null is none.")
-    system_prompt: str | None = Field(None, description="The system prompt itself; null is none.")
-    env_name: str | None = Field(
-        None, description="Alias of the environment in env that scores the tasks; null is the only one there."
-    )
-    weight: float = Field(1.0, gt=0, description="Share of this entry in the mix, relative to the others' weights.")
+    system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
+    system_prompt: str | None = Field(None, description="The system prompt; null is none.")
+    env_name: str | None = Field(None, description="Alias in env of the environment that scores the tasks; null is the only one.")
+    weight: float = Field(1.0, gt=0, description="Share of this entry in the mix, relative to the other weights.")
     size: int | None = Field(
-        None, ge=1, description="Number of tasks: how many to generate, or to take from the data set; null is all (tasks)."
+        None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
     )
     seed: int | None = Field(None, ge=0, description="Seed of generated tasks and of splits; null is the run's.")
     repeat: int = Field(1, ge=1, description="How often each task appears (times).")
     split_validation_size: float = Field(
-        0.0, ge=0, description="Held out of the entry for validation: below 1 a fraction of it, from 1 on a number (tasks)."
+        0.0, ge=0, description="Hold this out for validation: below 1 a fraction of the entry, from 1 on a number (tasks)."
     )
 
     @property
@@ -67,11 +74,11 @@ class DataConfig(Model):
         "..policy.max_total_sequence_length",
         alone=512,
         ge=1,
-        description="Tasks with a longer prompt are left out, and counted (tokens).",
+        description="Skip and count tasks with a longer prompt (tokens).",
     )
     shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
     add_eos: bool = Field(
-        True, description="End what is taught with a stop token where the chat template does not, in recorded data."
+        True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
     )
     train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
     validation: Entries | None = Field(
@@ -82,7 +89,7 @@ class DataConfig(Model):
     @model_validator(mode="before")
     @classmethod
     def _merge_defaults(cls, values: Any) -> Any:
-        """Entries as a list, each with ``default`` under it. Doing it twice changes nothing."""
+        """Turn entries into a list, with the keys of ``default`` as defaults. Idempotent."""
         if not isinstance(values, Mapping):
             return values
         default = values.get("default") or {}
@@ -93,7 +100,7 @@ class DataConfig(Model):
 
     @field_serializer("train", "validation")
     def _write(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
-        """A single entry is written without the list, so that ``data.train.dataset_name=...`` works on a saved file too."""
+        """Write a single entry without the list, so that ``data.train.dataset_name=...`` also works on a saved file."""
         dumped = None if entries is None else [entry.model_dump() for entry in entries]
         return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
 
@@ -119,5 +126,5 @@ class EvalDataConfig(DataEntryConfig):
         "..generation.vllm_cfg.max_model_len",
         alone=2048,
         ge=1,
-        description="Tasks with a longer prompt are left out, and counted (tokens).",
+        description="Skip and count tasks with a longer prompt (tokens).",
     )

@@ -1,4 +1,4 @@
-"""How many devices train and how many generate, and whether that takes Ray."""
+"""How many devices train, how many generate, and whether the run needs Ray."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from strop.config.schema import RolloutRunConfig, TrainingRunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a training run takes of its nodes. A device is a GPU, or without GPUs a process that stands for one."""
+    """The devices of a training run. A device is a GPU, or on machines without GPUs a process."""
 
     nodes: int
     per_node: int
-    learner: int  # devices that train, in all
+    learner: int  # devices that train, in total
     engine_size: int  # devices of one engine
-    engines: int | None  # None: as many as fit; 0: nothing is sampled
-    engine_devices: int | None = None  # of each node, that only generate
-    engine_nodes: int | None = None  # whole nodes that only generate
+    engines: int | None  # None: as many as fit; 0: the run does not sample
+    engine_devices: int | None = None  # per node, for generation only
+    engine_nodes: int | None = None  # whole nodes for generation only
     ray: bool = False
 
 
@@ -53,7 +53,7 @@ def engines_of(generation: GenerationConfig) -> int | None:
 def _apart(
     generation: GenerationConfig, nodes: int, per_node: int, size: int, engines: int | None
 ) -> tuple[int | None, int | None]:
-    """(devices of each node, nodes) that only generate."""
+    """Return (devices per node, nodes) that only generate."""
     if generation.colocated.enabled:
         return None, None
     given = generation.colocated.resources

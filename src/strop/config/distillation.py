@@ -14,11 +14,11 @@ from strop.config.training import AsyncConfig, RolloutTrainingConfig
 
 
 class DistillationConfig(RolloutTrainingConfig):
-    """Distillation on what the student samples."""
+    """Distillation on rollouts of the student."""
 
     num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each prompt (rollouts).")
     topk_logits_k: int = Field(
-        64, ge=1, description="The teacher's most likely tokens that the student is compared on, for topk_distillation (tokens)."
+        64, ge=1, description="Number of the teacher's most likely tokens that topk_distillation compares (tokens)."
     )
     async_distillation: AsyncConfig = subsection(AsyncConfig)
 
@@ -33,8 +33,8 @@ class DistillationAlgorithmConfig(AlgorithmConfig):
     name: str = Field(
         "topk_distillation",
         min_length=1,
-        description="topk_distillation (a divergence on the teacher's most likely tokens), distillation (the per-token reverse KL as "
-        "advantage), or module:Class.",
+        description="topk_distillation (a divergence on the teacher's most likely tokens), distillation (the per-token "
+        "reverse KL as advantage), or module:Class.",
     )
 
 
@@ -45,11 +45,12 @@ class DistillationLossConfig(Model):
         "mixed",
         description="forward is KL(teacher || student), reverse KL(student || teacher), mixed both, jsd the Jensen-Shannon divergence.",
     )
-    mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="Share of the forward KL in mixed.")
-    beta: float = Field(0.5, gt=0, lt=1, description="The teacher's share of the middle in jsd.")
+    mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="Weight of the forward KL in mixed.")
+    beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture of jsd.")
     zero_outside_topk: bool = Field(
         False,
-        description="Give what lies outside the teacher's tokens an event of its own; false renormalises both distributions on them.",
+        description="Count all probability outside the teacher's top k as one more event; false renormalises both "
+        "distributions over the top k.",
     )
 
 
@@ -58,31 +59,35 @@ class TeacherTokenizerConfig(TokenizerConfig):
 
 
 class TeacherConfig(Model):
-    """The model that is learned from. It only scores."""
+    """A teacher, which only scores rollouts."""
 
-    model_name: str = Field(..., min_length=1, description="A hub name or a folder; self is the policy, shown demonstrations.")
+    model_name: str = Field(
+        ..., min_length=1, description="A hub name or a folder; self is the policy, prompted with a demonstration."
+    )
     tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)
     device: Device = follows("..policy.device", alone="auto", description="As policy.device.")
     precision: Precision = follows("..policy.precision", alone="bfloat16", description="bfloat16 or float32.")
     logprob_mb_tokens: int = follows(
-        "..policy.sequence_packing.logprob_mb_tokens", alone=2048, ge=1, description="Budget of a micro-batch (tokens)."
+        "..policy.sequence_packing.logprob_mb_tokens", alone=2048, ge=1, description="Token budget of a micro-batch (tokens)."
     )
     hosts: int = Field(
         0,
         ge=0,
-        description="Processes of its own, each with the whole teacher, that share the groups of a batch; 0: it is where the policy is "
+        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy "
         "(processes). Only with Ray.",
     )
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
     environments: tuple[str, ...] | None = Field(
-        None, strict=False, description="Aliases of env whose rollouts this teacher scores; null is all. For several teachers."
+        None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
     )
-    weight: float = Field(1.0, gt=0, description="Share of this teacher where several score the same rollouts.")
+    weight: float = Field(1.0, gt=0, description="Weight of this teacher where several score the same rollouts.")
     demonstration: str | None = Field(
         None,
-        description="With model_name self: what is added to the question that the teacher reads, with {answer} for the task's answer.",
+        description="With model_name self: text added to the question that the teacher reads, with {answer} for the task's "
+        "answer.",
     )
     self_weights: Literal["initial", "current", "ema"] = Field(
         "initial",
-        description="With model_name self: the policy as it was before training, as it is, or its moving average (policy.ema).",
+        description="With model_name self: the policy before training (initial), as it is (current), or its moving average "
+        "(ema, with policy.ema).",
     )

@@ -1,18 +1,19 @@
-"""docs/configuration.md, and what ``strop config`` prints, from the schema: nothing is documented twice.
+"""Generate docs/configuration.md and the output of ``strop config`` from the schema.
 
-``python -m strop.config.document`` prints the page.
+``python -m strop.config.document`` prints the page, in which each key stands once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import get_annotations
 from typing import Any
 
 from strop.config import yaml_text
-from strop.config.data import DataEntryConfig
-from strop.config.keys import Key, walk
+from strop.config.keys import Key, element, is_list
 from strop.config.model import Model, Path, section
-from strop.config.schema import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig
+from strop.config.schema import TRAINING_RUNS, EvalRunConfig
 
 HEAD = """# Configuration
 
@@ -23,72 +24,138 @@ A configuration is a YAML file, with overrides on the command line:
 ```sh
 strop grpo --config examples/configs/grpo_math_1B.yaml grpo.num_prompts_per_step=8 policy.optimizer.kwargs.lr=1e-6
 strop grpo --config ... --dry-run     # validate, print the resolved configuration and what would run where
-strop config grpo                     # these tables, as annotated YAML
+strop config grpo                     # every key of a kind of run, as annotated YAML
 ```
 
-- **Inheritance.** `defaults: other.yaml` (or a list) lays a file over others, whose paths are relative to it.
-  Sections merge, lists are replaced.
-- **Interpolation.** `${policy.model_name}` is another key; `${.x}` stands in the same section, `${..x}` in the one around it.
-  `${mul:a,b}`, `${div:a,b}`, `${add:a,b}`, `${sub:a,b}` calculate, `${env:NAME}` and `${env:NAME,default}` read the environment.
-  `\\${` is a plain `${`.
-- **Overrides.** `a.b=value` sets a key (`+a.b=` and `++a.b=` do the same), `~a.b` takes away what the file sets.
-  Values are YAML: `true`, `null`, `5e-6`, `[1, 2]`, `{a: 1}`. An entry of a list goes by its number: `data.train.0.weight=2`.
-- **Following.** A default in the form `${..x}` is that key's value; null asks for the default.
-- An unknown key is an error that names the nearest one. All errors are reported together.
-- 0 turns `val_period`, `save_period` and their like off.
+- **Inheritance.** `defaults: other.yaml` (or a list) names base files, relative to this one. Sections merge; lists are replaced.
+- **Interpolation.** `${policy.model_name}` is another key, `${.x}` one of the same section, `${..x}` one of the parent section.
+  `${mul:a,b}`, `${div:a,b}`, `${add:a,b}` and `${sub:a,b}` calculate; `${env:NAME}` and `${env:NAME,default}` read the environment.
+  `\\${` is a literal `${`.
+- **Overrides.** `a.b=value` sets a key (also `+a.b=` and `++a.b=`), `~a.b` removes what the file sets. Values are YAML: `true`,
+  `null`, `5e-6`, `[1, 2]`, `{a: 1}`. Index list entries by number: `data.train.0.weight=2`.
+- **Following.** A default such as `${..x}` is the value of that key; null asks for the default.
+- Unknown keys are errors that name the nearest key. All errors are reported together.
 """
+SECTIONS = """## Sections
+
+A heading names every section that has the keys of its table. Where a key is in two tables of a section, the later one holds.
+`<alias>` and `<name>` are names of your choice.
+"""
+RUNS: Mapping[str, type[Model]] = {**TRAINING_RUNS, "eval": EvalRunConfig}
+
+
+@dataclass
+class Block:
+    """The keys that one class of the schema declares, and the sections that have them."""
+
+    model: type[Model]
+    keys: list[Key]
+    runs_of: dict[Path, list[str]] = field(default_factory=dict)  # section -> the kinds of run in which it has these keys
 
 
 def page() -> str:
-    parts = [HEAD, "## Training: `strop grpo`\n", *tables(GrpoRunConfig)]
-    for name, kind in TRAINING_RUNS.items():
-        if kind is not GrpoRunConfig:
-            parts += [
-                f"## Training: `strop {name}`\n",
-                f"{kind.__doc__} Sections that are not listed are those of `strop grpo`.\n",
-            ]
-            parts += [*tables(kind, beside=GrpoRunConfig)]
-    parts += ["## Entries of `data.train` and `data.validation`\n"]
-    parts += ["Keys that an entry does not set are taken from `data.default`.\n", table(list(walk(DataEntryConfig)))]
-    parts += ["## Evaluation: `strop eval`\n", *tables(EvalRunConfig)]
+    """Return the text of docs/configuration.md."""
+    top_level = {
+        name: Key((name,), value) for root in RUNS.values() for name, value in root.model_fields.items() if not section(value)
+    }
+    parts = [HEAD, "## Kinds of run\n", kinds_of_run(), "### Top level\n", table(list(top_level.values())), SECTIONS]
+    for block in blocks():
+        parts += [f"### {heading(block)}\n\n{block.model.__doc__}\n", table(block.keys)]
     return "\n".join(parts)
 
 
-def tables(root: type[Model], beside: type[Model] | None = None) -> Iterator[str]:
-    """A table for every section; of those that ``beside`` has too only what differs."""
-    known = {} if beside is None else dict(sections(beside))
-    for path, model in sections(root):
-        if path and known.get(path) is model:
-            continue
-        own = [Key((*path, name), field) for name, field in model.model_fields.items() if section(field) is None]
-        if path == ("data", "default"):
-            continue
-        if own:
-            title = f"### `{'.'.join(path)}`\n\n{model.__doc__}\n" if path else "### Top level\n"
-            yield f"{title}\n{table(own)}"
+def kinds_of_run() -> str:
+    """Return a table of the kinds of run with their sections."""
+    shared = [
+        name
+        for name in next(iter(TRAINING_RUNS.values())).model_fields
+        if all(name in run.model_fields for run in TRAINING_RUNS.values())
+    ]
+    rows = []
+    for name, root in RUNS.items():
+        own = [key for key in root.model_fields if name not in TRAINING_RUNS or key not in shared]
+        rows.append(f"| `strop {name}` | {root.__doc__} | {_code(own)} |")
+    intro = f"Every training run has the sections {_code(shared)}.\n"
+    return "\n".join([intro, "| run | what it does | other sections |", "|---|---|---|", *rows]) + "\n"
+
+
+def blocks() -> list[Block]:
+    """Return a block for every class of the schema that declares keys, grouped by top-level section, base classes first."""
+    found: dict[type[Model], Block] = {}
+    for name, root in RUNS.items():
+        for path, model in sections(root):
+            for base in reversed(model.__mro__):
+                keys = _declared_keys(base)
+                if keys:
+                    block = found.setdefault(base, Block(base, keys))
+                    block.runs_of.setdefault(path, []).append(name)
+    order = [*TRAINING_RUNS, *(name for root in RUNS.values() for name in root.model_fields)]
+    return sorted(found.values(), key=lambda block: order.index(next(iter(block.runs_of))[0]))
+
+
+def _declared_keys(model: type) -> list[Key]:
+    if not issubclass(model, Model):
+        return []
+    own = get_annotations(model)
+    return [Key((name,), value) for name, value in model.model_fields.items() if name in own and section(value) is None]
+
+
+def heading(block: Block) -> str:
+    """Return the sections of a block, naming the kinds of run where others have the section without these keys."""
+    groups: dict[str, list[Path]] = {}
+    for path, runs in block.runs_of.items():
+        having = [name for name, root in RUNS.items() if path[0] in root.model_fields]
+        if runs == having:
+            note = ""
+        elif runs == list(TRAINING_RUNS):
+            note = " of training runs"
+        else:
+            note = " of " + _code(f"strop {name}" for name in runs)
+        groups.setdefault(note, []).append(path)
+    return ", ".join(_code(collapse(paths)) + note for note, paths in groups.items())
+
+
+def collapse(paths: list[Path]) -> list[str]:
+    """Return dotted paths, merging those that differ in one part: ``{policy,value}.optimizer``."""
+    texts: list[str] = []
+    for depth in sorted({len(path) for path in paths}):
+        some = [path for path in paths if len(path) == depth]
+        parts = [list(dict.fromkeys(names)) for names in zip(*some, strict=True)]
+        if sum(len(names) > 1 for names in parts) == 1:
+            texts.append(".".join(names[0] if len(names) == 1 else "{" + ",".join(names) + "}" for names in parts))
+        else:
+            texts += [".".join(path) for path in some]
+    return texts
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def sections(model: type[Model], path: Path = ()) -> Iterator[tuple[Path, type[Model]]]:
-    yield path, model
-    for name, field in model.model_fields.items():
-        if (inner := section(field)) is not None:
-            yield from sections(inner, (*path, name))
+    """Yield (path, model) for every section below ``model``, and for the entries of its lists and mappings."""
+    for name, value in model.model_fields.items():
+        inner = section(value)
+        place = (*path, name)
+        if inner is None and (inner := element(value)) is not None and not is_list(value):
+            place = (*place, "<alias>" if name == "env" else "<name>")
+        if inner is not None:
+            yield place, inner
+            yield from sections(inner, place)
 
 
 def table(keys: list[Key]) -> str:
-    rows = [
-        f"| `{key.dotted}` | {key.type} | {default_text(key)} | {key.field.description or ''} |".replace("||", "| |")
-        for key in keys
-    ]
+    """Return a Markdown table of keys."""
+    rows = []
+    for key in keys:
+        kind, meaning = key.type.replace("true or false", "bool"), (key.field.description or "").replace("|", "\\|")
+        default = "required" if key.required else f"`{flow(key.default)}`"
+        rows.append(f"| `{key.dotted}` | {kind} | {default} | {meaning} |")
     return "\n".join(["| key | type | default | meaning (unit) |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def default_text(key: Key) -> str:
-    return "required" if key.required else f"`{flow(key.default)}`"
-
-
 def flow(value: Any) -> str:
-    """A value on one line, as it would be written in a file."""
+    """Return a value on one line, as YAML."""
     if isinstance(value, str) and value.startswith("${"):
         return value
     if isinstance(value, dict):
@@ -99,20 +166,20 @@ def flow(value: Any) -> str:
 
 
 def annotated_yaml(root: type[Model]) -> str:
-    """All keys with their defaults, each under a comment that says what it is."""
+    """Return every key with its default, each under a comment with its description."""
     return "\n".join(_annotated(root, 0)) + "\n"
 
 
 def _annotated(model: type[Model], depth: int) -> Iterator[str]:
     indent = "  " * depth
-    for name, field in model.model_fields.items():
-        if (inner := section(field)) is not None:
+    for name, info in model.model_fields.items():
+        if (inner := section(info)) is not None:
             yield from ([""] if depth == 0 else [])
             yield f"{indent}{name}:  # {inner.__doc__}"
             yield from _annotated(inner, depth + 1)
             continue
-        key = Key((name,), field)
-        yield f"{indent}# {field.description} ({key.type})"
+        key = Key((name,), info)
+        yield f"{indent}# {info.description} ({key.type})"
         yield f"{indent}{name}: {'???  # required' if key.required else flow(key.default)}"
 
 

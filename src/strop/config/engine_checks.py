@@ -1,4 +1,4 @@
-"""Combinations that an inference engine cannot do, or that do something else than they seem to."""
+"""Checks of the inference engines: combinations that cannot work, or that do something else than they seem to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def samples_by_vllm(config: RolloutRunConfig | EvalRunConfig) -> bool:
 
 
 def _with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT], Problems]:
-    """A check of runs whose engine is vLLM."""
+    """Restrict a check to runs with vLLM."""
 
     def checked(config: ConfigT) -> Problems:
         if samples_by_vllm(config):
@@ -42,7 +42,7 @@ def coldest(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         if 0 < value < COLDEST and (own or value != generation.temperature):
             yield Problem(
                 f"{key}.{name}",
-                f"found {value}, but vLLM samples at {COLDEST} instead of anything between 0 and that, and reports other "
+                f"found {value}, but vLLM raises temperatures between 0 and {COLDEST} to {COLDEST}, and reports other "
                 "log-probabilities",
                 f"Set it to 0 (greedy), or to {COLDEST} or more.",
             )
@@ -55,7 +55,7 @@ def experts(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if options.expert_parallel_size not in (1, options.tensor_parallel_size):
         yield Problem(
             f"{key}.vllm_cfg.expert_parallel_size",
-            f"found {options.expert_parallel_size}, but an engine spreads its experts over its tensor-parallel ranks, and "
+            f"found {options.expert_parallel_size}, but an engine shards its experts over its tensor-parallel ranks, and "
             f"{key}.vllm_cfg.tensor_parallel_size is {options.tensor_parallel_size}",
             f"Set it to 1, or both to {options.expert_parallel_size}.",
         )
@@ -67,32 +67,32 @@ def engine_length(config: RolloutRunConfig) -> Problems:
     if length < total:
         yield Problem(
             "policy.generation.vllm_cfg.max_model_len",
-            f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would cut it "
-            "before",
+            f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate it "
+            "earlier",
             f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
         )
 
 
 @_with_vllm
 def transports(config: RolloutRunConfig) -> Problems:
-    """A transport needs learner and engine to be where it reaches."""
+    """Check that the transport can reach from the learner to the engine."""
     generation, device = config.policy.generation, config.policy.device
     transport, key = generation.weight_sync.transport, "policy.generation.weight_sync.transport"
     if transport == "cuda_ipc" and device == "cpu":
         yield Problem(
-            key, "found cuda_ipc, but policy.device is cpu, which has no GPU memory to share", "Set it to auto or memory."
+            key, "found cuda_ipc, but policy.device is cpu, and there is no GPU memory to share", "Set it to auto or memory."
         )
     elif transport == "cuda_ipc" and not generation.colocated.enabled:
         yield Problem(
             key,
-            "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine with GPUs of its own does not see the learner's",
+            "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
             "Set it to auto, broadcast, memory or folder.",
         )
     elif transport == "cuda_ipc" and generation.vllm_cfg.engines > 1:
         yield Problem(
             key,
-            f"found cuda_ipc, but of {generation.vllm_cfg.engines} engines only the first one is on the learner's GPU; the others do "
-            "not see it",
+            f"found cuda_ipc, but only the first of {generation.vllm_cfg.engines} engines is on the learner's GPU; the others cannot "
+            "map its memory",
             "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.",
         )
     elif transport == "broadcast" and generation.colocated.enabled and device.startswith("cuda"):
@@ -113,7 +113,7 @@ def ahead_on_one_gpu(config: RolloutRunConfig) -> Problems:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found true, but {config.section}.async_{config.section} samples while the learner trains, and an engine on the learner's GPU "
-            "has to sleep then",
+            "sleeps meanwhile",
             "Set it to false, with a GPU for each engine, or train synchronously.",
         )
 
@@ -127,7 +127,7 @@ def speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if generation.min_p > 0:
         yield Problem(
             f"{key}.min_p",
-            f"found {generation.min_p}, but vLLM does not filter by min_p where it speculates",
+            f"found {generation.min_p}, but vLLM ignores min_p in speculative decoding",
             f"Set it to 0, or {key}.vllm_cfg.speculation.method=null.",
         )
     if drafts.method == "ngram" and drafts.prompt_lookup_min > drafts.prompt_lookup_max:
@@ -139,13 +139,13 @@ def speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    """How many GPUs generate follows from the number of engines and their size."""
+    """Check the GPUs of generation, which follow from the number of engines and their size."""
     key, generation = generation_of(config)
     given, options = generation.colocated.resources, generation.vllm_cfg
     if generation.colocated.enabled or generation.backend != "vllm":
         return
     if isinstance(config, RolloutRunConfig) and devices_of(config).ray:
-        return  # nodes and devices are divided when the cluster is known (strop.cluster.placement)
+        return  # devices are planned once the cluster is known (strop.cluster.placement)
     size = options.tensor_parallel_size
     needed = options.engines * size
     if given.gpus_per_node not in (None, needed):
@@ -158,7 +158,7 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if (given.num_nodes or 1) > 1:
         yield Problem(
             f"{key}.colocated.resources.num_nodes",
-            f"found {given.num_nodes}, but this run is on one machine",
+            f"found {given.num_nodes}, but this run uses one machine",
             "Set it to 1 or null, or raise cluster.num_nodes.",
         )
 
@@ -167,7 +167,7 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 
 
 def unread_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    """Options of the engine that is not used."""
+    """Warn of options of an engine that the run does not use."""
     key, generation = generation_of(config)
     if generation.backend == "vllm":
         unread, engine, other = changed(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
@@ -187,7 +187,7 @@ def unread_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 def unread_generation(config: RecordedRunConfig) -> Problems:
     unread = changed("policy.generation", config.policy.generation)
     if unread:
-        yield Problem(unread[0], f"a run on recorded data samples nothing, and does not read {', '.join(unread)}")
+        yield Problem(unread[0], f"a run on recorded data does not sample, and does not read {', '.join(unread)}")
 
 
 @_with_vllm
@@ -196,7 +196,7 @@ def unread_in_evaluation(config: EvalRunConfig) -> Problems:
     if unread:
         yield Problem(
             unread[0],
-            f"it changes nothing: an evaluation reads its weights from {config.generation.model_name}, nobody sends any",
+            f"it has no effect: an evaluation reads its weights from {config.generation.model_name}, and no weights are sent",
         )
 
 
@@ -207,7 +207,7 @@ def narrow_cache(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     if dtype not in ("auto", generation.vllm_cfg.precision):
         yield Problem(
             f"{key}.vllm_cfg.kv_cache_dtype",
-            f"found {dtype}: rounded keys and values change the distribution that is sampled from, and the learner computes another",
+            f"found {dtype}: rounded keys and values change the sampling distribution, and the learner computes another one",
             "Watch train/token_mult_prob_error and choose a correction (docs/algorithms/corrections.md), or set auto.",
         )
 
@@ -217,8 +217,8 @@ def unread_experts(config: RolloutRunConfig) -> Problems:
     if config.policy.generation.vllm_cfg.expert_parallel_size > 1:
         yield Problem(
             "policy.generation.vllm_cfg.expert_parallel_size",
-            "the weights of experts are not read back out of the engine: their proof is their arrival, and the canary",
-            "policy.generation.weight_sync.proof=always asks the canary after every publish.",
+            "the weights of experts are not read back from the engine: only what the engine received and the canary verify them",
+            "policy.generation.weight_sync.proof=always samples the canary after every publish.",
         )
 
 
@@ -226,24 +226,24 @@ def unread_experts(config: RolloutRunConfig) -> Problems:
 def unread_proof_options(config: RolloutRunConfig) -> Problems:
     sync, key = config.policy.generation.weight_sync, "policy.generation.weight_sync"
     if sync.proof != "every_n" and sync.proof_every != _default(sync, "proof_every"):
-        yield Problem(f"{key}.proof_every", f"it changes nothing: {key}.proof is {sync.proof}, and it is the period of every_n")
+        yield Problem(f"{key}.proof_every", f"it has no effect: {key}.proof is {sync.proof}, and it is the period of every_n")
     if sync.folder is not None and sync.transport != "folder":
         yield Problem(
             f"{key}.folder",
-            f"it changes nothing: {key}.transport is {sync.transport}, which writes no files",
+            f"it has no effect: {key}.transport is {sync.transport}, which writes no files",
             f"Set {key}.transport=folder to use it.",
         )
     if sync.transport == "folder" and sync.bucket_mb != _default(sync, "bucket_mb"):
-        yield Problem(f"{key}.bucket_mb", f"it changes nothing: {key}.transport=folder has files of its own size")
+        yield Problem(f"{key}.bucket_mb", f"it has no effect: {key}.transport=folder chooses the size of its files")
 
 
 @_with_vllm
 def idle_sleep(config: RolloutRunConfig) -> Problems:
     generation, key = config.policy.generation, "policy.generation.vllm_cfg.sleep_level"
     if generation.vllm_cfg.sleep_level == 1 and not generation.colocated.enabled:
-        yield Problem(key, "it changes nothing: an engine with a device of its own never sleeps")
+        yield Problem(key, "it has no effect: an engine with its own device never sleeps")
     elif generation.vllm_cfg.sleep_level == 1 and config.policy.device == "cpu":
-        yield Problem(key, "it changes nothing: an engine on a CPU gives nothing up")
+        yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
 
 
 @_with_vllm
@@ -259,7 +259,7 @@ def idle_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         if getattr(drafts, name) != _default(drafts, name):
             yield Problem(
                 f"{key}.vllm_cfg.speculation.{name}",
-                f"it changes nothing: {key}.vllm_cfg.speculation.method is {drafts.method or 'null'}",
+                f"it has no effect: {key}.vllm_cfg.speculation.method is {drafts.method or 'null'}",
             )
 
 
@@ -267,11 +267,11 @@ def unread_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_of(config)
     given = changed(f"{key}.colocated.resources", generation.colocated.resources)
     if given and generation.colocated.enabled:
-        yield Problem(given[0], f"it changes nothing: {key}.colocated.enabled is true, so generation has no devices of its own")
+        yield Problem(given[0], f"it has no effect: {key}.colocated.enabled is true, so generation shares the devices that train")
 
 
 def devices_used(generation: GenerationConfig) -> int:
-    """GPUs of a run with one learner."""
+    """Return the number of GPUs of a run with one learner rank."""
     if generation.backend != "vllm":
         return 1
     engines = generation.vllm_cfg.engines * generation.vllm_cfg.tensor_parallel_size
@@ -279,7 +279,7 @@ def devices_used(generation: GenerationConfig) -> int:
 
 
 def changed(key: str, section: Model, *, but: Sequence[str] = ()) -> list[str]:
-    """Keys under ``section`` with another value than their default, ``but`` for some; those that follow another key are passed over."""
+    """Return keys under ``section`` that differ from their default, except ``ignore`` and keys that follow another."""
     found: list[str] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)

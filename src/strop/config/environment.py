@@ -1,4 +1,4 @@
-"""Section ``env``: alias -> environment. What an environment takes beyond its type, it validates itself."""
+"""Section ``env``: alias -> environment."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from strop.config.model import Model
 
 
 class EnvironmentConfig(Model):
-    """An environment and its options."""
+    """An environment. It validates its own options."""
 
     model_config = ConfigDict(extra="allow")
 
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias. Any further key is an option of the environment.",
+        description="A registered name, or module:Class; null is the alias. All other keys are options of the environment.",
     )
 
     @property

@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, said so that it can be put right: where, what was found, why, and what to set.
+"""Errors of a configuration: where, what was found, why it cannot work, and what to set.
 
-Problem      one thing that is wrong (or, as a warning, odd) about one key
-ConfigError  all the problems of a configuration at once
+Problem      one error (or warning) about one key
+ConfigError  all errors of a configuration
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a file and its line, or the command line."""
+    """Where a value was set: a file and a line, or the command line."""
 
     source: Path | str
     line: int | None = None  # counted from 1
@@ -26,7 +26,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """``key`` is dotted; "" stands for the whole configuration."""
+    """One error or warning. ``key`` is dotted; "" is the whole configuration."""
 
     key: str
     message: str  # what was found and why it cannot work

@@ -12,17 +12,16 @@ from strop.config.policy import TokenizerConfig
 
 
 class EvalConfig(Model):
-    """What is measured."""
+    """The metric and the number of samples."""
 
     metric: Literal["pass@k", "avg@n", "cons@k"] = Field(
         "pass@k",
-        description="pass@k (unbiased), avg@n (mean over samples) or cons@k (majority vote): the headline number; all are "
-        "stored.",
+        description="Headline metric: pass@k (unbiased), avg@n (mean over samples) or cons@k (majority vote). All are stored.",
     )
     num_tests_per_prompt: int = Field(1, ge=1, description="Samples per task: n (samples).")
     k_value: int = Field(1, ge=1, description="k of pass@k and cons@k (samples).")
-    seed: int = Field(42, ge=0, description="The seed all of the evaluation's randomness derives from.")
-    save_path: str | None = Field(None, description="Folder for the JSON with every sample; null does not save.")
+    seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
+    save_path: str | None = Field(None, description="Folder for a JSON file with every sample; null does not save.")
 
 
 class EvalTokenizerConfig(TokenizerConfig):
@@ -38,8 +37,8 @@ class EvalGenerationConfig(GenerationConfig):
     max_new_tokens: int = follows(
         ".vllm_cfg.max_model_len", alone=2048, ge=1, description="Longest completion of one turn (tokens)."
     )
-    temperature: Temperature = Field(0.0, description="Logits are divided by this; 0 is greedy.")
-    top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 keeps every token (tokens).")
+    temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
+    top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
     num_prompts_per_step: int = Field(-1, ge=-1, description="Tasks sampled at a time; -1 is all (tasks).")
     precision: Precision = follows(".vllm_cfg.precision", alone="bfloat16", description="Data type of the weights.")
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")

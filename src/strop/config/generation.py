@@ -11,7 +11,7 @@ from strop.config.model import Model, follows, subsection
 
 def _not_float16(value: object) -> object:
     if value in ("float16", "fp16", "half"):
-        raise ValueError("its small range needs loss scaling, which is not in this version; set bfloat16 or float32")
+        raise ValueError("float16 needs loss scaling, which is not in this version; set bfloat16 or float32")
     return value
 
 
@@ -33,35 +33,35 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class TorchGenerationConfig(Model):
-    """The embedded engine: continuous batching on the learner's own module, or with Ray in processes with weights of their own."""
+    """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
 
     num_engines: int | None = Field(
-        None, ge=1, description="Engines in processes of their own, with Ray; null is as many as fit the GPUs, else 1 (engines)."
+        None, ge=1, description="Engines in separate processes, with Ray; null is as many as fit the GPUs, else 1 (engines)."
     )
-    kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory for keys and values of running sequences (GiB).")
-    max_num_seqs: int = Field(64, ge=1, description="Sequences that decode together (sequences).")
-    prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens read in one forward pass (tokens).")
+    kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory of the KV cache (GiB).")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences decoded together (sequences).")
+    prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
     prepack_weights: bool | None = Field(
         None,
-        description="Keep a copy of the weights in the CPU's matrix-product layout: faster decoding, more memory; null decides "
-        "by device.",
+        description="Keep a copy of the weights in the CPU's matmul layout: faster decoding, more memory; null decides by "
+        "device.",
     )
-    cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs, on a GPU.")
+    cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")
 
 
 class SpeculationConfig(Model):
-    """Speculative decoding: a cheap draft proposes, the policy accepts or redraws; the distribution stays (arXiv 2211.17192)."""
+    """Speculative decoding (arXiv 2211.17192): a draft proposes tokens that the policy accepts or resamples; the distribution stays."""
 
     method: Literal["ngram", "draft_model"] | None = Field(
         None,
-        description="ngram proposes what followed the same tokens earlier in the conversation; draft_model asks a small model; null is "
-        "off.",
+        description="ngram proposes what followed the same tokens earlier in the conversation; draft_model runs a small "
+        "model; null is off.",
     )
     num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
     prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
     prompt_lookup_max: int = Field(4, ge=1, description="Longest match of ngram (tokens).")
     model_name: str | None = Field(
-        None, description="The draft model: a hub name or folder, of the policy's vocabulary. It is not trained."
+        None, description="Draft model: a hub name or folder, with the policy's vocabulary. It is not trained."
     )
 
     @field_validator("model_name")
@@ -73,96 +73,98 @@ class SpeculationConfig(Model):
 
 
 class VllmConfig(Model):
-    """Options of the vLLM backend."""
+    """The vLLM engine."""
 
-    async_engine: bool = Field(True, description="Taken for recipes that have it: requests always reach the engine one by one.")
+    async_engine: bool = Field(
+        True, description="Accepted for NeMo-RL recipes, without effect: requests always reach the engine one by one."
+    )
     num_engines: int | None = Field(
         None,
         ge=1,
-        description="Engines side by side, each with all weights; null: as many as fit the GPUs of a Ray cluster, else 1 (engines).",
+        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
     precision: Precision = follows("...precision", alone="bfloat16", description="Data type of the engine's weights.")
-    kv_cache_dtype: str = Field("auto", description="Data type of the key-value cache.")
+    kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
     logprobs_mode: Literal["processed_logprobs"] = Field(
         "processed_logprobs",
-        description="Which log-probabilities are reported: those of the distribution that sampled, after temperature and filters; the "
-        "learner computes the same.",
+        description="Reported log-probabilities: those of the sampling distribution, after temperature and filters, as the "
+        "learner computes them.",
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs; processes on a CPU).")
     pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline-parallel ranks of one engine (GPUs).")
     expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1, description="Share of a GPU's memory the engine may use (fraction).")
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
+    )
     kv_cache_memory_gb: float | None = Field(
-        None, gt=0, description="Memory of the key-value cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
+        None, gt=0, description="Memory of the KV cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
     )
     max_model_len: int = follows(
         "...max_total_sequence_length", alone=2048, ge=1, description="Longest prompt and completion together (tokens)."
     )
-    max_num_seqs: int | None = Field(
-        None, ge=1, description="Sequences that decode together; null is the engine's choice (sequences)."
-    )
+    max_num_seqs: int | None = Field(None, ge=1, description="Sequences decoded together; null is vLLM's choice (sequences).")
     enable_prefix_caching: bool = Field(
-        True, description="Keep the keys and values of prompts: samples of a prompt and later turns do not read it again."
+        True, description="Cache the keys and values of prompts for other samples and later turns."
     )
     enforce_eager: bool = Field(False, description="Do not capture CUDA graphs. A CPU never does.")
     num_threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of each engine process; null is as many as the learner has (threads).",
+        description="CPU threads of each engine process; null is the learner's number (threads).",
     )
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     sleep_level: Literal[0, 1, 2] = Field(
         2,
-        description="What a colocated engine gives up on a GPU while the learner works: 0 nothing, 1 the key-value cache, with its weights "
-        "moved to host memory, 2 both, and weights are sent anew.",
+        description="What a colocated engine frees on its GPU while the learner works. 0: nothing; 1: the KV cache, and "
+        "weights move to host memory; 2: both, and weights are sent again.",
     )
     max_restarts: int = Field(
-        3, ge=0, description="How often in a row an engine whose process died is started anew before the run stops (restarts)."
+        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
     )
-    startup_seconds: float = Field(600.0, gt=0, description="An engine that is not ready after this has failed (seconds).")
-    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine's processes alone.")
+    startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
 
     @property
     def engines(self) -> int:
-        """In one process's keeping, where nothing says how many fit."""
+        """The number of engines of a run in one process, where null is 1."""
         return self.num_engines or 1
 
 
 class WeightSyncConfig(Model):
-    """How new weights reach engines that hold their own, and how that is proven."""
+    """How new weights reach engines with their own copy, and how the transfer is verified."""
 
     transport: Literal["auto", "memory", "cuda_ipc", "broadcast", "folder"] = Field(
         "auto",
-        description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL between GPUs; "
-        "folder: files; auto chooses by where learner and engines are.",
+        description="memory: shared memory of one machine; cuda_ipc: device memory of one GPU; broadcast: gloo, or NCCL "
+        "between GPUs; folder: files; auto chooses by where learner and engines are.",
     )
     folder: str | None = Field(
-        None, description="Where transport folder writes; every engine must see it. Null is engines/weights in logger.log_dir."
+        None, description="Folder of transport folder, which every engine must see; null is engines/weights in logger.log_dir."
     )
     bucket_mb: float | None = Field(
-        None, gt=0, description="Weights travel in pieces of this size; null is the transport's own choice (MiB)."
+        None, gt=0, description="Size of the buckets that weights are sent in; null is the transport's choice (MiB)."
     )
-    timeout_seconds: float = Field(600.0, gt=0, description="A publish that takes longer has failed (seconds).")
+    timeout_seconds: float = Field(600.0, gt=0, description="How long a publish may take (seconds).")
     adapters_alone: bool = Field(
-        True, description="With LoRA send the adapters beside base weights that the engine keeps; false sends merged weights."
+        True, description="With LoRA, send only the adapters, to base weights that the engine keeps; false sends merged weights."
     )
     proof: Literal["always", "first", "every_n"] = Field(
         "every_n",
-        description="When weights are read back out of the engine and compared with the learner's by fingerprint, tensor by tensor, and "
-        "the canary is asked: after every publish, after the first one of a run, or also after each proof_every-th. Versions and "
-        "what arrived are compared every time.",
+        description="When to read weights back from the engine, compare fingerprints with the learner's, tensor by tensor, "
+        "and sample the canary: after every publish, after the first of a run, or also after every "
+        "proof_every-th. Versions and received weights are compared every time.",
     )
-    proof_every: int = Field(10, ge=1, description="Period of proof every_n (publishes).")
+    proof_every: int = Field(10, ge=1, description="Period of every_n (publishes).")
     canary_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Largest mean difference between the engine's and the learner's log-probabilities of the canary's tokens; null is "
-        "0.002 in float32 and 0.1 in bfloat16 (nats).",
+        description="Largest mean difference between the engine's and the learner's log-probabilities of the canary's "
+        "tokens; null is 0.002 in float32 and 0.1 in bfloat16 (nats).",
     )
 
 
 class ColocatedResourcesConfig(Model):
-    """What generation has for itself when it is not colocated."""
+    """Devices of generation when it is not colocated."""
 
     gpus_per_node: int | None = Field(None, ge=1, description="GPUs of each node that generate (GPUs).")
     num_nodes: int | None = Field(None, ge=1, description="Nodes that only generate (nodes).")
@@ -176,19 +178,19 @@ class ColocatedConfig(Model):
 
 
 class MismatchConfig(Model):
-    """When sampler and learner disagree too much: limits on token_mult_prob_error of the youngest tokens of a training step."""
+    """Limits on the mismatch of engine and learner: token_mult_prob_error of the newest tokens of a training step."""
 
-    warn: float | None = Field(1.2, gt=1, description="Above this a step is warned of; null never warns (factor).")
-    warn_every: int = Field(20, ge=1, description="At most one such warning in so many steps (steps).")
-    stop: float | None = Field(None, gt=1, description="Above this the run ends; null never does (factor).")
-    stop_after: int = Field(3, ge=1, description="How many steps in a row have to be above stop (steps).")
+    warn: float | None = Field(1.2, gt=1, description="Warn above this; null never warns (factor).")
+    warn_every: int = Field(20, ge=1, description="Warn at most once in this many steps (steps).")
+    stop: float | None = Field(None, gt=1, description="End the run above this; null never does (factor).")
+    stop_after: int = Field(3, ge=1, description="Steps in a row above stop that end the run (steps).")
 
     @field_validator("stop")
     @classmethod
     def _above_warn(cls, value: float | None, info: ValidationInfo) -> float | None:
         warn = info.data.get("warn")
         if value is not None and warn is not None and value < warn:
-            raise ValueError(f"it is below warn = {warn:g}, so the run would end without a warning; raise it, or lower warn")
+            raise ValueError(f"it is below warn = {warn:g}, so the run would end without a warning; raise stop, or lower warn")
         return value
 
 
@@ -197,26 +199,27 @@ class GenerationConfig(Model):
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
         "auto",
-        description="The engine: vllm, in processes of its own, or torch, embedded in Strop; auto is torch in this version.",
+        description="Inference engine: vllm, in separate processes, or torch, built into Strop; auto is torch in this version.",
     )
     max_new_tokens: int = follows(
         "..max_total_sequence_length", alone=512, ge=1, description="Longest completion of one turn (tokens)."
     )
-    temperature: Temperature = Field(1.0, description="Logits are divided by this; 0 is greedy.")
-    top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens whose mass reaches this; 1 keeps every token.")
-    top_k: TopK = Field(None, description="Sample from this many most likely tokens; null or -1 keeps every token (tokens).")
+    temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
+    top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens with this probability; 1 turns it off.")
+    top_k: TopK = Field(None, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
     min_p: float = Field(
-        0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the likeliest; 0 keeps every token."
+        0.0, ge=0, le=1, description="Sample from tokens at least this times as likely as the most likely one; 0 turns it off."
     )
     keep_sampling_mask: bool = Field(
         False,
-        description="Record which tokens top_k, top_p and min_p kept and let the learner renormalise over them (arXiv 2512.02556), so that "
-        "no ratio jumps where it would keep others; needs a top_k of at most 4096, and up to 4 x top_k bytes for each sampled token.",
+        description="Record which tokens top_k, top_p and min_p kept, and renormalise over them in the learner (arXiv "
+        "2512.02556), so that ratios do not jump where the learner would keep others. Needs a top_k of at most "
+        "4096, and up to 4 x top_k bytes for each sampled token.",
     )
     val_temperature: Temperature = follows(".temperature", alone=1.0, description="temperature in validation.")
     val_top_p: TopP = follows(".top_p", alone=1.0, description="top_p in validation.")
     val_top_k: TopK = follows(
-        ".top_k", alone=None, description="top_k in validation; -1 keeps every token whatever top_k says (tokens)."
+        ".top_k", alone=None, description="top_k in validation; -1 turns it off whatever top_k is (tokens)."
     )
     stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
     stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
@@ -225,7 +228,7 @@ class GenerationConfig(Model):
     vllm_cfg: VllmConfig = subsection(VllmConfig)
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further arguments of vLLM's engine, by its own names, passed on as they are; an unknown one is refused.",
+        description="Further arguments of vLLM's engine, passed through; unknown ones are errors.",
     )
     weight_sync: WeightSyncConfig = subsection(WeightSyncConfig)
     colocated: ColocatedConfig = subsection(ColocatedConfig)
@@ -236,13 +239,13 @@ class GenerationConfig(Model):
         filters = info.data.get("top_p", 1.0) < 1 or info.data.get("min_p", 0.0) > 0
         if value and filters and info.data.get("top_k") in (None, -1):
             raise ValueError(
-                "it needs a top_k: top_p and min_p alone may keep most of the vocabulary for every token, and all of that would be "
-                "recorded; set top_k, for instance to 512"
+                "it needs a top_k: top_p and min_p alone may keep most of the vocabulary, which would be recorded for every token; "
+                "set top_k, for instance to 512"
             )
         return value
 
     def sampling_options(self, *, validation: bool = False) -> dict[str, Any]:
-        """Keyword arguments of ``strop.sampling.Sampling``."""
+        """Return keyword arguments of ``strop.sampling.Sampling``."""
         top_k = self.val_top_k if validation else self.top_k
         return {
             "temperature": self.val_temperature if validation else self.temperature,

@@ -1,7 +1,7 @@
-"""``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
+"""Interpolation with ``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
 
-``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of whole numbers that divide is whole.
-``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a plain ``${``.
+``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of integers is an integer where it is exact.
+``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a literal ``${``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 
 
 def _register() -> None:
-    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the name since, and before, 2.4
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # since OmegaConf 2.4, and before
     for name, function in RESOLVERS.items():
         register(name, function, replace=True)
 
 
 def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Values with every interpolation replaced, and why some could not be; those are None in the result."""
+    """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
     _register()
     errors: dict[KeyPath, str] = {}
     readable = _map(values, lambda path, text: text if _parses(path, text, errors) else None)
@@ -67,7 +67,7 @@ def _parses(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
     try:
         OmegaConf.create({"value": text})
     except OmegaConfBaseException:
-        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a plain ${{"
+        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
         return False
     return True
 
@@ -89,17 +89,17 @@ def _key(node: DictConfig, name: str) -> Any:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
-        return "it leads back to itself"
+        return "it refers to itself"
     first = str(error).splitlines()[0]
     missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
     return f"there is no key {missing['key']}" if missing else first
 
 
 def targets(text: str) -> Iterator[str]:
-    """The absolute keys a text refers to."""
+    """Yield the absolute keys that a text refers to."""
     return (match[1] for match in re.finditer(r"\$\{([A-Za-z_][\w.]*)\}", text))
 
 
 def escape(text: str) -> str:
-    """Text that reads back as itself: ``${`` becomes ``\\${``."""
+    """Escape ``${`` as ``\\${``, so that the text reads back unchanged."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

@@ -1,4 +1,4 @@
-"""The keys of a schema: what there is, of which type, and which is nearest to one that there is not."""
+"""The keys of a schema: their paths, types and defaults, and the nearest key to an unknown one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """The default as one would write it: an interpolation for a key that follows others."""
+        """The default as written in YAML: an interpolation for a key that follows others."""
         return interpolation(self.field) or self.field.get_default(call_default_factory=True)
 
     @property
@@ -45,7 +45,7 @@ class Key:
 
 
 def walk(model: type[Model], prefix: Path = (), *, repeated: bool = False) -> Iterator[Key]:
-    """Every key below ``model`` that is no section itself.
+    """Yield every key below ``model`` except sections.
 
     ``repeated`` adds the keys of list entries, of ``<alias>``, and of mappings with a default, such as an optimizer's lr.
     """
@@ -62,7 +62,7 @@ def walk(model: type[Model], prefix: Path = (), *, repeated: bool = False) -> It
 
 
 def element(field: FieldInfo) -> type[Model] | None:
-    """The model of the entries of a list or of a mapping by alias, if there is one."""
+    """Return the model of the entries of a list or mapping, if it has one."""
     for argument in _arguments(field.annotation):
         if isinstance(argument, type) and issubclass(argument, Model) and argument is not SchedulerConfig:
             return argument
@@ -80,7 +80,7 @@ def _arguments(annotation: Any) -> Iterator[Any]:
 
 
 def find(model: type[Model], path: Sequence[str]) -> FieldInfo | None:
-    """The field a user's path leads to, through list indices (which may be left out) and aliases."""
+    """Return the field at a path with list indices (which may be left out) and aliases; None if there is none."""
     if not path or path[0] not in model.model_fields:
         return None
     field, rest = model.model_fields[path[0]], list(path[1:])
@@ -94,7 +94,7 @@ def find(model: type[Model], path: Sequence[str]) -> FieldInfo | None:
 
 
 def default_tree(model: type[Model]) -> dict[str, Any]:
-    """All defaults, nested; a key that follows others has the interpolation, a required key is absent."""
+    """Return all defaults, nested. A key that follows others has its interpolation; a required key is absent."""
     tree: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if (inner := section(field)) is not None:
@@ -105,7 +105,7 @@ def default_tree(model: type[Model]) -> dict[str, Any]:
 
 
 def interpolation(field: FieldInfo) -> str | None:
-    """``${..a}`` or ``${mul:${..a},${..b}}`` for a field that follows others."""
+    """Return ``${..a}`` or ``${mul:${..a},${..b}}`` for a field that follows others, else None."""
     parts = [f"${{{target}}}" for target in targets_of(field)]
     return f"${{mul:{','.join(parts)}}}" if len(parts) > 1 else (parts[0] if parts else None)
 
@@ -142,7 +142,7 @@ def _annotation_text(annotation: Any) -> str:
 
 
 def nearest(path: Sequence[str], model: type[Model]) -> tuple[str, ...]:
-    """Dotted keys that may have been meant, best first: the same name in another section, or a similar spelling."""
+    """Return dotted keys that may be meant, best first: the same name in another section, or a similar spelling."""
     wanted = ".".join(part for part in path if not part.isdigit())
     last = path[-1]
     keys = [key.dotted for key in walk(model, repeated=True)]

@@ -1,4 +1,4 @@
-"""Of which kind a configuration is that was named without saying so: by the section about its training."""
+"""Detect the kind of a training configuration by its training section."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from strop.config.load import Loaded, load_config
 from strop.config.schema import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 from strop.config.source import read_file
 
-MODEL, NO_MODEL = "policy.model_name", "none"  # the schema wants one
+MODEL, NO_MODEL = "policy.model_name", "none"  # the schema requires a model
 
 
 def load_any(path: Path | None, overrides: Sequence[str] = ()) -> Loaded[TrainingRunConfig]:
-    """A training run's configuration of whichever kind; without a file, as much of one as is about the machines. Raises ConfigError."""
+    """Load a training configuration of any kind. Without a file, check only what concerns the machines. Raises ConfigError."""
     written = dict(read_file(path).values) if path is not None else {}
     words = [*written, *(override.lstrip("~+").split(".")[0] for override in overrides)]
     root = next((TRAINING_RUNS[word] for word in words if word in TRAINING_RUNS), GrpoRunConfig)

@@ -1,11 +1,11 @@
-"""From YAML files and overrides to a checked configuration, or to one error that lists everything wrong with it.
+"""Load a configuration from YAML files and overrides, or raise one error that lists every problem.
 
-files + overrides -> schema defaults under them -> ${...} replaced -> schema -> cross-field checks
+files + overrides -> defaults of the schema -> interpolation -> schema -> checks across keys
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,18 +24,18 @@ ConfigT = TypeVar("ConfigT", bound=Model)
 
 @dataclass(frozen=True)
 class Loaded(Generic[ConfigT]):
-    """A configuration that passed, and what its user should know about it."""
+    """A valid configuration with its warnings and sources."""
 
     config: ConfigT
     warnings: tuple[Problem, ...]
-    files: tuple[Path, ...]  # the file and all it inherits from, base first
+    files: tuple[Path, ...]  # the file and all files it inherits from, base first
     overrides: tuple[str, ...]
 
 
 def load_config(
     path: Path | str | None, overrides: Sequence[str] = (), *, root: type[ConfigT], check: bool = True
 ) -> Loaded[ConfigT]:
-    """Load and validate. ``check=False`` leaves out the checks across keys, files and packages, for reading a saved run.
+    """Load and validate a configuration. ``check=False`` skips the checks across keys, files and packages, to read a saved run.
 
     Raises ConfigError, which lists every problem found.
     """
@@ -55,7 +55,7 @@ def load_config(
 
 
 def dump_config(config: Model) -> str:
-    """YAML that loads back to an equal configuration."""
+    """Return YAML that loads back to an equal configuration."""
     return yaml_text.write(_escaped(config.model_dump()))
 
 
@@ -68,7 +68,7 @@ def _escaped(value: Any) -> Any:
 
 
 def without_foreign_keys(source: Source, root: type[Model]) -> tuple[Source, list[Problem], list[Problem]]:
-    """The source without another system's keys, one warning for those that ask for nothing, an error for each other one."""
+    """Return the source without unsupported keys of NeMo-RL, one warning for those that can be dropped, and an error for each other."""
     ignored: list[str] = []
     errors: list[Problem] = []
     for path, entry, harmless in list(foreign_keys(source.values, root)):
@@ -85,7 +85,7 @@ def without_foreign_keys(source: Source, root: type[Model]) -> tuple[Source, lis
                 )
             )
         source = Source(_without(source.values, path), source.origins, source.files)
-    message = f"keys of NeMo-RL that change nothing here were left out: {', '.join(ignored)}"
+    message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(ignored)}"
     return source, [Problem("", message)] if ignored else [], errors
 
 
@@ -96,7 +96,7 @@ def _without(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def validate(source: Source, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
-    """The configuration, or what is wrong with single keys."""
+    """Return the configuration (None if it is invalid) and the problems of single keys."""
     resolved, unresolved = resolve(with_defaults(source.values, root))
     problems = [
         Problem(".".join(path), reason, _meant(source, path, root), source.origin(path))
@@ -115,7 +115,7 @@ def validate(source: Source, root: type[ConfigT]) -> tuple[ConfigT | None, list[
 
 
 def with_defaults(values: Mapping[str, Any], model: type[Model]) -> dict[str, Any]:
-    """Values with the schema's defaults for the keys they lack, so that ``${...}`` can refer to any key."""
+    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
     tree = keys.default_tree(model)
     for name, value in values.items():
         inner = section(model.model_fields[name]) if name in model.model_fields else None
@@ -134,7 +134,7 @@ def _remove(tree: Any, path: KeyPath) -> None:
 
 
 def _user_path(location: Sequence[str | int], source: Source) -> KeyPath:
-    """Where pydantic found the fault, as the user wrote it: a single entry has no number, a scheduler no stages."""
+    """Return the path of a pydantic error as the user wrote it: a single entry has no index, a scheduler no stages."""
     path = [str(part) for part in location]
     if path[:2] == ["policy", "scheduler"]:
         path = [part for part in path if part not in ("stages", "milestones")]
@@ -143,7 +143,7 @@ def _user_path(location: Sequence[str | int], source: Source) -> KeyPath:
 
 
 def _is_written(path: KeyPath, error: str, source: Source, root: type[Model]) -> bool:
-    """Whether a fault is in something the user wrote, and not in a copy of it under a key that follows it."""
+    """Return whether an error is in a value that the user wrote, not in a copy of it under a key that follows."""
     if error == "missing":
         field = keys.find(root, path)
         return field is None or not targets_of(field)
@@ -151,7 +151,7 @@ def _is_written(path: KeyPath, error: str, source: Source, root: type[Model]) ->
 
 
 def describe(path: KeyPath, item: Any, source: Source, root: type[Model]) -> Problem:
-    """One fault as pydantic reports it, in the words of this package."""
+    """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.origin(path), keys.find(root, path)
     if item["type"] == "extra_forbidden":
         scheduler = (
@@ -166,29 +166,21 @@ def describe(path: KeyPath, item: Any, source: Source, root: type[Model]) -> Pro
             dotted,
             "this key is required" + said,
             f"Write {dotted}=... on the command line, or set it in the file named by --config.",
-            origin or _file(source),
+            origin or (Origin(source.files[-1]) if source.files else None),
         )
     found, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
     if item["type"] == "value_error":
         return Problem(dotted, f"found {found!r}: {item['ctx']['error']}", meaning, origin)
-    if item["type"] in ("model_type", "model_attributes_type") and field is not None and section(field):
-        return Problem(dotted, f"found {found!r}; this is a section, with keys under it", f"Its keys: {_names(field)}.", origin)
+    if item["type"] in ("model_type", "model_attributes_type") and field is not None and (inner := section(field)):
+        names = ", ".join(inner.model_fields)
+        return Problem(dotted, f"found {found!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
     wanted = keys.type_text(field) if field is not None and not path[-1].isdigit() else _lower(item["msg"])
     quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(found, bool | int | float) else ""
     return Problem(dotted, f"found {found!r} ({kind(found)}); it must be {wanted}.{quotes}".rstrip("."), meaning, origin)
 
 
-def _names(field: Any) -> str:
-    inner = section(field)
-    return ", ".join(inner.model_fields) if inner else ""
-
-
 def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
-
-
-def _file(source: Source) -> Origin | None:
-    return Origin(source.files[-1]) if source.files else None
 
 
 def did_you_mean(path: KeyPath, root: type[Model]) -> str:
@@ -199,17 +191,14 @@ def did_you_mean(path: KeyPath, root: type[Model]) -> str:
 
 
 def _meant(source: Source, path: KeyPath, root: type[Model]) -> str:
-    """For an interpolation that leads nowhere: the keys its targets are nearest to."""
+    """Suggest the nearest key for an interpolation of an unknown key."""
     value: Any = source.values
     for name in path:
         value = value[int(name)] if isinstance(value, list) else value.get(name)
-    missing = [target for target in _texts(value) if keys.find(root, tuple(target.split("."))) is None]
+    names = targets(value) if isinstance(value, str) else ()
+    missing = [target for target in names if keys.find(root, tuple(target.split("."))) is None]
     near = [key for target in missing for key in keys.nearest(target.split("."), root)[:1]]
     return f"Did you mean ${{{near[0]}}}?" if near else ""
-
-
-def _texts(value: Any) -> Iterator[str]:
-    return targets(value) if isinstance(value, str) else iter(())
 
 
 def _placed(problem: Problem, source: Source) -> Problem:

@@ -12,8 +12,8 @@ from strop.config.model import Model, subsection
 class WandbConfig(Model):
     """Weights & Biases."""
 
-    project: str = Field("strop", description="Project.")
-    name: str | None = Field(None, description="Name of the run; null lets Weights & Biases choose.")
+    project: str = Field("strop", description="Project name.")
+    name: str | None = Field(None, description="Run name; null lets Weights & Biases choose.")
 
 
 class TensorboardConfig(Model):
@@ -25,13 +25,13 @@ class TensorboardConfig(Model):
 class LoggerConfig(Model):
     """Where metrics and rollouts go."""
 
-    log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with metrics.jsonl.")
-    num_val_samples_to_print: int = Field(0, ge=0, description="Validation rollouts printed each time (rollouts).")
+    log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")
+    num_val_samples_to_print: int = Field(0, ge=0, description="Rollouts printed at each validation (rollouts).")
     console: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live redraws, plain prints lines; auto is live in a terminal and plain elsewhere."
     )
     rollouts: Literal["parquet", "jsonl", "none"] = Field(
-        "parquet", description="Format in which every rollout of every step is stored."
+        "parquet", description="Format of the stored rollouts, those of every step."
     )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")

@@ -1,8 +1,8 @@
-"""The base of every section: a frozen pydantic model that knows no key but its own.
+"""The base class of every section: a frozen pydantic model that forbids unknown keys.
 
-A key may *follow* another one: ``max_new_tokens`` follows ``..max_total_sequence_length``, and has its value unless it is
-set (null counts as not set). The spelling is that of an interpolation: one dot is the section the key stands in, two
-dots the section around it. The outermost section in reach of both ends fills the value in, before anything is validated.
+A key may *follow* another: ``max_new_tokens`` follows ``..max_total_sequence_length`` and takes its value unless it is set
+(null counts as not set). Targets are written as in interpolations: one dot is the same section, two dots the parent section.
+The outermost section that contains both keys fills in the value before validation.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ ModelT = TypeVar("ModelT", bound="Model")
 
 
 def follows(*targets: str, alone: Any, description: str, **limits: Any) -> Any:
-    """A field whose default is another key's value, or the product of several.
+    """Declare a field with another key's value, or the product of several, as default.
 
-    ``alone`` is the default of a section that is built without the ones around it; ``...`` makes the key required there.
+    ``standalone`` is the default in a section that is built on its own; ``...`` makes the key required there.
     """
     return Field(default=alone, description=description, json_schema_extra={"follows": list(targets)}, **limits)
 
 
 def subsection(model: type[Model]) -> Any:
-    """A field that is a section of keys, each with its own default."""
+    """Declare a field that is a section."""
     return Field(default_factory=model)
 
 
 def targets_of(field: FieldInfo) -> tuple[str, ...]:
-    """What a field follows, as written; empty for an ordinary field."""
+    """Return the targets of a field that follows others, as written; empty for other fields."""
     extra = field.json_schema_extra
     return tuple(cast("list[str]", extra["follows"])) if isinstance(extra, dict) and "follows" in extra else ()
 
@@ -47,7 +47,7 @@ class Model(BaseModel):
 
 
 def section(field: FieldInfo) -> type[Model] | None:
-    """The model of a field that is a section of keys, or None for a plain value."""
+    """Return the model of a field that is a section; None for a plain value."""
     annotation = field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Model) else None
 
@@ -57,7 +57,7 @@ def is_section(model: type[Model], name: str) -> bool:
 
 
 def followers(model: type[Model], prefix: Path = ()) -> Iterator[tuple[Path, tuple[Path, ...]]]:
-    """(key, the keys it follows) for every pair that lies inside ``model``, outer keys first."""
+    """Yield (key, keys it follows) for every pair inside ``model``, outer keys first."""
     deeper: list[tuple[Path, type[Model]]] = []
     for name, field in model.model_fields.items():
         path = (*prefix, name)
@@ -71,16 +71,16 @@ def followers(model: type[Model], prefix: Path = ()) -> Iterator[tuple[Path, tup
 
 
 def absolute(path: Path, target: str) -> Path | None:
-    """``("generation", "max_new_tokens")`` and ``..length`` -> ``("length",)``; None when the target lies further out."""
+    """Return ``("length",)`` for ``("generation", "max_new_tokens")`` and ``..length``; None if the target is outside the model."""
     name = target.lstrip(".")
     climb = len(target) - len(name)
     return (*path[: len(path) - climb], *name.split(".")) if climb <= len(path) else None
 
 
 def fill(model: type[Model], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with every key that follows another one filled in; what was given is not changed.
+    """Return a copy of the values with every key that follows another filled in.
 
-    A section that is null (``logger:`` with nothing under it) is a section with no key set.
+    A null section (``logger:`` with nothing under it) is a section with no key set.
     """
     tree = {name: value for name, value in copy_tree(values).items() if value is not None or not is_section(model, name)}
     following = dict(followers(model))
@@ -102,14 +102,14 @@ def copy_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(tree: Any, path: Path) -> Any:
-    """The value at a path through mappings and models; None where there is none."""
+    """Return the value at a path through mappings and models; None if there is none."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     return tree
 
 
 def write(tree: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value, making sections on the way; a section that is already a model, or is no section, stays as it is."""
+    """Set a value, creating sections on the way. Does nothing below a value that is not a dict."""
     for name in path[:-1]:
         if tree.get(name) is None:
             tree[name] = {}
@@ -120,7 +120,7 @@ def write(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def default_at(model: type[Model], path: Path) -> Any:
-    """The schema's default at a path; None where it has none."""
+    """Return the schema's default at a path; None if it has none."""
     for name in path[:-1]:
         inner = section(model.model_fields[name]) if name in model.model_fields else None
         if inner is None:

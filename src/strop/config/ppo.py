@@ -15,16 +15,14 @@ from strop.config.training import AsyncConfig, RolloutTrainingConfig
 class GaeConfig(Model):
     """Generalised advantage estimation (arXiv 1506.02438)."""
 
-    name: Literal["gae"] = Field("gae", description="The only estimator of a critic's advantages.")
+    name: Literal["gae"] = Field("gae", description="The only estimator with a critic.")
     gae_lambda: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="Lambda: 0 trusts the critic, 1 the rewards (share a token); null is the algorithm's own (ppo: 0.95).",
+        description="Lambda per token: 0 trusts the critic, 1 the rewards; null is the algorithm's own (ppo: 0.95).",
     )
-    gae_gamma: float | None = Field(
-        None, gt=0, le=1, description="Discount (share a token); null is the algorithm's own (ppo: 1)."
-    )
+    gae_gamma: float | None = Field(None, gt=0, le=1, description="Discount per token; null is the algorithm's own (ppo: 1).")
     normalize_advantages: bool | None = Field(
         None, description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true)."
     )
@@ -40,8 +38,8 @@ class GaeConfig(Model):
     length_adaptive_alpha: float | None = Field(
         None,
         ge=0,
-        description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off, null the algorithm's own "
-        "(ppo: 0).",
+        description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off, null is the "
+        "algorithm's own (ppo: 0).",
     )
 
 
@@ -52,10 +50,10 @@ class PpoConfig(RolloutTrainingConfig):
     policy_training_start_step: int | None = Field(
         None,
         ge=0,
-        description="Before this step only the critic trains: its warm-up (steps); null is the algorithm's own (ppo: 0).",
+        description="Train only the critic before this step (steps); null is the algorithm's own (ppo: 0).",
     )
-    advantage_clip_low: float | None = Field(None, description="Advantages are raised to at least this; null does not clip.")
-    advantage_clip_high: float | None = Field(None, description="Advantages are cut to at most this; null does not clip.")
+    advantage_clip_low: float | None = Field(None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = Field(None, description="Upper clip of advantages; null does not clip.")
     adv_estimator: GaeConfig = subsection(GaeConfig)
     async_ppo: AsyncConfig = subsection(AsyncConfig)
 
@@ -69,9 +67,9 @@ class PpoConfig(RolloutTrainingConfig):
 
 
 class PpoAlgorithmConfig(AlgorithmConfig):
-    """Which algorithm turns rollouts and values into losses."""
+    """The algorithm that turns rollouts and values into losses."""
 
-    name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class for one from outside.")
+    name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class.")
 
 
 class ValueLossConfig(Model):
@@ -81,8 +79,8 @@ class ValueLossConfig(Model):
     cliprange: float | None = Field(
         None,
         ge=0,
-        description="A value moves at most this far from what it was before the update (reward); 0 does not clip, null is the "
-        "algorithm's own (ppo: 0.2).",
+        description="Clip a value to at most this far from its value before the update (reward); 0 does not clip, null is "
+        "the algorithm's own (ppo: 0.2).",
     )
 
 
@@ -91,14 +89,14 @@ class ValueTokenizerConfig(TokenizerConfig):
 
 
 class ValueConfig(ModelConfig):
-    """The critic: a network of its own, or a head on the policy's."""
+    """The critic: a separate network, or a head on the policy's."""
 
     model_name: str = follows(
         "..policy.model_name", alone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
     )
     tokenizer: ValueTokenizerConfig = subsection(ValueTokenizerConfig)
     head_only: bool = Field(
-        False, description="The critic is a linear layer on the policy's hidden states, through which it sends no gradient."
+        False, description="Use a linear layer on the policy's hidden states as critic, without gradient into the policy."
     )
     max_total_sequence_length: int = follows(
         "..policy.max_total_sequence_length", alone=512, ge=2, description="As the policy's (tokens)."

@@ -16,28 +16,31 @@ class SftConfig(RecordedTrainingConfig):
     """Supervised fine-tuning."""
 
     only_unmask_final: bool = Field(
-        False, description="Teach only the last of the assistant's turns; false teaches all of them, and nothing else."
+        False, description="Take the loss on the last assistant turn only; false is on all assistant turns."
     )
 
 
 class SftAlgorithmConfig(AlgorithmConfig):
     """The supervised loss."""
 
-    name: str = Field("sft", min_length=1, description="sft, or module:Class for one from outside.")
+    name: str = Field("sft", min_length=1, description="sft, or module:Class.")
 
 
 class DpoConfig(RecordedTrainingConfig):
-    """Preference optimisation. For algorithms without a reference, or with options of their own, see algorithm.kwargs."""
+    """Preference optimisation. Options of other algorithms are in algorithm.kwargs."""
 
     reference_policy_kl_penalty: float | None = Field(
-        None, gt=0, description="Beta: how far the policy may go from the reference. Null is the algorithm's own (dpo: 0.05)."
+        None,
+        gt=0,
+        description="Beta: a larger one keeps the policy closer to the reference. null is the algorithm's own (dpo: 0.05).",
     )
     preference_average_log_probs: bool | None = Field(
-        None, description="Compare means over tokens, not sums. Null is the algorithm's own (dpo: false)."
+        None, description="Compare means over tokens instead of sums. null is the algorithm's own (dpo: false)."
     )
     sft_average_log_probs: bool | None = Field(
         None,
-        description="The SFT term is a mean over the tokens of each chosen answer, not their sum. Null is the algorithm's own.",
+        description="Take the mean over the tokens of each chosen answer in the SFT term instead of the sum. null is the "
+        "algorithm's own.",
     )
     preference_loss_weight: float | None = Field(
         None, ge=0, description="Weight of the preference loss; null is the algorithm's own (1)."
@@ -47,8 +50,8 @@ class DpoConfig(RecordedTrainingConfig):
     )
     precompute_reference: bool = Field(
         False,
-        description="Compute the reference's log-probabilities of all data once, before training, into the log folder; false keeps a "
-        "frozen copy of the policy and computes them at each step.",
+        description="Compute the reference's log-probabilities of all data once before training, into the log folder; false "
+        "keeps a frozen copy of the policy and computes them at each step.",
     )
 
 
@@ -58,27 +61,27 @@ class DpoAlgorithmConfig(AlgorithmConfig):
     name: str = Field(
         "dpo",
         min_length=1,
-        description="dpo, ipo, cdpo, robust_dpo, simpo, orpo, apo_zero, apo_down, slic, kto, or module:Class for one from outside.",
+        description="dpo, ipo, cdpo, robust_dpo, simpo, orpo, apo_zero, apo_down, slic, kto, or module:Class.",
     )
 
 
 class RmConfig(RecordedTrainingConfig):
     """Reward modelling."""
 
-    use_margin: bool = Field(False, description="Ask the scores of a pair to differ by the data's margin.")
+    use_margin: bool = Field(False, description="Require the scores of a pair to differ by the data's margin.")
     centering: float = Field(
-        0.0, ge=0, description="Weight of the squared sum of a pair's scores, which keeps them around 0 (arXiv 2312.09244)."
+        0.0, ge=0, description="Weight of the squared sum of a pair's scores, which centres them at 0 (arXiv 2312.09244)."
     )
 
 
 class RmAlgorithmConfig(AlgorithmConfig):
     """The loss of a reward model."""
 
-    name: str = Field("reward_model", min_length=1, description="reward_model, or module:Class for one from outside.")
+    name: str = Field("reward_model", min_length=1, description="reward_model, or module:Class.")
 
 
 class RewardModelConfig(Model):
-    """What kind of reward model is trained."""
+    """The kind of reward model."""
 
     enabled: bool = Field(True, description="Train a sequence classifier with one label.")
     reward_model_type: Literal["bradley_terry", "regression"] = Field(

@@ -1,4 +1,4 @@
-"""The configurations: one for each kind of training run, and one for evaluations. Every key is documented in docs/configuration.md."""
+"""The root configurations: one for each kind of training run, and one for evaluation. docs/configuration.md lists every key."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from strop.config.watchdog import WatchdogConfig
 
 
 def _null_is_empty(values: object) -> object:
-    """``env:`` and ``math:`` with nothing under them set nothing."""
+    """Read an ``env`` or an alias in it without any key as empty."""
     if isinstance(values, Mapping):
         return {alias: {} if options is None else options for alias, options in values.items()}
     return {} if values is None else values
 
 
 Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_is_empty)]
-ENVIRONMENTS_DOC = "Alias -> environment. An alias is what env_name in data names."
+ENVIRONMENTS_DOC = "Environments by alias; env_name in data selects one."
 
 
 class TrainingRunConfig(Model):
-    """What every training run has. ``section`` names the section that is about its training."""
+    """Sections of every training run. ``section`` is the name of its training section."""
 
     section: ClassVar[str]
 
@@ -63,7 +63,7 @@ class TrainingRunConfig(Model):
 
 
 class RolloutRunConfig(TrainingRunConfig):
-    """A run that samples what it learns from."""
+    """A run that samples its training data."""
 
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
 
@@ -74,7 +74,7 @@ class RolloutRunConfig(TrainingRunConfig):
 
 
 class RecordedRunConfig(TrainingRunConfig):
-    """A run that learns from recorded data."""
+    """A run on recorded data."""
 
     checkpointing: RecordedCheckpointingConfig = subsection(RecordedCheckpointingConfig)
 
@@ -85,7 +85,7 @@ class RecordedRunConfig(TrainingRunConfig):
 
 
 class GrpoRunConfig(RolloutRunConfig):
-    """Group-relative policy optimisation, and every other policy gradient without a critic."""
+    """GRPO, and every other policy gradient without a critic."""
 
     section: ClassVar[str] = "grpo"
     grpo: GrpoConfig = subsection(GrpoConfig)
@@ -104,14 +104,14 @@ class PpoRunConfig(RolloutRunConfig):
 
 
 class DistillationRunConfig(RolloutRunConfig):
-    """A student that learns from a teacher on what it samples itself."""
+    """Distillation from a teacher on rollouts of the student."""
 
     section: ClassVar[str] = "distillation"
     distillation: DistillationConfig = subsection(DistillationConfig)
     algorithm: DistillationAlgorithmConfig = subsection(DistillationAlgorithmConfig)
     loss_fn: DistillationLossConfig = subsection(DistillationLossConfig)
     teacher: TeacherConfig
-    teachers: dict[str, TeacherConfig] = Field(default_factory=dict, description="More teachers, by a name of your choice.")
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict, description="More teachers, by name.")
 
 
 class SftRunConfig(RecordedRunConfig):
@@ -123,7 +123,7 @@ class SftRunConfig(RecordedRunConfig):
 
 
 class DpoRunConfig(RecordedRunConfig):
-    """Preference optimisation on pairs of answers, or on judged ones (KTO)."""
+    """Preference optimisation on pairs of answers, or on unpaired preferences (KTO)."""
 
     section: ClassVar[str] = "dpo"
     dpo: DpoConfig = subsection(DpoConfig)
@@ -156,20 +156,20 @@ TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {
 
 
 def trained_models(config: TrainingRunConfig) -> list[tuple[str, ModelConfig]]:
-    """(dotted key, section) of every model that is trained."""
+    """Return (dotted key, section) of every trained model."""
     models: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
     return [*models, ("value", config.value)] if isinstance(config, PpoRunConfig) else models
 
 
 def environment_of(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
-    """The alias an entry's tasks are scored by; None where it names none and there is not exactly one."""
+    """Return the alias of the environment that scores an entry's tasks; None if it sets none and env does not have exactly one."""
     if entry.env_name is not None:
         return entry.env_name
     return next(iter(config.env)) if len(config.env) == 1 else None
 
 
 def generation_of(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
-    """The generation section and its dotted key."""
+    """Return the dotted key of the generation section, and the section."""
     if isinstance(config, TrainingRunConfig):
         return "policy.generation", config.policy.generation
     return "generation", config.generation

@@ -1,7 +1,7 @@
-"""What was written: nested values, and where each of them stands.
+"""The values of configuration files and overrides, with their origins.
 
-read_file        one YAML file with what it inherits from (``defaults:``), base first
-apply_overrides  ``a.b=c`` and its kin from the command line, on top
+read_config_file read a YAML file and the files it inherits from (``defaults:``), base first
+apply_overrides  apply ``a.b=c`` and other overrides from the command line
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ KeyPath: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Source:
+    """Nested values, and the file and line of each."""
+
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
     def under(self, other: Source) -> Source:
-        """This, with ``other`` laid over it: sections merge, anything else is replaced."""
+        """Return this source with ``other`` on top: sections merge, other values are replaced."""
         return Source(merge(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files)
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Where a key was written, or the section around it."""
+        """Return where a key was set, or else the innermost section around it; None if neither was."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -47,14 +49,14 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path, inheriting: tuple[Path, ...] = ()) -> Source:
-    """A file laid over the files it names under ``defaults:``, whose paths are relative to it."""
+    """Read a file and, below it, the files of its ``defaults:``, relative to it. Raises ConfigError."""
     if path.resolve() in [other.resolve() for other in inheriting]:
         chain = " -> ".join(str(other) for other in (*inheriting, path))
         raise ConfigError(
             [
                 Problem(
                     "defaults",
-                    f"the files inherit from each other in a circle: {chain}",
+                    f"the files inherit from each other in a cycle: {chain}",
                     "Remove one of the links.",
                     Origin(path),
                 )
@@ -101,7 +103,7 @@ def _read_one(path: Path, inheriting: tuple[Path, ...]) -> tuple[Source, list[st
 
 
 def missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
-    """Says which file, who asked for it, and which configurations there are in its folder."""
+    """Return a Problem with the missing file, the file that inherits from it, and the configurations in its folder."""
     message = f"there is no file {path}" if not path.exists() else f"{path} cannot be read: {error.strerror}"
     if not path.is_absolute() and not inheriting:
         message += f" (the working directory is {Path.cwd()})"
@@ -118,7 +120,7 @@ OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s~+][^=\s]*)(?:=(?P<valu
 
 
 def apply_overrides(source: Source, overrides: Sequence[str], root: type[Model]) -> tuple[Source, list[Problem]]:
-    """Overrides in order, each laid over what stands so far; what cannot be applied is reported and left out."""
+    """Apply overrides in order. Return the new source and a problem for each that cannot be applied."""
     problems: list[Problem] = []
     for text in overrides:
         problem, source = apply_override(source, text, root)
@@ -148,7 +150,7 @@ def apply_override(source: Source, text: str, root: type[Model]) -> tuple[Proble
 
 
 def entry_path(path: KeyPath, source: Source, root: type[Model]) -> KeyPath:
-    """A single entry may be written with its number or without, whichever way the file has it."""
+    """Add or remove the index of a single list entry, to match how the file writes it."""
     for depth in range(1, len(path)):
         field = keys.find(root, path[:depth])
         if field is not None and keys.element(field) is not None and keys.is_list(field):
@@ -161,7 +163,7 @@ def entry_path(path: KeyPath, source: Source, root: type[Model]) -> KeyPath:
 
 
 def parse_for(path: KeyPath, text: str, root: type[Model]) -> Any:
-    """A value as YAML reads it; but ``name=7`` is the text "7" where the key wants a text, and ``*x`` is a text anywhere."""
+    """Parse a value as YAML, except that ``name=7`` is the string "7" where the key is a string, and ``*x`` is always a string."""
     try:
         value = yaml_text.parse_value(text)
     except yaml_text.YamlError:
@@ -174,7 +176,7 @@ def parse_for(path: KeyPath, text: str, root: type[Model]) -> Any:
 
 
 def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, Source]:
-    """Set one key, making sections on the way and merging a mapping into a section."""
+    """Set one key, creating sections on the way; a mapping is merged into a section."""
     values = _copy(source.values)
     target: Any = values
     made: list[KeyPath] = []
@@ -203,19 +205,19 @@ def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: O
     where = ".".join(path[:depth])
     if isinstance(found, list) or isinstance(around, list):
         length = len(found if isinstance(found, list) else around)
-        return Problem(".".join(path), f"{where} is a list of {length}", f"Name one by its number, from 0: {where}.0", origin)
+        return Problem(".".join(path), f"{where} is a list of {length}", f"Index an entry by number, from 0: {where}.0", origin)
     return Problem(
         ".".join(path), f"{where} is {found!r}, not a section, so no key can be set under it", f"Set {where} itself.", origin
     )
 
 
 def delete(source: Source, path: KeyPath, origin: Origin) -> tuple[Problem | None, Source]:
-    """Remove a key that a file set; the schema's default then holds."""
+    """Remove a key that a file sets, so that the schema's default holds."""
     dotted = ".".join(path)
     values = _copy(source.values)
     parent = read(values, path[:-1])
     if not isinstance(parent, dict) or path[-1] not in parent:
-        fix = "~key takes away what the file sets; here there is nothing to take away."
+        fix = "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
     del parent[path[-1]]
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}

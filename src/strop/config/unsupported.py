@@ -1,6 +1,6 @@
-"""Parts that this version does not have: asked for, they are refused when the run starts, with what to set instead.
+"""Errors for features that this version does not have, with what to set instead.
 
-One small function a part; the work that brings the part deletes its function.
+One function per feature; delete it when the feature is added.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def no_learner(config: TrainingRunConfig) -> Problems:
         if not model.dtensor_cfg.enabled and not model.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
-                f"found false, and {key}.megatron_cfg.enabled is false too, so nothing would train",
+                f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
                 f"Set {key}.dtensor_cfg.enabled=true.",
             )
 
@@ -40,7 +40,7 @@ def dynamic_batching(config: TrainingRunConfig) -> Problems:
             yield Problem(
                 f"{key}.dynamic_batching.enabled",
                 "found true, but padded dynamic batching is not in this version",
-                f"Set it to false and {key}.sequence_packing.enabled=true, which cuts by tokens too, without padding.",
+                f"Set it to false and {key}.sequence_packing.enabled=true, which has token budgets without padding.",
             )
 
 
@@ -51,17 +51,17 @@ def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         yield Problem(
             f"{key}.backend",
             f"found {generation.backend}, but the {names[generation.backend]} generation backend is not in this version",
-            f"Set {key}.backend to vllm, or to torch, the engine embedded in Strop.",
+            f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
         )
 
 
 def pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    """Its processes hold other layers: what they hold is not told apart yet when it is read back."""
+    """The weight readback does not yet distinguish the layers of pipeline stages."""
     key, generation = generation_of(config)
     if generation.backend == "vllm" and (size := generation.vllm_cfg.pipeline_parallel_size) > 1:
         yield Problem(
             f"{key}.vllm_cfg.pipeline_parallel_size",
-            f"found {size}, but engines with pipeline parallelism, whose weights cannot be proven yet, are not in this version",
+            f"found {size}, but this version does not have engines with pipeline parallelism: it cannot verify their weights",
             f"Set it to 1, and {key}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.",
         )
 

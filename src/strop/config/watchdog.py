@@ -1,4 +1,4 @@
-"""Section ``watchdog``: how long what may wait, and what happens when it waits longer."""
+"""Section ``watchdog``: limits on waits."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from strop.config.model import Model
 
 
 class WatchdogConfig(Model):
-    """How long the parts of a run may wait for each other. A wait over its limit is named, in the log and in status.json; 0 is no limit."""
+    """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 is no limit."""
 
-    enabled: bool = Field(True, description="Look after the run, and write status.json into its log folder.")
+    enabled: bool = Field(True, description="Watch the run, and write status.json into its log folder.")
     environment_seconds: float = Field(
-        600.0, ge=0, description="One call of an environment: opening, a turn, the rewards, closing (seconds)."
+        600.0, ge=0, description="One call of an environment: open, turn, rewards or close (seconds)."
     )
     generation_seconds: float = Field(
-        1800.0, ge=0, description="One completion by an engine, its time in the engine's queue included (seconds)."
+        1800.0, ge=0, description="One completion, including its time in the engine's queue (seconds)."
     )
-    training_seconds: float = Field(
-        3600.0, ge=0, description="The update of one step, or filling the columns it needs (seconds)."
-    )
+    training_seconds: float = Field(3600.0, ge=0, description="The update of one step, or filling its columns (seconds).")
     weight_sync_seconds: float = Field(600.0, ge=0, description="Publishing one step's weights (seconds).")
     checkpoint_seconds: float = Field(1800.0, ge=0, description="Saving one checkpoint (seconds).")
     event_loop_seconds: float = Field(
-        300.0, ge=0, description="The whole process standing still in a wait that has no limit of its own (seconds)."
+        300.0, ge=0, description="A blocked process, in a wait without a limit of its own (seconds)."
     )
-    interval_seconds: float = Field(5.0, gt=0, description="How often the watchdog looks and status.json is rewritten (seconds).")
+    interval_seconds: float = Field(5.0, gt=0, description="How often the watchdog checks and rewrites status.json (seconds).")
     stop_after_seconds: float | None = Field(
         None,
         gt=0,
-        description="The run ends, with exit code 1, when a wait is over its limit and has lasted this long; null never does (seconds).",
+        description="End the run with exit code 1 when a wait is over its limit and has lasted this long; null never does "
+        "(seconds).",
     )
 
     @field_validator("stop_after_seconds")
@@ -37,7 +36,7 @@ class WatchdogConfig(Model):
     def _watched(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("enabled") is False:
             raise ValueError(
-                "watchdog.enabled is false, so nobody would notice; set watchdog.enabled=true, or stop_after_seconds=null"
+                "watchdog.enabled is false, so nothing would stop the run; set watchdog.enabled=true, or stop_after_seconds=null"
             )
         return value
 

@@ -1,6 +1,6 @@
-"""YAML in and out, with the line of every key.
+"""Read and write YAML, with the line of every key.
 
-Values read as in YAML 1.2: ``5e-6`` is a number, ``yes`` and ``2024-01-01`` are strings. The writer quotes by the same rules.
+Scalars are those of YAML 1.2: ``5e-6`` is a number, ``yes`` and ``2024-01-01`` are strings. The writer quotes by the same rules.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ RESOLVERS = (
 
 
 class Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (own tables, not the base class's)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (not shared with the base class)
 
 
 class Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (own tables, not the base class's)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (not shared with the base class)
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-    """Quoted with escapes where YAML would fold a character into a line break or drop it."""
+    """Represent a string, with quotes and escapes where YAML would fold or drop a character."""
     odd = any(not character.isprintable() and character != "\n" for character in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
 
@@ -51,7 +51,7 @@ for _tag, _pattern, _first in RESOLVERS:
 
 
 class YamlError(Exception):
-    """Text that is no YAML, or says one thing twice. ``line`` and ``column`` count from 1."""
+    """Invalid YAML, or a duplicate key. ``line`` and ``column`` count from 1."""
 
     def __init__(self, message: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(message)
@@ -59,12 +59,12 @@ class YamlError(Exception):
 
 
 def parse_value(text: str) -> Any:
-    """One value, as it stands behind ``key=`` on a command line."""
+    """Parse one value, as after ``key=`` on a command line."""
     return parse(text)[0]
 
 
 def parse(text: str) -> tuple[Any, dict[Path, int]]:
-    """The document in ``text``, and the line of every key and list item in it."""
+    """Return the document in ``text``, and the line of every key and list item. Raises YamlError."""
     try:
         loader = Loader(text)
         node = loader.get_single_node()
@@ -85,7 +85,7 @@ def _lines(node: yaml.Node, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
             name, line = str(key.value), key.start_mark.line + 1
             if name in seen and name != "<<":
                 raise YamlError(
-                    f"the key {'.'.join((*prefix, name))} stands twice, first on line {seen[name]}",
+                    f"the key {'.'.join((*prefix, name))} occurs twice, first on line {seen[name]}",
                     line,
                     key.start_mark.column + 1,
                 )

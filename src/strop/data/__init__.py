@@ -1,1 +1,1 @@
-"""Datasets: where rows come from, how prompts are worded, and how batches are packed."""
+"""Datasets: sources of rows, prompt templates, recorded data, and the packing of batches."""

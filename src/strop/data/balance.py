@@ -1,8 +1,8 @@
-"""A batch over data ranks: who reads which rollouts, in which micro-batches. The same answer on every rank, from the batch alone.
+"""Balance the rollouts of a batch over data-parallel ranks and their micro-batches. Deterministic: every rank computes the same result.
 
-Ranks meet in every layer of every micro-batch, to gather weights and to sum gradients. So each has the same number of micro-batches, and
-those that run at the same time should be of one size: the slowest rank is waited for. Rollouts without a gradient are divided apart
-from the others, for the same reason.
+Ranks synchronize in every layer of every micro-batch, to gather weights and to reduce gradients. So all ranks have the same number of
+micro-batches, and concurrent micro-batches should have the same size, because all ranks wait for the slowest. For the same reason,
+rollouts with zero gradient have micro-batches of their own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from strop.data.packing import cut_group, first_fit, group_members
 from strop.types import Batch
 
-Unit = tuple[list[int], int]  # rollouts that stay together, and the tokens it takes to read them alone
+Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens on their own
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The micro-batches of one rank, each the rollouts it reads; () where the rank only keeps step with the others."""
+    """The micro-batches of one rank, as tuples of rollouts; () is a dummy micro-batch."""
 
     busy: tuple[tuple[int, ...], ...]
     idle: tuple[tuple[int, ...], ...]  # without a backward pass
@@ -26,24 +26,24 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Division:
-    """Who reads what. All ranks have equally many micro-batches of either kind."""
+    """The micro-batches of every rank. All ranks have the same number of each kind."""
 
     ranks: tuple[RankPlan, ...]
-    tokens: tuple[int, ...]  # read by each rank
-    smallest: int  # the rollout that costs least, for those who only keep step
+    tokens: tuple[int, ...]  # of each rank
+    smallest: int  # the shortest rollout, for dummy micro-batches
 
     @property
     def max_over_mean(self) -> float:
-        """What the fullest rank reads over what the ranks read on average: 1 is perfect."""
+        """Tokens of the fullest rank over the mean of all ranks; 1 is perfect balance."""
         return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
 
 
 def divide(batch: Batch, ranks: int, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> Division:
-    """Divide a batch's rollouts over ``ranks``, in micro-batches of at most ``token_budget`` tokens wherever a unit fits in one.
+    """Assign a batch's rollouts to ``ranks``, in micro-batches of at most ``token_budget`` tokens (more only for a single larger unit).
 
-    A unit is a group, or a piece of one that is larger than the budget or than an even share; always a group with ``whole_groups``.
-    Units go, the largest first, to the rank that has least, so that none has more than the mean and one unit, counting each unit
-    as it would be read alone. ``padded``: each rollout is a row as long as the longest of the batch, and costs that.
+    A unit is a group, or a part of a group that is larger than the budget or than an even share; with ``whole_groups``, always a group.
+    Units are assigned largest first to the rank with the fewest tokens, so that no rank exceeds the mean by more than one unit (each
+    counted on its own, without shared prefixes). With ``padded``, every rollout counts as a row as long as the longest of the batch.
     """
     costs = _Costs(batch, padded)
     flags = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
@@ -52,7 +52,7 @@ def divide(batch: Batch, ranks: int, token_budget: int, *, padded: bool = False,
         units = _units(batch, costs, ranks, token_budget, whole_groups)
         own = _spread([unit for unit in units if all(flags[sequence] for sequence in unit[0]) == kind], ranks)
         kinds.append(_in_step(own, token_budget, costs))
-    plans = tuple(RankPlan(busy, idle) for busy, idle in zip(*kinds, strict=True))
+    plans = tuple(RankPlan(trained, forward_only) for trained, forward_only in zip(*kinds, strict=True))
     return Division(
         ranks=plans,
         tokens=tuple(sum(costs.together(part) for part in plan.busy + plan.idle) for plan in plans),
@@ -61,7 +61,7 @@ def divide(batch: Batch, ranks: int, token_budget: int, *, padded: bool = False,
 
 
 class _Costs:
-    """How many tokens it takes to read rollouts in one micro-batch, which share what they have in common."""
+    """Counts the tokens of rollouts in one micro-batch, with shared prefixes counted once."""
 
     def __init__(self, batch: Batch, padded: bool) -> None:
         self.lengths: list[int] = batch.segment_length.tolist()
@@ -93,7 +93,7 @@ def _units(batch: Batch, costs: _Costs, ranks: int, token_budget: int, whole_gro
 
 
 def _spread(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
-    """The largest first, each to the bin that has least; earlier bins where they are equal."""
+    """Assign units, largest first, to the bin with the fewest tokens; ties go to the first bin."""
     held: list[list[Unit]] = [[] for _ in range(bins)]
     sizes = [0] * bins
     for unit in sorted(units, key=lambda unit: -unit[1]):
@@ -104,7 +104,7 @@ def _spread(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
 
 
 def _in_step(ranks: Sequence[Sequence[Unit]], token_budget: int, costs: _Costs) -> list[tuple[tuple[int, ...], ...]]:
-    """The micro-batches of each rank, as many as the rank with most of them needs, the largest of every rank at the same time."""
+    """Return the micro-batches of each rank, largest first: as many for every rank as the rank with the most needs."""
     fewest = [first_fit(list(units), token_budget) for units in ranks]
     count = max(map(len, fewest))
     plans = []

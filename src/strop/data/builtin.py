@@ -1,4 +1,4 @@
-"""Datasets known by a short name: where they are and what their keys are called."""
+"""Built-in datasets: short names for datasets of the hub, with their columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Builtin:
     input_key: str = "problem"
     output_key: str = "answer"
     subset: str | None = None
-    answer_marker: str | None = None  # the reference answer stands after the last of these
+    answer_marker: str | None = None  # the reference answer follows the last occurrence
 
 
 BUILTIN = {
@@ -24,7 +24,7 @@ BUILTIN = {
     "AIME2025": Builtin("opencompass/AIME2025", "test", "question", subset="AIME2025-I"),
     "math500": Builtin("HuggingFaceH4/MATH-500", "test"),
     "gsm8k": Builtin("openai/gsm8k", input_key="question", subset="main", answer_marker="####"),
-    # Recorded answers and preferences: what their columns mean is read off the columns (strop.data.layouts).
+    # Recorded answers and preferences: their layout is detected from their columns (strop.data.layouts).
     "squad": Builtin("rajpurkar/squad", input_key="question", output_key="answers.text.0"),
     "tulu3_sft_mixture": Builtin("allenai/tulu-3-sft-mixture"),
     "HelpSteer3": Builtin("nvidia/HelpSteer3", subset="preference"),

@@ -1,7 +1,7 @@
-"""Recorded data as tasks: conversations to imitate, pairs of which one is better, completions that were judged.
+"""Recorded data as tasks: conversations (SFT), preference pairs, and unpaired preferences (KTO).
 
-They are read by index like ``strop.data.source.Rows``, and their ids follow from a record's place in the unsplit data: a run resumes
-exactly. What columns are understood is in ``strop.data.layouts``.
+Examples are read by index like ``strop.data.source.Rows``, and their ids are the positions of records in the unsplit data, so that a run
+resumes exactly. ``strop.data.layouts`` lists the supported columns.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ PartsT = TypeVar("PartsT")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation(Task):
-    """What the assistant says in it is taught. ``question`` is what it is first asked, ``answer`` what it says last."""
+    """A conversation whose assistant messages are trained on. ``question`` is the first prompt, ``answer`` the last reply."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Task):
-    """Two completions of one prompt. ``question`` ends the prompt, ``answer`` ends the chosen completion."""
+    """Two completions of a prompt. ``question`` is the last message of the prompt, ``answer`` that of the chosen completion."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    margin: float | None = None  # by how much the chosen one is better, 0 or more; None: the data does not say
+    margin: float | None = None  # by how much the chosen completion is better, 0 or more; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Task):
-    """A completion of a prompt with a verdict. ``question`` ends the prompt; ``answer`` ends a desirable completion, and is empty else."""
+    """A completion with a label. ``question`` is the last message of the prompt; ``answer`` that of a desirable completion, else empty."""
 
     prompt: tuple[Message, ...]
     completion: tuple[Message, ...]
@@ -51,7 +51,7 @@ class Judged(Task):
 
 
 def conversations(source: DataSource) -> Sequence[Conversation]:
-    """Conversations, read when they are asked for. Raises DataError for data that cannot be used."""
+    """Return conversations, read lazily. Raises DataError for invalid data."""
 
     def make(id: str, parts: Turns, metadata: dict[str, Any]) -> Conversation:
         question = last_text(_asked(parts), "user")
@@ -62,7 +62,7 @@ def conversations(source: DataSource) -> Sequence[Conversation]:
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
-    """Pairs, read when they are asked for; those that prefer neither are left out, with their number in a warning. Raises DataError."""
+    """Return preference pairs, read lazily. Skips those that prefer neither response, with a warning. Raises DataError."""
 
     def make(id: str, parts: Pair, metadata: dict[str, Any]) -> Preference:
         question, answer = last_text(parts.prompt, "user"), last_text(parts.chosen, "assistant")
@@ -73,10 +73,9 @@ def preferences(source: DataSource) -> Sequence[Preference]:
 
 
 def judged(source: DataSource) -> Sequence[Judged]:
-    """Judged completions, read when they are asked for. Raises DataError.
+    """Return unpaired preferences, read lazily. Raises DataError.
 
-    A pair gives two: its chosen completion is desirable and its rejected one is not. They stand next to each other; ``size`` counts
-    pairs then.
+    A pair becomes two, next to each other: a desirable completion (chosen) and an undesirable one (rejected). ``size`` then counts pairs.
     """
 
     def make(id: str, parts: Verdict, metadata: dict[str, Any]) -> Judged:
@@ -87,7 +86,7 @@ def judged(source: DataSource) -> Sequence[Judged]:
     layout = verdict_layout(source, builtin, records)
     if layout is None:
         return BothSides(preferences(source))
-    return _examples(source, records, layout, lambda verdict: verdict.prompt, make)
+    return _examples(source, records, layout, lambda parts: parts.prompt, make)
 
 
 def _examples(
@@ -97,7 +96,7 @@ def _examples(
     asked: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
-    """``asked``: what an example's parts ask, so that no question is both trained on and held out."""
+    """``get_prompt`` returns the prompt of an example, so that no question is both trained on and held out."""
     template = source.template()
 
     def read(index: int) -> TaskT:
@@ -111,9 +110,9 @@ def _examples(
 
     kept = layout.rows(records)
     if not kept:
-        raise DataError(f"none of the {len(records)} records of {records.name!r} says which of its responses is better")
+        raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
     if left_out := len(records) - len(kept):
-        logger.warning("%d of %d records of %s prefer neither response and are left out", left_out, len(records), records.name)
+        logger.warning("%d of %d records of %s prefer neither response and are skipped", left_out, len(records), records.name)
     examples = Examples(read=read, indices=source.select(kept, questions), repeat=source.repeat, left_out=left_out)
     look_at(examples, len(examples.indices), records)
     return examples
@@ -129,12 +128,12 @@ def _as_text(messages: Messages) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples(Sequence[TaskT]):
-    """Examples by position, in the order of their records, ``repeat`` times over."""
+    """Examples by position, in record order, repeated ``repeat`` times."""
 
     read: Callable[[int], TaskT]  # the example of a record
     indices: Sequence[int]
     repeat: int
-    left_out: int = 0  # records that are no example
+    left_out: int = 0  # records that are not examples
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -151,7 +150,7 @@ class Examples(Sequence[TaskT]):
 
 @dataclass(frozen=True)
 class BothSides(Sequence[Judged]):
-    """Each pair as two judged completions: at 2i the chosen one, at 2i + 1 the rejected one."""
+    """Preference pairs as unpaired preferences: position 2i is the chosen completion of pair i, 2i + 1 the rejected one."""
 
     pairs: Sequence[Preference]
 

@@ -1,7 +1,7 @@
 """Local data files: JSON lines, JSON, CSV and Parquet.
 
-JSON lines are read here and not through a library so that a malformed line is named by file and line, and so that a
-file of any size is read by offset: only where each line begins is kept in memory.
+JSON lines are parsed here rather than by a library, so that errors name the file and line, and so that files of any size work: only
+the offset of each line is kept in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def open_file(path: Path) -> Records:
-    """The records of a data file. Raises DataError for a missing, empty or malformed one."""
+    """Open a data file. Raises DataError if it is missing, empty or malformed."""
     if path.is_dir():
         raise DataError(f"{str(path)!r} is a folder; set dataset_name to one {', '.join(SUFFIXES)} file in it")
     if not path.is_file():
@@ -37,14 +37,14 @@ def open_file(path: Path) -> Records:
         case ".parquet":
             records = Parquet(path)
         case suffix:
-            raise DataError(f"{str(path)!r} ends with {suffix!r}; data files that can be read end with {', '.join(SUFFIXES)}")
+            raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(SUFFIXES)}")
     if len(records) == 0:
         raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
     return records
 
 
 class JsonLines(Records):
-    """One JSON object a line; blank lines carry nothing and are passed over, any other line must parse."""
+    """One JSON object per line. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -83,7 +83,7 @@ def _object(line: bytes, where: str) -> Record:
 
 
 class InMemory(Records):
-    """The objects of a JSON list, or the lines of a CSV file."""
+    """The objects of a JSON list, or the rows of a CSV file."""
 
     def __init__(self, path: Path, records: list[Record], unit: str) -> None:
         self.name, self._records, self._unit = str(path), records, unit
@@ -116,7 +116,7 @@ def _csv(path: Path) -> Records:
             for record in reader:
                 if None in record or None in record.values():
                     expected = len(reader.fieldnames or ())
-                    raise DataError(f"{path}:{reader.line_num} does not have the {expected} fields that the first line names")
+                    raise DataError(f"{path}:{reader.line_num} does not have the {expected} fields of the header")
                 records.append(record)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error

@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face hub: the only module that imports ``datasets``.
 
-The hub is asked once, with a time limit, before anything is loaded: ``datasets`` itself retries an unreachable hub for
-minutes. When it cannot be reached, a copy that is already in the local cache is used, with a warning.
+The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes. If the hub
+is unreachable, a cached copy is used, with a warning.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from strop.data.records import Record, Records, text_of
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 10.0  # how long the hub may take to answer that it is there
+TIMEOUT_S = 10.0  # for the first answer of the hub
 
 
 def open_hub(name: str, subset: str | None, split: str) -> Records:
-    """The split of a dataset on the hub. Raises DataError when it is not there, needs a login, or cannot be reached."""
+    """Open a split of a dataset on the hub. Raises DataError if it does not exist, needs a login, or is unreachable and not cached."""
     unreachable = _probe(name)
     if unreachable is None:
         return HubRecords(name, _load(name, subset, split), split)
@@ -30,15 +30,15 @@ def open_hub(name: str, subset: str | None, split: str) -> Records:
             records = HubRecords(name, _load(name, subset, split), split)
     except DataError:
         raise DataError(
-            f"the hub could not be reached for the dataset {name!r} ({unreachable}), and it is not in the local cache. "
-            "Download it where there is a network, and set dataset_name to the local .jsonl, .json, .csv or .parquet file"
+            f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
+            "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file"
         ) from unreachable
-    warnings.warn(f"the hub could not be reached ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
+    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
     return records
 
 
 def _probe(name: str) -> Exception | None:
-    """None when the hub has the dataset; the error when it cannot be reached; DataError when it says no."""
+    """Return None if the hub has the dataset, or the error if it is unreachable. Raises DataError if the hub denies it."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -47,8 +47,8 @@ def _probe(name: str) -> Exception | None:
     except GatedRepoError as error:
         raise DataError(f"the dataset {name!r} is gated: accept its terms on the hub and log in with `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise DataError(f"the hub has no dataset {name!r}, or none that you may see: check dataset_name") from error
-    except Exception as error:  # the HTTP client's own classes differ between versions; all mean: no answer
+        raise DataError(f"the hub has no dataset {name!r}, or you have no access to it: check dataset_name") from error
+    except Exception as error:  # the HTTP client has other error classes in other versions; all mean that there was no answer
         return error
     return None
 
@@ -58,13 +58,13 @@ def _load(name: str, subset: str | None, split: str) -> Any:
 
     try:
         return datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # datasets raises many classes; each message names the splits or subsets there are
+    except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
         raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {error}") from error
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Make ``datasets`` look at its cache only. The libraries read their setting at import, hence the attributes."""
+    """Make ``datasets`` use only its cache. Sets module attributes, because the libraries read the environment at import."""
     import datasets
     import huggingface_hub
 
@@ -99,6 +99,6 @@ class HubRecords(Records):
         top = key.split(".")[0]
         if top not in self._dataset.column_names:
             yield from super().column(key, option)  # raises, naming the keys
-        narrow = self._dataset.select_columns([top])  # decode one column, not all of them, of a million rows
+        narrow = self._dataset.select_columns([top])  # decode one column instead of all
         for index, record in enumerate(narrow):
             yield text_of(record, key, option, self.where(index))

@@ -1,7 +1,7 @@
-"""How data sets lay out conversations, pairs and judged completions in columns: a record -> messages.
+"""Column layouts of datasets with conversations, preference pairs or unpaired preferences: a record -> messages.
 
-Which layout a dataset has is decided once, by the keys that are set and by the columns of its first record. Every later record is
-held to it, so that no column changes its meaning in the middle of a run.
+The layout of a dataset is determined once, from the keys that are set and the columns of its first record, and applies to all records,
+so that no column changes its meaning within a run.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PartsT = TypeVar("PartsT", covariant=True)
 
 
 class Layout(Protocol[PartsT]):
-    """One way to lay out examples whose parts are ``PartsT``."""
+    """A column layout of examples with parts ``PartsT``."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns it reads; the others are an example's metadata."""
+        """The columns that are read; the others become metadata."""
         ...
 
     def read(self, record: Record, template: Template, where: str) -> PartsT:
-        """The parts of one record. Raises DataError, naming the record by ``where``."""
+        """Return the parts of a record. Raises DataError with ``where`` as its location."""
         ...
 
     def rows(self, records: Records) -> Sequence[int]:
-        """The records that are examples."""
+        """Return the indices of the records that are examples."""
         ...
 
 
@@ -61,7 +61,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A completion of a prompt, and whether it is a good one."""
+    """A completion of a prompt, and whether it is desirable."""
 
     prompt: Turns
     completion: Turns
@@ -82,7 +82,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """What layouts share: they read named columns, and every record is an example."""
+    """Base class of layouts that read named columns. Every record is an example."""
 
     @property
     def columns(self) -> frozenset[str]:
@@ -95,7 +95,7 @@ class _Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageList(_Columns):
-    """A whole conversation in one column."""
+    """A conversation in one column."""
 
     messages: Column
 
@@ -120,7 +120,7 @@ class QuestionAndAnswer(_Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class Squad(_Columns):
-    """SQuAD (1606.05250): a passage, a question on it, and spans that answer it, of which the first is taught."""
+    """SQuAD (1606.05250): a passage, a question on it, and answer spans, of which the first is trained on."""
 
     context: Column = Column("context", "input_key")
     question: Column = Column("question", "input_key")
@@ -130,7 +130,7 @@ class Squad(_Columns):
         context, question = (text_of(record, column.key, column.option, where) for column in (self.context, self.question))
         if not holds(record, "answers.text.0"):
             raise DataError(
-                f"{where}: 'answers' is {record.get('answers')!r:.80}, without a first text; leave out what has no answer"
+                f"{where}: 'answers' is {record.get('answers')!r:.80}, without a first text; remove questions that have no answer"
             )
         answer = as_completion(text_of(record, "answers.text.0", "output_key", where), (), where)
         return checked(
@@ -140,7 +140,7 @@ class Squad(_Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenAndRejected(_Columns):
-    """The better and the worse completion; their prompt in a column of its own, or as what both begin with."""
+    """The better and the worse completion, with the prompt in its own column, or as the common prefix of both."""
 
     prompt: Column | None
     chosen: Column
@@ -155,7 +155,7 @@ class ChosenAndRejected(_Columns):
             given, chosen, rejected = _parted(_messages(chosen), _messages(rejected), where_parts)
         if given is None or (self.prompt is None and isinstance(given, str)):
             raise DataError(
-                f"{where} has no prompt, and {self.chosen.key!r} and {self.rejected.key!r} do not begin with one. "
+                f"{where} has no prompt column, and {self.chosen.key!r} and {self.rejected.key!r} do not begin with a prompt. "
                 "Set input_key to the prompt's column"
             )
         at = self.prompt.at(where) if self.prompt else self.chosen.at(where)
@@ -172,7 +172,7 @@ class ChosenAndRejected(_Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(_Columns):
-    """HelpSteer3 (2505.11475): two responses and a preference from -3 (the first is much better) to 3; 0 prefers neither."""
+    """HelpSteer3 (2505.11475): two responses and a preference from -3 (the first is much better) to 3; 0 is a tie."""
 
     prompt: Column = Column("context", "input_key")
     first: Column = Column("response1", "chosen_key")
@@ -180,7 +180,7 @@ class Compared(_Columns):
     preference: Column = Column("overall_preference", "margin_key")
 
     def rows(self, records: Records) -> Sequence[int]:
-        """Those with a preference."""
+        """Return the indices of records without a tie."""
         texts = records.column(self.preference.key, self.preference.option)
         return [index for index, text in enumerate(texts) if self._number(text, records.where(index))]
 
@@ -200,7 +200,7 @@ class Compared(_Columns):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptAndCompletion(_Columns):
-    """A completion with a label; without a prompt's column, the column of the completion holds the whole conversation."""
+    """A completion with a label. Without a prompt column, the completion column holds the whole conversation."""
 
     prompt: Column | None
     completion: Column
@@ -212,7 +212,7 @@ class PromptAndCompletion(_Columns):
         if self.prompt is not None:
             given = self.prompt.text_or_messages(record, where)
         elif isinstance(completion, str):
-            raise DataError(f"{at} is the completion alone, and there is no prompt. Set input_key to the prompt's column")
+            raise DataError(f"{at} is a completion without a prompt. Set input_key to the prompt's column")
         else:
             conversation = checked(completion, at)
             given, completion = conversation[:-1], conversation[-1:]
@@ -224,14 +224,14 @@ class PromptAndCompletion(_Columns):
 
 
 def conversation_layout(source: DataSource, builtin: Builtin, records: Records) -> Layout[Turns]:
-    """The layout of conversations: by the keys that are set, else by the columns of the first record. Raises DataError."""
+    """Find the layout of conversations from the keys that are set, else from the columns of the first record. Raises DataError."""
     record = records[0]
     question = _question(source, builtin, record)
     answer = _answer(source, builtin, record)
     messages = _conversation(source, record)
     named = source.input_key is not None or source.output_key is not None
     if named and source.messages_key is not None:
-        raise DataError("messages_key and input_key or output_key are both set; keep the one that names what is to be taught")
+        raise DataError("messages_key and input_key or output_key are both set; keep the one to train on")
     if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
         return Squad()
     if messages is not None and not named:
@@ -242,7 +242,7 @@ def conversation_layout(source: DataSource, builtin: Builtin, records: Records) 
 
 
 def pair_layout(source: DataSource, builtin: Builtin, records: Records) -> Layout[Pair]:
-    """The layout of pairs, as ``conversation_layout`` finds its own. Raises DataError."""
+    """Find the layout of pairs in the same way. Raises DataError."""
     record = records[0]
     chosen = _column("chosen_key", source.chosen_key, ("chosen",), record)
     rejected = _column("rejected_key", source.rejected_key, ("rejected",), record)
@@ -257,7 +257,7 @@ def pair_layout(source: DataSource, builtin: Builtin, records: Records) -> Layou
 
 
 def verdict_layout(source: DataSource, builtin: Builtin, records: Records) -> Layout[Verdict] | None:
-    """The layout of judged completions; None where the records are pairs. Raises DataError."""
+    """Find the layout of unpaired preferences; None if the records are pairs. Raises DataError."""
     record = records[0]
     label = _column("label_key", source.label_key, ("label",), record)
     paired = source.chosen_key is not None or any(key in record for key in ("chosen", "overall_preference"))
@@ -269,7 +269,7 @@ def verdict_layout(source: DataSource, builtin: Builtin, records: Records) -> La
     if label is not None and messages is not None and (answer is None or source.messages_key is not None):
         return PromptAndCompletion(prompt=None, completion=messages, label=label)
     if label is None or answer is None:
-        raise _unknown("a judged completion", records, "label_key, input_key and output_key (or chosen_key and rejected_key)")
+        raise _unknown("an unpaired preference", records, "label_key, input_key and output_key (or chosen_key and rejected_key)")
     return PromptAndCompletion(prompt=prompt, completion=answer, label=label)
 
 
@@ -286,32 +286,34 @@ def _conversation(source: DataSource, record: Record) -> Column | None:
 
 
 def _column(option: str, key: str | None, usual: Iterable[str], record: Record) -> Column | None:
-    """The key that is set, whether or not it is there, else the first of the usual ones that is."""
+    """Return the key that is set, else the first of the usual keys that the record has."""
     found = key or next((name for name in usual if holds(record, name)), None)
     return None if found is None else Column(found, option)
 
 
 def _unknown(what: str, records: Records, options: str) -> DataError:
     return DataError(
-        f"{records.where(0)} has the keys {sorted(records[0])}, and it is not known which of them make {what}. Set {options}"
+        f"{records.where(0)} has the keys {sorted(records[0])}, and it is unclear which of them make {what}. Set {options}"
     )
 
 
 def checked(conversation: Turns, where: str) -> Turns:
-    """A conversation up to its last reply. Raises DataError where nothing is taught."""
-    taught = up_to_last_reply(conversation)
-    if first_reply(taught) == len(taught):
+    """Return a conversation up to its last reply. Raises DataError if it has no loss tokens."""
+    trimmed = up_to_last_reply(conversation)
+    if first_reply(trimmed) == len(trimmed):
         raise DataError(
-            f"{where} has no message of the assistant's that answers another; there is nothing to teach. Fix the record"
+            f"{where} has no assistant message that replies to another, so there is nothing to train on. Fix the record"
         )
-    if not any(message.content.strip() for message in taught[1:] if message.role == "assistant"):
-        raise DataError(f"{where}: everything the assistant says is empty; there is nothing to teach. Fix the record")
-    return taught
+    if not any(message.content.strip() for message in trimmed[1:] if message.role == "assistant"):
+        raise DataError(f"{where}: all assistant messages are empty, so there is nothing to train on. Fix the record")
+    return trimmed
 
 
 def distinct(pair: Pair, where: str) -> Pair:
     if pair.chosen == pair.rejected:
-        raise DataError(f"{where}: the chosen and the rejected completion are the same; there is nothing to prefer. Leave it out")
+        raise DataError(
+            f"{where}: the chosen and the rejected completion are equal, so there is no preference. Remove the record"
+        )
     return pair
 
 
@@ -320,20 +322,20 @@ def _messages(given: str | Turns) -> Turns:
 
 
 def _whole(completion: str | Turns, prompt: str | Turns | None) -> bool:
-    """Whether a column holds the prompt too, and no list of messages says what the prompt is."""
+    """Return whether a completion column includes the prompt, and no list of messages gives the prompt."""
     return not isinstance(prompt, tuple) and isinstance(completion, tuple) and completion[0].role != "assistant"
 
 
 def _parted(chosen: Turns, rejected: Turns, where: str) -> tuple[Turns, Turns, Turns]:
-    """Two conversations -> what both begin with, and the rest of each."""
+    """Split two conversations into their common prefix and the rest of each. Raises DataError."""
     if chosen == rejected:
-        raise DataError(f"{where} are the same conversation; there is nothing to prefer. Leave it out")
+        raise DataError(f"{where} are the same conversation, so there is no preference. Remove the record")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     common = next((place for place, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
     rests = chosen[common:], rejected[common:]
     if not common or any(not rest or rest[0].role != "assistant" for rest in rests):
         raise DataError(
-            f"{where} must be the same conversation up to a message of the assistant's; they part at message {common + 1}"
+            f"{where} must be the same conversation up to an assistant message; they differ from message {common + 1} on"
         )
     return chosen[:common], *rests
 
@@ -342,7 +344,7 @@ def _margin(value: Any, where: str) -> float:
     margin = _number(value, f"{where}: the margin", "of 0 or more")
     if margin < 0:
         raise DataError(
-            f"{where}: the margin is {margin:g}, as if the rejected one were better. Set margin_key to numbers of 0 or more"
+            f"{where}: the margin is {margin:g}, which means that the rejected completion is better. Set margin_key to numbers of 0 or more"
         )
     return margin
 
@@ -360,7 +362,7 @@ def _number(value: Any, where: str, kind: str) -> float:
 
 
 def _truth(value: Any, where: str) -> bool:
-    """A JSON boolean, 0 or 1, or how CSV files spell them."""
+    """Parse a boolean: a JSON boolean, 0 or 1, or their spellings in CSV files."""
     spelled = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
     found = spelled.get(str(value).strip().lower())
     if found is None:

@@ -1,7 +1,7 @@
-"""Columns that hold conversations -> messages.
+"""Parse columns with conversations into messages.
 
-Two spellings are read: {role, content}, as chat templates take it, and ShareGPT's {from, value}. A record whose meaning a ``Message``
-cannot hold is an error, never a message with a part missing.
+Two formats are read: {role, content} of chat templates, and ShareGPT's {from, value}. A record with content that ``Message`` cannot
+represent is an error; nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from strop.data.records import Record
 from strop.data.templates import Template
 from strop.types import Message, Messages, assistant, system
 
-# What data sets call the speakers -> the role that chat templates know.
+# Role names in datasets -> roles of chat templates.
 ROLES: Mapping[str, str] = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
     "human": "user",
@@ -23,13 +23,13 @@ ROLES: Mapping[str, str] = {
     "function_call": "assistant",
     "observation": "tool",
 }
-# Fields that say more than role and content do, and where their text can go instead.
+# Unsupported fields beside role and content, and where to put their text instead.
 BESIDE_CONTENT = {
     "tool_calls": "write the call into content, as the model writes it",
     "function_call": "write the call into content, as the model writes it",
-    "reasoning_content": "write the reasoning into content, between the model's own marks",
-    "reasoning": "write the reasoning into content, between the model's own marks",
-    "thinking": "write the reasoning into content, between the model's own marks",
+    "reasoning_content": "write the reasoning into content, between the model's own markers",
+    "reasoning": "write the reasoning into content, between the model's own markers",
+    "thinking": "write the reasoning into content, between the model's own markers",
 }
 _MISSING = object()
 
@@ -39,7 +39,7 @@ def holds(record: Record, key: str) -> bool:
 
 
 def value_of(record: Record, key: str, option: str, where: str) -> Any:
-    """What stands under a dotted ``key`` (``prompt.0.content``); ``option`` is the setting that named the key."""
+    """Return the value under a dotted ``key`` (``prompt.0.content``). ``option`` is the setting that names the key. Raises DataError."""
     value = _follow(record, key)
     if value is _MISSING:
         raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
@@ -59,7 +59,7 @@ def _follow(record: Record, key: str) -> Any:
 
 
 def text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
-    """A column that holds either. Raises DataError for anything else, naming the record and the column."""
+    """Return the text or the messages of a column. Raises DataError for other values."""
     value = value_of(record, key, option, where)
     if isinstance(value, str):
         return value
@@ -74,9 +74,9 @@ def text_or_messages(record: Record, key: str, option: str, where: str) -> str |
 
 
 def messages_of(value: Any, where: str) -> tuple[Message, ...]:
-    """A list of messages in either spelling; ``where`` names the record and the column. Raises DataError."""
+    """Parse a list of messages in either format. ``where`` names the record and column in errors. Raises DataError."""
     if not isinstance(value, list | tuple):
-        raise DataError(f"{where} is {value!r:.80}, not a list of messages. Each is an object with role and content")
+        raise DataError(f"{where} is {value!r:.80}, not a list of messages, each an object with role and content")
     if not value:
         raise DataError(f"{where} is an empty list; a conversation needs at least one message")
     return tuple(_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1))
@@ -89,23 +89,23 @@ def _message(item: Any, where: str) -> Message:
         if role in item and content in item:
             _refuse_more(item, where)
             return Message(_role(item[role], where), _content(item[content], where))
-    raise DataError(f"{where} has the keys {sorted(item)}; a message has role and content, or from and value")
+    raise DataError(f"{where} has the keys {sorted(item)}; a message needs role and content, or from and value")
 
 
 def _role(name: Any, where: str) -> str:
     if not isinstance(name, str) or name not in ROLES:
-        raise DataError(f"{where} is by {name!r}, which is no known role; write one of {', '.join(ROLES)}")
+        raise DataError(f"{where} has the unknown role {name!r}; write one of {', '.join(ROLES)}")
     return ROLES[name]
 
 
 def _content(value: Any, where: str) -> str:
-    """Text, or a list of parts that are all text."""
+    """Return text, or the concatenated parts of a list of text parts. Raises DataError."""
     if isinstance(value, str):
         return value
     parts = value if isinstance(value, list | tuple) else [value]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None for part in parts]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{where} holds {value!r:.80}, which is not text; only conversations of text can be trained on")
+        raise DataError(f"{where} holds {value!r:.80}, which is not text; only text conversations can be trained on")
     return "".join(text for text in texts if text is not None)
 
 
@@ -114,53 +114,53 @@ def _refuse_more(item: Mapping[str, Any], where: str) -> None:
         if item.get(key):
             raise DataError(f"{where} has {key!r}, which would be lost: only role and content are read; {instead}")
     if item.get("weight", 1) == 0:
-        raise DataError(
-            f"{where} has the weight 0, but each of the assistant's messages is taught; end the conversation before it"
-        )
+        raise DataError(f"{where} has weight 0, but every assistant message is trained on; end the conversation before it")
 
 
 def as_prompt(given: str | tuple[Message, ...], template: Template, where: str) -> tuple[Message, ...]:
-    """What is answered: a plain question is worded by the template, messages get its system prompt unless they have their own.
+    """Return the prompt: a question in the template, or messages with the template's system prompt unless they have their own.
 
-    Raises DataError for an empty question, and for messages where a prompt file is set: it words questions.
+    Raises DataError for an empty question, and for messages if a prompt file is set, which applies only to questions.
     """
     if isinstance(given, str):
         if not given.strip():
-            raise DataError(f"{where} is empty; there is nothing to answer")
+            raise DataError(f"{where} is empty; a prompt needs a question")
         return template.messages(given)
     if template.before or template.after:
-        raise DataError(f"{where} holds messages, but prompt_file words plain questions. Set prompt_file to null for this data")
+        raise DataError(
+            f"{where} holds messages, but prompt_file applies only to plain questions. Set prompt_file to null for this data"
+        )
     if template.system is None or any(message.role in ("system", "developer") for message in given):
         return given
     return (system(template.system), *given)
 
 
 def as_completion(given: str | tuple[Message, ...], prompt: Messages, where: str) -> tuple[Message, ...]:
-    """What answers ``prompt``, up to its last reply; messages may repeat the prompt first. Raises DataError where nobody replies."""
+    """Return the completion of ``prompt`` up to its last reply. Messages may repeat the prompt first. Raises DataError without a reply."""
     if isinstance(given, str):
         return (assistant(given),)
     repeated = len(prompt) if given[: len(prompt)] == tuple(prompt) else 0
     completion = up_to_last_reply(given[repeated:])
     if not completion:
-        raise DataError(f"{where} has no message of the assistant's; a completion needs one. Fix the record")
+        raise DataError(f"{where} has no assistant message; a completion needs one. Fix the record")
     if completion[0].role != "assistant":
         raise DataError(
-            f"{where} begins with a message by {completion[0].role!r}; a completion begins with the assistant, or with all of the prompt"
+            f"{where} begins with a message by {completion[0].role!r}; a completion begins with the assistant, or with the whole prompt"
         )
     return completion
 
 
 def up_to_last_reply(messages: Messages) -> tuple[Message, ...]:
-    """The messages without what follows the assistant's last one: nothing is taught from it. Empty where there is none."""
+    """Return the messages up to the last assistant message; empty if there is none. Nothing after it is trained on."""
     last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return tuple(messages[: last + 1])
 
 
 def first_reply(messages: Messages) -> int:
-    """Where the assistant first answers something: a message that opens a conversation is no answer. Their number where it never does."""
+    """Return the index of the first reply, or the number of messages if there is none. A conversation's first message is not a reply."""
     return next((place for place, message in enumerate(messages) if place and message.role == "assistant"), len(messages))
 
 
 def last_text(messages: Sequence[Message], role: str) -> str:
-    """The last message by ``role``, or nothing."""
+    """Return the content of the last message by ``role``, or ""."""
     return next((message.content for message in reversed(messages) if message.role == role), "")

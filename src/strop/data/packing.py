@@ -1,7 +1,7 @@
-"""Groups -> one flat batch, and a batch -> micro-batches, without changing what any token sees (law 1).
+"""Pack groups into a flat batch, and split a batch into micro-batches, without changing the context of any token (law 1).
 
-Packing puts a group's prompt down once and hangs its completions off it. Inputs nobody predicts from (each rollout's last token)
-are not read at all. Cutting keeps every rollout whole and every total as it was fixed for the whole batch.
+A packed batch stores a group's prompt once, as the parent segment of its completions. It leaves out each rollout's last token, which
+predicts nothing. Splitting keeps every rollout whole, and the totals of the whole batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.types import Batch, Group, Rollout, Totals
 
 @dataclass
 class _Flat:
-    """Columns under construction."""
+    """The token columns of a batch under construction."""
 
     tokens: list[Tensor]
     positions: list[Tensor]
@@ -39,7 +39,7 @@ class _Flat:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """What a batch asks about in one rollout, n places."""
+    """The n predicted tokens of one rollout."""
 
     source: Tensor  # [n] int64, index into T
     target: Tensor  # [n] int64
@@ -48,7 +48,7 @@ class _Places:
 
 
 def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
-    """Lay groups out as one flat batch with their advantages. Raises ValueError if nothing was sampled."""
+    """Pack groups into one flat batch with their advantages. Raises ValueError if the policy sampled no token."""
     flat = _Flat([], [], [], [])
     lay = _lay_end if algorithm.places == "ends" else _lay_rollout
     columns: dict[str, list[Tensor]] = {
@@ -78,7 +78,7 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             rewards.append(reward)
     joined = {name: torch.cat(parts) for name, parts in columns.items()}
     if not len(joined["target"]):
-        raise ValueError("no token of this batch was sampled by the policy: every rollout is empty")
+        raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     return with_totals(
         Batch(
             tokens=torch.cat(flat.tokens),
@@ -102,26 +102,30 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
 
 
 def _kept_tokens(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
-    """What the sampler drew each target [N] from, as the column KEPT: [N, K] int32, K the size of the largest set. None where none was
-    recorded. Raises ValueError for turns of both kinds, and for a target that is not in its set."""
+    """Return the column KEPT, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
+
+    Returns no column if none was recorded. Raises ValueError if only some turns recorded them, or if a target is not in its set.
+    """
     turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.policy_turns if len(turn.tokens)]
     recorded = [turn.kept for turn in turns if turn.kept is not None]
     if not recorded:
         return {}
     if len(recorded) < len(turns):
         raise ValueError(
-            f"{len(recorded)} of the {len(turns)} turns of this batch say which tokens they were drawn from, and the others do not: they "
-            "were sampled under different options. Go on with the policy.generation.keep_sampling_mask that the run was begun with"
+            f"only {len(recorded)} of the {len(turns)} turns of this batch recorded the tokens they were sampled from: they were sampled "
+            "under different options. Resume with the policy.generation.keep_sampling_mask of the run's beginning"
         )
     largest = max(kept.shape[1] for kept in recorded)
     column = torch.cat([pad(kept, (0, largest - kept.shape[1]), value=NO_TOKEN) for kept in recorded])
     if not bool((column == target[:, None]).any(1).all()):
-        raise ValueError("a sampled token is not among those it is said to have been drawn from: the engine records other tokens")
+        raise ValueError(
+            "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
+        )
     return {KEPT: column}
 
 
 def with_totals(batch: Batch) -> Batch:
-    """Fix what the losses of this batch are divided by: call it on what one optimizer step sees, before any split."""
+    """Set the loss denominators of this batch. Call it on the batch of one optimizer step, before splitting."""
     tokens = int(batch.mask.sum())
     sequences = int((batch.sequence_lengths > 0).sum())
     groups = len(batch.group[batch.sequence_lengths > 0].unique())
@@ -129,7 +133,7 @@ def with_totals(batch: Batch) -> Batch:
 
 
 def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
-    """Append one rollout; returns its leaf segment and a place for every sampled token."""
+    """Append a rollout. Return its leaf segment, and a prediction for every sampled token."""
     prompt = len(rollout.prompt)
     continuation, sampled = _continuation(rollout), _sampled(rollout)
     last = int(sampled.nonzero().max()) if bool(sampled.any()) else 0
@@ -150,14 +154,14 @@ def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places
 
 
 def _lay_end(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
-    """Append one rollout; returns its leaf segment and one place: its last sampled token, which is read too.
+    """Append a rollout. Return its leaf segment, and one prediction at its last sampled token, which is an input too.
 
-    A rollout in which nothing was sampled has the last token of its prompt. Raises ValueError where there is no token at all.
+    A rollout without sampled tokens uses the last token of its prompt. Raises ValueError for a rollout without tokens.
     """
     sampled = _sampled(rollout)
     read = _continuation(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
     if not len(rollout.prompt) + len(read):
-        raise ValueError(f"a rollout of task {rollout.task.id} has no tokens: there is no place in it to be scored at")
+        raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
     if root >= 0:
         leaf = flat.segment(read, root, len(rollout.prompt))
         end = flat.length - 1 if len(read) else flat.starts[root] + len(rollout.prompt) - 1
@@ -182,14 +186,14 @@ def _joined(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some rollouts of a batch as a batch of its own, and which of the batch's predicted tokens they hold."""
+    """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the whole batch."""
 
     batch: Batch
     index: Tensor  # [n] int64, into the whole batch's N
 
 
 def select(batch: Batch, sequences: Sequence[int]) -> Part:
-    """The given rollouts as a batch, with the whole batch's totals. Shared prefixes come along, once per part."""
+    """Return the given rollouts as a batch with the totals of the whole batch. It includes their shared prefixes once."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     needed: set[int] = set()
     for segment in batch.leaf[list(sequences)].tolist():
@@ -230,12 +234,12 @@ def select(batch: Batch, sequences: Sequence[int]) -> Part:
 
 
 def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[Part]:
-    """Cut a batch so that each part reads at most ``token_budget`` tokens, at group boundaries where a group fits.
+    """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
 
-    A group over the budget is cut between its rollouts, its prompt standing once in each part; a single rollout over the
-    budget is a part of its own. First fit, longest first: few parts, and the same ones every time. ``padded``: each rollout will be
-    a row as long as the longest, and counts as that. Groups that are idle do not share a part with others. ``whole_groups``: a group is
-    never cut, for a loss that compares its rollouts.
+    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a
+    micro-batch of its own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every rollout counts as a row
+    as long as the longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split,
+    for losses that compare the rollouts of a group.
     """
     lengths = batch.segment_length.tolist()
     budget = 1 << 62 if whole_groups else token_budget
@@ -245,12 +249,12 @@ def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whol
         rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
         units = [(sequences, longest * len(sequences)) for sequences in rows]
     idle = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
-    parted = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
-    return [select(batch, sequences) for kind in parted for sequences in first_fit(kind, token_budget)]
+    by_kind = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
+    return [select(batch, sequences) for kind in by_kind for sequences in first_fit(kind, token_budget)]
 
 
 def first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
-    """Units of (rollouts, size) in bins of at most ``budget``, the largest first; the rollouts of each bin."""
+    """Pack units of (rollouts, size) into bins of at most ``budget``, largest first. Return the rollouts of each bin."""
     bins: list[tuple[list[int], int]] = []
     for sequences, size in sorted(units, key=lambda unit: -unit[1]):
         for place, (held, used) in enumerate(bins):
@@ -263,10 +267,10 @@ def first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]
 
 
 def mini_batches(batch: Batch, count: int) -> list[Part]:
-    """Cut a batch into ``count`` optimizer steps at group boundaries, in order, each with totals of its own."""
+    """Split a batch into ``count`` mini-batches at group boundaries, in order, each with its own totals. Raises ValueError if uneven."""
     members = group_members(batch)
     if len(members) % count:
-        raise ValueError(f"{len(members)} groups cannot be cut into {count} equal mini-batches")
+        raise ValueError(f"{len(members)} groups cannot be split into {count} equal mini-batches")
     per_step = len(members) // count
     steps = [members[start : start + per_step] for start in range(0, len(members), per_step)]
     parts = [select(batch, [sequence for group in groups for sequence in group]) for groups in steps]
@@ -281,7 +285,7 @@ def group_members(batch: Batch) -> list[list[int]]:
 
 
 def cut_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
-    """One group as units of (rollouts, tokens read), each within the budget if its rollouts allow it."""
+    """Split a group into units of (rollouts, tokens), each within the budget unless a single rollout exceeds it."""
     parents = batch.segment_parent.tolist()
     units: list[tuple[list[int], int]] = []
     seen: set[int] = set()

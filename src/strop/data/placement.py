@@ -1,10 +1,10 @@
-"""Several sources in one stream: which row of which source stands at position i, from i alone.
+"""Interleave several sources in one stream: map a position i to a source and a row.
 
     stream        0  1  2  3  4  5  6  7  ...
-    weights 3:1   A  A  A  B  A  A  A  B  ...      spread evenly, without randomness
-    within A      its rows, shuffled anew every epoch by (seed, source, epoch)
+    weights 3:1   A  A  A  B  A  A  A  B  ...      evenly spaced, not random
+    within A      its rows, shuffled in every epoch by (seed, source, epoch)
 
-No state is kept: a run that resumes at i goes on exactly as it would have.
+The map is stateless, so a run that resumes at i continues exactly.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from strop.sampling import mix_seed
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Rows of sources of the given sizes, by weight. One epoch has as many positions as all sources have rows."""
+    """Interleaves the rows of sources by weight. One epoch has as many positions as all sources have rows."""
 
     sizes: tuple[int, ...]
-    weights: tuple[float | None, ...]  # each source's share of the stream; None in all: each has as many as it has rows
+    weights: tuple[float | None, ...]  # each source's share of the stream; all None: proportional to the sizes
     seed: int = 0
     shuffle: bool = True
-    max_epochs: int | None = None  # None: without end
+    max_epochs: int | None = None  # None: endless
 
     def at(self, index: int) -> tuple[int, int]:
-        """(source, row) at a position. Raises IndexError outside the epochs."""
+        """Return (source, row) at a position. Raises IndexError outside the epochs."""
         if index < 0 or (self.max_epochs is not None and index >= self.max_epochs * sum(self.sizes)):
             raise IndexError(f"position {index} lies outside the stream: {self.max_epochs} epochs of {sum(self.sizes)} tasks")
         chosen, position = self._place(index)
@@ -39,17 +39,17 @@ class Placement:
 
     @cached_property
     def _shares(self) -> tuple[Fraction, ...]:
-        """Each component's share of what the components before it left over; exact, so that no position is lost."""
+        """Each source's share of the positions that the sources before it leave; exact fractions, so that no position is lost."""
         weights = [
             Fraction(str(size if weight is None else weight)) for size, weight in zip(self.sizes, self.weights, strict=True)
         ]
         return tuple(weight / sum(weights[i:]) for i, weight in enumerate(weights))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Which component has stream position ``index``, and how many of its tasks came before.
+        """Return the source of stream position ``index``, and the number of its earlier positions.
 
-        Component by component, ask whether it takes the position or leaves it to the rest. The first takes position i
-        when floor((i + 1) share) exceeds floor(i share): the even spread of Beatty (1926).
+        Each source in turn takes the position or leaves it to the rest. It takes position i if floor((i + 1) share) > floor(i share),
+        the even spacing of Beatty (1926).
         """
         for chosen, share in enumerate(self._shares):
             before = floor(index * share)
@@ -60,10 +60,10 @@ class Placement:
 
 
 def permuted(index: int, size: int, seed: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends ``index``, in constant time and memory.
+    """Return the image of ``index`` under a pseudo-random permutation of range(size), in constant time and memory.
 
-    A Feistel network permutes the next larger square of a power of two; walking on until the result is in range
-    (Black and Rogaway 2002) makes it a permutation of the range.
+    A Feistel network permutes the next larger power of four; cycle walking (Black and Rogaway 2002), which repeats it until the result
+    is in range, makes it a permutation of range(size).
     """
     bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << bits) - 1

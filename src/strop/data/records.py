@@ -1,4 +1,4 @@
-"""What a data file or a hub dataset is once it is open: a sequence of mappings, read by index."""
+"""An open data file or hub dataset: a sequence of mappings, read by index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 class Records(Sequence[Record]):
-    """Records by index. ``where(i)`` names a record in an error message as exactly as the format allows."""
+    """Records by index. ``location(i)`` locates a record for error messages, by line or row."""
 
     name: str
 
@@ -32,7 +32,7 @@ class Records(Sequence[Record]):
         return self.record(range(len(self))[index])
 
     def text(self, index: int, key: str, option: str) -> str:
-        """The text under ``key`` in record ``index``; ``option`` is the setting that named the key."""
+        """Return the text under ``key`` in record ``index``. ``option`` is the setting that names the key."""
         return text_of(self[index], key, option, self.where(index))
 
     def column(self, key: str, option: str) -> Iterator[str]:
@@ -40,7 +40,7 @@ class Records(Sequence[Record]):
 
 
 def text_of(record: Record, key: str, option: str, where: str) -> str:
-    """Follow a dotted ``key`` (``prompt.0.content``) and return text; numbers become text, anything else is an error."""
+    """Return the text or number under a dotted ``key`` (``prompt.0.content``), as text. Raises DataError for other values."""
     value: Any = record
     for part in [key] if key in record else key.split("."):
         if isinstance(value, Mapping) and part in value:

@@ -1,4 +1,4 @@
-"""Where tasks come from: the options of one entry of a configuration's ``data`` section, and the rows they name."""
+"""Data sources: the options of one entry of a configuration's ``data`` section, and the rows they select."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.data.templates import Template, parse_template, read_text
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question with its reference answer; ``metadata`` is whatever else the record held."""
+    """A question with its reference answer. ``metadata`` has the other columns of the record."""
 
     id: str
     question: str
@@ -27,29 +27,29 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """A dataset (file, hub name or built-in name), which part of it, and how its questions are worded.
+    """A dataset (file, hub name or built-in name), the part of it to use, and its prompt options.
 
-    Environments that generate their tasks read ``size``, ``seed``, the prompt options and which part is asked for.
+    Environments that generate their tasks use ``size``, ``seed``, ``part`` and the prompt options.
     """
 
     dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet file, a built-in name, or OWNER/NAME on the hub
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
-    input_key: str | None = None  # default: the built-in's, else "problem"; dots reach inside: prompt.0.content
+    input_key: str | None = None  # default: the built-in's, else "problem"; may be dotted: prompt.0.content
     output_key: str | None = None  # default: the built-in's, else "answer"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
-    chosen_key: str | None = None  # of a pair, the better completion; default: chosen
-    rejected_key: str | None = None  # of a pair, the worse completion; default: rejected
-    label_key: str | None = None  # of a judged completion, whether it is desirable; default: label
-    margin_key: str | None = None  # of a pair, by how much the chosen one is better; default: margin, where there is one
-    prompt_file: str | None = None  # a text with {question} (or {}) where the question goes
+    chosen_key: str | None = None  # pairs: the better completion; default: chosen
+    rejected_key: str | None = None  # pairs: the worse completion; default: rejected
+    label_key: str | None = None  # unpaired preferences: whether the completion is desirable; default: label
+    margin_key: str | None = None  # pairs: by how much the chosen one is better; default: margin, if present
+    prompt_file: str | None = None  # text with {question} (or {}) where the question goes
     system_prompt: str | None = None
     system_prompt_file: str | None = None
-    size: int | None = None  # use at most this many rows; the number of tasks where they are generated
-    repeat: int = 1  # ask every row this often (validation on few questions)
-    seed: int = 42  # of generated tasks, and of which rows are held out
-    split_validation_size: float = 0.0  # hold this out of the rows: below 1 a fraction, from 1 on a number
-    part: Literal["all", "train", "validation"] = "all"  # which side of that split
+    size: int | None = None  # use at most this many rows; the number of generated tasks
+    repeat: int = 1  # repeat every row (for validation on few questions)
+    seed: int = 42  # of generated tasks, and of the held-out rows
+    split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
+    part: Literal["all", "train", "validation"] = "all"  # of the validation split
 
     def __post_init__(self) -> None:
         if self.system_prompt is not None and self.system_prompt_file is not None:
@@ -63,11 +63,11 @@ class DataSource:
 
     @property
     def held_out(self) -> bool:
-        """Whether generated tasks must come from the part that training never sees."""
+        """Whether generated tasks must come from the part that is not trained on."""
         return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
 
     def template(self) -> Template:
-        """The wording around questions. Raises DataError for a file that is missing or has no place for the question."""
+        """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
         system_prompt = read_text(file, "system_prompt_file").strip() if file else self.system_prompt
         if self.prompt_file is None:
@@ -76,7 +76,7 @@ class DataSource:
         return parse_template(text, repr(self.prompt_file), system_prompt)
 
     def rows(self) -> Sequence[Row]:
-        """The rows, read when they are asked for. Raises DataError for data that cannot be used."""
+        """Return the rows, read lazily. Raises DataError for invalid data."""
         builtin, records = self.open()
         question_key = self.input_key or builtin.input_key
         rows = Rows(
@@ -91,17 +91,17 @@ class DataSource:
         return rows
 
     def select(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
-        """Of the records ``indices``, those of this part, at most ``size``; ``questions()`` are what each of them asks."""
+        """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
         if self.part != "all" and self.split_validation_size:
             train, validation = partition(questions(), self.split_validation_size, self.seed)
             indices = [indices[place] for place in (train if self.part == "train" else validation)]
         return indices[: self.size]
 
     def open(self) -> tuple[Builtin, Records]:
-        """The records of the dataset, and what is known of it by its name. Raises DataError."""
+        """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
         name = self.dataset_name
         if name is None:
-            raise DataError("a dataset is to be read here, and dataset_name is not set: name a file or a dataset of the hub")
+            raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
         if name in BUILTIN:
             builtin = BUILTIN[name]
         elif Path(name).suffix in SUFFIXES or Path(name).exists():
@@ -109,29 +109,31 @@ class DataSource:
         elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
             builtin = Builtin(name)
         else:
-            raise DataError(f"{name!r} is no file, no OWNER/NAME of the hub and no built-in dataset{nearest(name, BUILTIN)}")
+            raise DataError(
+                f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{nearest(name, BUILTIN)}"
+            )
         from strop.data.hub import open_hub
 
         return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
 
 
 def look_at(rows: Sequence[object], count: int, records: Records) -> None:
-    """Read the first ``count`` of ``rows``, so that what is wrong with them is said now and not in the middle of a run.
+    """Read the first ``count`` rows, so that errors in them are raised before the run starts.
 
-    A file's records may differ from each other. Tables have one schema: their first row stands for all.
+    The records of a JSON file may differ, so all are read. Tables have one schema, so the first row is enough.
     """
     for index in range(count if Path(records.name).suffix in (".jsonl", ".json") else 1):
         rows[index]
 
 
 def train_and_validation(data: DataSource) -> tuple[DataSource, DataSource]:
-    """The two sides of ``split_validation_size``: no question is in both."""
+    """Return the training and the validation part of ``split_validation_size``. No question is in both."""
     return replace(data, part="train"), replace(data, part="validation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Sequence[Row]):
-    """Rows of ``records`` by position, in file order, ``repeat`` times over."""
+    """Rows of ``records`` by position, in file order, repeated ``repeat`` times."""
 
     records: Records
     indices: Sequence[int]
@@ -157,7 +159,7 @@ class Rows(Sequence[Row]):
             answer = answer.rpartition(self.answer_marker)[2].strip()
         used = {self.input_key.split(".")[0], self.output_key.split(".")[0]}
         return Row(
-            id=f"{self.records.name}:{index}",  # the place in the unsplit data: the same in every run
+            id=f"{self.records.name}:{index}",  # the position in the unsplit data: the same in every run
             question=self._question(index),
             answer=answer,
             metadata={key: value for key, value in record.items() if key not in used},
@@ -166,5 +168,5 @@ class Rows(Sequence[Row]):
     def _question(self, index: int) -> str:
         question = self.records.text(index, self.input_key, "input_key")
         if not question.strip():
-            raise DataError(f"{self.records.where(index)}: {self.input_key!r} is empty; there is nothing to ask")
+            raise DataError(f"{self.records.where(index)}: {self.input_key!r} is empty; a row needs a question")
         return question

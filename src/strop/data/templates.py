@@ -1,4 +1,4 @@
-"""How a question becomes a conversation: a prompt file around it, and a system prompt before it."""
+"""Prompt templates: turn a question into a conversation with a prompt file and a system prompt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from strop.types import Message, system, user
 
 @dataclass(frozen=True)
 class Template:
+    """Text around a question, and a system prompt."""
+
     before: str = ""
     after: str = ""
     system: str | None = None
@@ -29,10 +31,10 @@ def read_text(path: str, option: str) -> str:
 
 
 def parse_template(text: str, name: str, system_prompt: str | None = None) -> Template:
-    """Cut a prompt at its placeholder.
+    """Split a prompt at its placeholder. Raises DataError if it does not have exactly one.
 
-    ``{question}`` is replaced and everything else stands as written. Without it, ``{}`` is the placeholder and ``{{`` and
-    ``}}`` stand for single braces, as in Python's format strings, so that existing prompt files work.
+    The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
+    single braces, as in Python's format strings, so that existing prompt files work.
     """
     if (named := text.count("{question}")) > 0:
         pieces = text.split("{question}")
@@ -40,5 +42,5 @@ def parse_template(text: str, name: str, system_prompt: str | None = None) -> Te
         pieces = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
     if len(pieces) != 2:
         found = f"{named} times" if named else f"as {{}} {len(pieces) - 1} times"
-        raise DataError(f"the prompt {name} has the question's place {found}; write {{question}} exactly once in it")
+        raise DataError(f"the prompt {name} has the placeholder {found}; write {{question}} exactly once in it")
     return Template(pieces[0], pieces[1], system_prompt)

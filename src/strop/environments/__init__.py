@@ -1,1 +1,1 @@
-"""What a policy is trained on: tasks, prompts, turns and rewards."""
+"""Environments: the tasks, prompts, turns and rewards that a policy is trained on."""

@@ -1,11 +1,11 @@
-"""Finding the final answer in what a model wrote, and bringing it to a normal form."""
+"""Extract the final answer from a model's output and normalize it."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-# A minus sign belongs to the number unless it stands between two things: "10-3" holds 10 and 3.
+# A minus sign belongs to the number unless it is a binary operator: "10-3" contains 10 and 3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _STATED = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
 _RATIONAL = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,200})?(?:/\d{1,200})?")
@@ -14,13 +14,13 @@ _INTEGER = re.compile(r"-?\d+")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in ``text``; thousands may be separated by commas."""
+    """Return the last number in ``text``, or None. Commas may separate thousands."""
     found = _NUMBER.findall(text.replace("\u2212", "-"))
     return _fraction(found[-1].replace(",", "")) if found else None
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` that is closed."""
+    """Return the content of the last ``\\boxed{...}`` that is closed, or None."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -33,7 +33,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The box, else what follows the last "answer is" or "####" on its line, else the last number."""
+    """Return the last box, else the rest of the line after the last "answer is" or "####", else the last number, else None."""
     if (boxed := last_boxed(text)) is not None:
         return boxed
     if stated := _STATED.findall(text):
@@ -43,7 +43,7 @@ def final_answer(text: str) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    """Equal answers that are written alike become equal strings; rational numbers are brought to lowest terms."""
+    """Normalize notation, so that equal answers in similar notation become equal strings. Rational numbers are reduced to lowest terms."""
     text = answer.strip().strip("$").strip().removesuffix(".").replace("\u2212", "-")
     text = re.sub(r"\\(?:left|right|!|,|;|\s)", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
@@ -61,5 +61,5 @@ def _fraction(text: str) -> Fraction | None:
     try:
         numerator, _, denominator = text.partition("/")
         return Fraction(numerator) / Fraction(denominator or "1")
-    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or no number at all
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or not a number
         return None

@@ -1,4 +1,4 @@
-"""Sums, differences and products of a few integers, made from (seed, index); answered in free form."""
+"""Sums, differences and products of a few integers, generated from (seed, index). The policy answers in free text."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 
 OPERATORS = ("+", "-", "*")
-ATTEMPTS = 10_000  # draws until a task falls on the wanted side; far more than any sensible fraction needs
+ATTEMPTS = 10_000  # draws until a task belongs to the requested split; far more than any sensible fraction needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Environment[PromptedTask]):
-    """``data.part`` or ``data.split`` "validation" asks for held-out tasks: neither they nor reorderings are trained on."""
+    """Integer arithmetic. ``data.part`` or ``data.split`` "validation" selects held-out expressions: training sees neither them nor
+    their reorderings."""
 
     operators: tuple[str, ...] = ("+",)  # drawn from: + - *
-    operands: int = 2  # how many numbers stand in one expression
+    operands: int = 2  # numbers in one expression
     min_operand: int = 0
     max_operand: int = 50
     wording: str = "What is {expression}? Answer with just the number."
-    held_out_fraction: float = 0.2  # of all expressions, kept for validation whatever the seed
+    held_out_fraction: float = 0.2  # of all expressions, reserved for validation with every seed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,7 +46,7 @@ class Arithmetic(Environment[PromptedTask]):
         if self.min_operand > self.max_operand:
             raise EnvironmentConfigError(f"min_operand {self.min_operand} is above max_operand {self.max_operand}")
         if "{expression}" not in self.wording:
-            raise EnvironmentConfigError(f"wording {self.wording!r} has no {{expression}}: the question would not be asked")
+            raise EnvironmentConfigError(f"wording {self.wording!r} has no {{expression}}, so the question would be missing")
         if not 0 < self.held_out_fraction < 1:
             raise EnvironmentConfigError(f"held_out_fraction is {self.held_out_fraction}; it must lie between 0 and 1")
 
@@ -73,7 +74,7 @@ class Arithmetic(Environment[PromptedTask]):
         return None if number is None else str(number)
 
     def _draw(self, data: DataSource, index: int) -> tuple[list[int], list[str]]:
-        """The first draw of this index's own random numbers that falls on the wanted side of the split."""
+        """Return the first draw from this index's own random stream that belongs to the requested split."""
         random = Random(mix_seed(data.seed, index))
         for _ in range(ATTEMPTS):
             numbers = [random.randint(self.min_operand, self.max_operand) for _ in range(self.operands)]
@@ -85,7 +86,7 @@ class Arithmetic(Environment[PromptedTask]):
 
 
 def evaluate(numbers: Sequence[int], operators: Sequence[str]) -> int:
-    """Products first, then sums and differences from the left."""
+    """Evaluate products first, then sums and differences from left to right."""
     terms = [numbers[0]]
     for operator, number in zip(operators, numbers[1:], strict=True):
         if operator == "*":

@@ -1,13 +1,13 @@
-"""What an environment is: tasks, prompts, turns and rewards.
+"""The environment interface: tasks, prompts, turns and rewards.
 
-An environment is a frozen dataclass whose fields are its options. It sees tasks and rollouts, never the loop, an engine
-or a device. A new one is one file, named in a configuration as ``module:Class``.
+An environment is a frozen dataclass; its fields are its options. It sees tasks and rollouts, never the training loop, an engine
+or a device. A new environment is one file, which a configuration names as ``module:Class``.
 
-    tasks ->  prompt  ->  the policy writes  ->  respond: more messages, or None to end  ->  rewards
-                               ^                           |
-                               +---------------------------+
+    tasks ->  prompt  ->  policy turn  ->  respond: more messages, or None to end  ->  rewards
+                           ^                |
+                           +----------------+
 
-Whatever a method raises is recorded on that rollout, its group is dropped and counted, and training goes on (law 7).
+An exception from any method is recorded on that rollout; its group is dropped and counted, and training continues (law 7).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-GENERATED_SIZE = 10_000  # tasks of a generator when data.size does not say
+GENERATED_SIZE = 10_000  # used by generated tasks when data.size is not set
 
 
 class RewardError(Exception):
-    """A reward that raised, or that is no finite number. Names the environment and the method."""
+    """A reward method raised, or returned something other than a finite number. The message names the environment and the method."""
 
 
 class EnvironmentConfigError(ValueError):
-    """An environment that cannot be made as configured; the message says what to set instead."""
+    """An environment cannot be built as configured. The message says what to set instead."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class RewardMark:
 
 
 def reward(weight: float = 1.0, *, accuracy: bool = False) -> Callable[[MethodT], MethodT]:
-    """Mark a method ``(self, task, rollout) -> float | bool``, plain or async, as a reward, logged by its name.
+    """Mark a method ``(self, task, rollout) -> float | bool``, sync or async, as a reward that is logged under its name.
 
-    The rollout's reward is the weighted sum; weight 0 is logged and not counted. ``accuracy=True`` marks the one
-    whose value evaluation reports as accuracy.
+    The rollout's reward is the weighted sum of its rewards; a reward of weight 0 is only logged. Evaluation reports the reward
+    marked ``accuracy=True`` as accuracy.
     """
     if callable(weight):
         raise TypeError("write @reward() or @reward(weight=...), with parentheses")
@@ -64,9 +64,9 @@ def reward(weight: float = 1.0, *, accuracy: bool = False) -> Callable[[MethodT]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(ABC, Generic[TaskT]):
-    """Tasks, prompts, turns and rewards. Subclasses are ``@dataclass(frozen=True, kw_only=True)`` too."""
+    """Base class of environments. Subclasses must be ``@dataclass(frozen=True, kw_only=True)`` too."""
 
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # reward name -> a weight other than the method's own
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # reward name -> weight, overriding the method's own
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -79,60 +79,61 @@ class Environment(ABC, Generic[TaskT]):
             raise TypeError(f"{cls.__name__} marks {' and '.join(marked)} with accuracy=True; at most one can be the accuracy")
 
     def __post_init__(self) -> None:
-        """Subclasses that define this call it through ``super()``."""
+        """Check the reward weights. Subclasses that override this must call ``super().__post_init__()``."""
         for name in self.reward_weights:
             if name not in (known := reward_marks(type(self))):
-                where = f"which is no reward of {type(self).__name__}"
+                where = f"which is not a reward of {type(self).__name__}"
                 raise EnvironmentConfigError(f"reward_weights names {name!r}, {where}{nearest(name, known)}")
 
     @abstractmethod
     def tasks(self, data: DataSource) -> Sequence[TaskT]:
-        """The tasks, finite and by index, so that a run resumes exactly. Task i is the same whenever it is asked for."""
+        """Return a finite sequence of tasks. Task i must always be the same, so that a run resumes exactly."""
 
     def prompt(self, task: TaskT) -> Messages:
-        """The conversation the policy continues."""
+        """Return the conversation that the policy continues."""
         return (user(task.question),)
 
     async def respond(self, task: TaskT, rollout: Rollout) -> Messages | None:
-        """What the environment says to the policy's last turn, or None when the episode is over (the default)."""
+        """Return the messages that follow the policy's last turn, or None to end the episode (the default)."""
         return None
 
     def session(self, task: TaskT) -> AbstractAsyncContextManager[Any]:
-        """What is open while one episode runs, its rewards included: a sandbox, a browser, a game. Nothing by default."""
+        """Return a context manager that stays open during one episode and its rewards, e.g. a sandbox or a browser. Default: none."""
         return nullcontext()
 
     def accuracy(self, rollout: Rollout) -> float:
-        """What evaluation averages: the reward marked ``accuracy=True``, else the total. 0 for a rollout that failed."""
+        """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
         for name, mark in reward_marks(type(self)).items():
             if mark.accuracy:
                 return rollout.rewards.get(name, 0.0)
         return rollout.reward
 
     def answer_key(self, task: TaskT, rollout: Rollout) -> str | None:
-        """The final answer in normal form, for majority votes (cons@k). None: it cannot be voted on."""
+        """Return the normalized final answer for majority voting (cons@k), or None to abstain."""
         return None
 
-    # What episodes and evaluation call: the methods above in this process, or wherever they run (``strop.environments.hosted``).
+    # Episodes and evaluation call the methods below. They run the methods above in this process, or in another one
+    # (``strop.environments.remote``).
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name used in messages."""
         return type(self).__name__
 
     async def first_messages(self, task: TaskT) -> Messages:
         return self.prompt(task)
 
     async def rewarded(self, task: TaskT, rollout: Rollout) -> Scored:
-        """Raises RewardError."""
+        """Compute the rewards of a rollout. Raises RewardError."""
         return await score(self, task, rollout)
 
     async def judged(self, task: TaskT, rollout: Rollout) -> Judged:
-        """What evaluation counts, of a rollout with its rewards."""
+        """Return what evaluation needs of a rollout that has its rewards."""
         return Judged(self.accuracy(rollout), self.answer_key(task, rollout))
 
 
 def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
-    """The rewards of an environment class, in the order in which they are written, a parent's first."""
+    """Return the rewards of an environment class in definition order, parents first."""
     names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
     found = ((name, getattr(getattr(kind, name, None), "__reward__", None)) for name in names)
     return {name: mark for name, mark in found if isinstance(mark, RewardMark)}
@@ -147,11 +148,11 @@ class Scored:
 @dataclass(frozen=True)
 class Judged:
     accuracy: float
-    answer: str | None  # in normal form, for votes
+    answer: str | None  # normalized, for majority voting
 
 
 async def score(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> Scored:
-    """Ask every reward, in order. Raises RewardError when one raises or is no finite number."""
+    """Compute every reward in order. Raises RewardError if one raises or is not a finite number."""
     rewards: dict[str, float] = {}
     total = 0.0
     for name, mark in reward_marks(type(environment)).items():
@@ -171,7 +172,7 @@ async def score(environment: Environment[TaskT], task: TaskT, rollout: Rollout) 
 
 @dataclass(frozen=True)
 class GeneratedTasks(Sequence[T]):
-    """``size`` tasks, each made from its index when it is asked for; ``make`` must depend on the index alone."""
+    """A sequence of ``size`` tasks that are generated on access. ``make`` must depend on the index alone."""
 
     size: int
     make: Callable[[int], T]
@@ -191,14 +192,14 @@ class GeneratedTasks(Sequence[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedTask(Task):
-    """A task that carries its conversation, worded by the data section's prompt options."""
+    """A task with its conversation, formatted by the data section's prompt options."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEnvironment(Environment[PromptedTask]):
-    """An environment over the rows of a dataset: add a reward and it is complete."""
+    """An environment over the rows of a dataset. A subclass only adds rewards."""
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         rows, template = data.rows(), data.template()

@@ -1,13 +1,13 @@
-"""Environments that live in another process: one end there (``EnvironmentHost``), one end here (``RemoteEnvironment``).
+"""Environments in other processes: ``EnvironmentServer`` on the server side, ``RemoteEnvironment`` on the client side.
 
-    here                                              there
-    RemoteEnvironment, an Environment  -- Link -->    EnvironmentHost.answer(method, arguments) -> Reply
+    client                                            server
+    RemoteEnvironment, an Environment  - Transport -> EnvironmentServer.answer(method, arguments) -> CallResult
     RemoteTask (part, index, its texts)               the environment's own task, made from part and index
-    an open session, by its name                      environment.session(task), open in an asyncio task of its own
+    the name of an open session                       environment.session(task), open in its own asyncio task
 
-How calls get across is the ``Link``'s business. What an environment raises comes back as a ``Reply`` and is raised here under the name it
-had there, so that a rollout records what it would have recorded with the environment in this process. Tasks and sessions never travel:
-the environment's own classes need not be known here.
+A ``Transport`` carries the calls. An exception from the environment returns as a ``CallResult`` and is raised on the client under its
+original type name, so that a rollout records the same error as with a local environment. Tasks and sessions are never sent: the client
+does not need the environment's own classes.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Method = Literal["about", "task_count", "tasks", "open", "prompt", "respond", "score", "judge", "close"]
+Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "grade", "close"]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["Reply"]]
-"""``EnvironmentHost.answer`` over there. Raises HostDied where the process is gone; the next call then reaches its replacement."""
+"""Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
 BlockingCall = Callable[[Method, tuple[Any, ...]], "Reply"]
 
-BLOCK = 32  # tasks that are asked for at a time
-REMEMBERED = 1024  # blocks here, and tasks there
+BLOCK = 32  # tasks in one request
+REMEMBERED = 1024  # cached blocks per client, and cached tasks per server
 
 
 class HostDied(RuntimeError):
-    """The process in which an environment lives is gone; the message says which."""
+    """The process of an environment died. The message says which."""
 
 
 class SessionLost(RuntimeError):
-    """An episode whose session was open in a process that died: what it had done there is gone."""
+    """The session of an episode was lost with its process, or was closed."""
 
 
 class HostedError(Exception):
-    """Whatever an environment raised in its process; its type has the name of the one that was raised there."""
+    """Any other exception that an environment raised in its process. Its type carries the original type's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostedDescription:
-    """What an environment is made from, in whichever process. Pickles."""
+    """Everything needed to build an environment in any process. Picklable."""
 
-    alias: str  # under ``env``
-    name: str  # registered, or module:Class, or path/to/file.py:Class (from the process's working folder)
+    alias: str  # key under ``env``
+    name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
     options: Mapping[str, Any] = field(default_factory=dict)
-    sources: tuple[DataSource, ...] = ()  # what tasks are made from: each a part, known by its place
+    sources: tuple[DataSource, ...] = ()  # where tasks come from; a part is an index into this tuple
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a call: a value, or what was raised."""
+    """The outcome of a call: a value or an exception."""
 
     value: Any = None
-    raised: str = ""  # the name of the exception's type
+    raised: str = ""  # name of the exception's type; "" if the call succeeded
     message: str = ""
     trace: str = ""
 
@@ -86,7 +86,7 @@ class Reply:
         return Reply(None, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def unwrap(self) -> Any:
-        """The value; raises what was raised."""
+        """Return the value, or raise the exception."""
         if not self.raised:
             return self.value
         known = {kind.__name__: kind for kind in (RewardError, EnvironmentConfigError, DataError, SessionLost)}
@@ -98,39 +98,39 @@ class Reply:
 
 @dataclass(frozen=True)
 class About:
-    """What an environment is like, asked once: what it does not do needs no call."""
+    """Properties of an environment, fetched once: methods that it does not override need no calls."""
 
     title: str
     rewards: tuple[str, ...]
-    accuracy: str | None  # the reward that is the accuracy; None: the total
-    own_accuracy: bool  # it computes the accuracy itself
-    responds: bool
-    has_session: bool
-    votes: bool  # it knows final answers
+    accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
+    own_accuracy: bool  # overrides Environment.accuracy
+    responds: bool  # overrides Environment.respond
+    has_session: bool  # overrides Environment.session
+    votes: bool  # overrides Environment.answer_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteTask(Task):
-    """A task as far as it is known outside of its environment's process."""
+    """The client's view of a task."""
 
-    part: int  # of the description's ``sources``
+    part: int  # index into the description's ``sources``
     index: int
 
 
-# --- there ----------------------------------------------------------------------------------------------------------------
+# --- server ---------------------------------------------------------------------------------------------------------------
 
 
 class EnvironmentHost:
-    """One environment, its tasks and the sessions that are open. Methods raise what the environment raises; ``answer`` does not."""
+    """Serves one environment, its tasks and its open sessions. Methods raise the environment's exceptions; ``answer`` returns them."""
 
     def __init__(self, description: HostedDescription) -> None:
-        """Never raises: what is wrong with the description is the answer to the first call."""
+        """Store the description. Never raises: the first call reports what is wrong with the description."""
         self.description = description
         self._parts: dict[int, Sequence[Task]] = {}
         self._episodes: dict[str, _Episode] = {}
         self._numbers = itertools.count()
-        self._token = secrets.token_hex(4)  # a name of a process before this one is nobody's
-        self._task = functools.lru_cache(maxsize=REMEMBERED)(self._made)
+        self._token = secrets.token_hex(4)  # part of each session name, so that names of an earlier process are not reused
+        self._task = functools.lru_cache(maxsize=REMEMBERED)(lambda part, index: self._tasks(part)[index])
 
     @functools.cached_property
     def environment(self) -> Environment[Any]:
@@ -140,14 +140,14 @@ class EnvironmentHost:
             raise EnvironmentConfigError(f"env.{self.description.alias}: {error}") from error
 
     async def answer(self, method: Method, arguments: tuple[Any, ...]) -> Reply:
-        """What ``Link`` carries: one of the methods below, by name."""
+        """Call one of the methods below by name. Returns its exception instead of raising it."""
         try:
             return Reply(await getattr(self, method)(*arguments))
         except Exception as error:
             log.debug("%s of the environment %s failed", method, self.description.alias, exc_info=error)
             return Reply.of(error)
 
-    async def about(self) -> About:
+    async def spec(self) -> About:
         kind, marks = type(self.environment), reward_marks(type(self.environment))
         return About(
             title=self.environment.title,
@@ -160,15 +160,15 @@ class EnvironmentHost:
         )
 
     async def task_count(self, part: int) -> int:
-        """Raises DataError, EnvironmentConfigError."""
+        """Return the number of tasks. Raises DataError or EnvironmentConfigError."""
         return len(self._tasks(part))
 
     async def tasks(self, part: int, indices: Sequence[int]) -> list[Reply]:
-        """A ``RemoteTask`` for each index, or why there is none."""
+        """Return a ``RemoteTask``, or an exception, for each index."""
         return [self._described(part, index) for index in indices]
 
     async def open(self, part: int, index: int) -> str:
-        """The name of a new session, which stays open until ``close``, or until something in it raises."""
+        """Open a session and return its name. It stays open until ``close``, or until a call in it raises."""
         episode = _Episode(self.environment, self._task(part, index))
         await episode.opened
         name = f"{self._token}/{next(self._numbers)}"
@@ -177,7 +177,7 @@ class EnvironmentHost:
 
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
         own = self._task(task.part, task.index)
-        return await self._within(session, lambda: self._prompted(own))
+        return tuple(await self._within(session, lambda: self.environment.first_messages(own)))
 
     async def respond(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[Message, ...] | None:
         own = self._task(task.part, task.index)
@@ -188,31 +188,26 @@ class EnvironmentHost:
         own = self._task(task.part, task.index)
         return await self._within(session, lambda: self.environment.rewarded(own, replace(rollout, task=own)))
 
-    async def judge(self, task: RemoteTask, rollout: Rollout) -> Judged:
+    async def grade(self, task: RemoteTask, rollout: Rollout) -> Judged:
         own = self._task(task.part, task.index)
         return await self.environment.judged(own, replace(rollout, task=own))
 
     async def close(self, session: str, failed: str = "") -> None:
-        """``failed``: why the episode ended without rewards, which the session is told as an exception."""
+        """Close a session. ``failed`` says why the episode ended without rewards; it is raised inside the session as an exception."""
         if (episode := self._episodes.pop(session, None)) is not None:
             await episode.end(failed)
 
     async def close_all(self) -> None:
         for session in list(self._episodes):
             with suppress(Exception):
-                await self.close(session, "the environment's process ends")
-
-    async def _prompted(self, task: Task) -> tuple[Message, ...]:
-        return tuple(await self.environment.first_messages(task))
+                await self.close(session, "the environment's process is shutting down")
 
     async def _within(self, session: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """In the session's own context; an environment without sessions has none."""
+        """Run ``work`` in the context of a session, or directly if ``session`` is empty. Raises SessionLost for an unknown session."""
         if not session:
             return await work()
         if (episode := self._episodes.get(session)) is None:
-            raise SessionLost(
-                f"{self.environment.title} has no session {session}: it was open in a process that is gone, or was closed"
-            )
+            raise SessionLost(f"{self.environment.title} has no session {session}: it was closed, or its process died")
         return await episode.ask(work)
 
     def _tasks(self, part: int) -> Sequence[Task]:
@@ -221,13 +216,10 @@ class EnvironmentHost:
                 self._parts[part] = self.environment.tasks(self.description.sources[part])
             except (DataError, EnvironmentConfigError):
                 raise
-            except Exception as error:  # whatever an environment from outside does
+            except Exception as error:  # user code may raise anything
                 where = f"env.{self.description.alias}: {self.environment.title}.tasks"
                 raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
         return self._parts[part]
-
-    def _made(self, part: int, index: int) -> Task:
-        return self._tasks(part)[index]
 
     def _described(self, part: int, index: int) -> Reply:
         try:
@@ -241,34 +233,35 @@ class EnvironmentHost:
 
 
 class _Failed(Exception):
-    """What a session is told of an episode that failed elsewhere."""
+    """Raised inside a session whose episode failed elsewhere."""
 
 
 _Work = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class _Episode:
-    """An open session. Its calls run one after another in one asyncio task: what the session sets in a context variable, they see."""
+    """An open session. One asyncio task runs its calls in sequence, so that they see the context variables that the session sets."""
 
     def __init__(self, environment: Environment[Any], task: Task) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox: asyncio.Queue[tuple[_Work, asyncio.Future[Any]]] = asyncio.Queue()
-        self._told: Exception | None = None  # what a caller was told already
+        self._told: Exception | None = None  # an exception that a caller has already received
         self._runner = asyncio.create_task(self._run(environment, task))
 
     async def ask(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` in the session's task. Raises SessionLost if the session has ended."""
         if self._runner.done():
-            raise SessionLost("the session has ended, since something in it raised")
+            raise SessionLost("the session has ended because a call in it raised")
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait((work, answer))
         either: list[asyncio.Future[Any]] = [answer, self._runner]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            raise SessionLost("the session ended before it answered")
+            raise SessionLost("the session ended before the call returned")
         return answer.result()
 
     async def end(self, failed: str) -> None:
-        """Raises what closing the session raises."""
+        """Close the session, with an exception if ``failed`` is not empty. Raises what closing the session raises."""
         if not self._runner.done():
 
             async def finish() -> None:
@@ -313,31 +306,31 @@ class _Episode:
 
 
 class _Finished(Exception):
-    """The episode is over and all was well."""
+    """Raised inside a session task to close the session normally."""
 
 
-# --- here -----------------------------------------------------------------------------------------------------------------
+# --- client ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way to one host. ``blocking`` is for what is asked outside of coroutines: tasks, mostly."""
+    """A connection to one server. ``call_sync`` is for calls outside of coroutines, mostly for tasks."""
 
     call: Call
     blocking: BlockingCall
 
 
 def connect(description: HostedDescription, links: Sequence[Link]) -> RemoteEnvironment:
-    """The environment that the hosts behind ``links`` have, all of the same description. Raises what making it there raised."""
-    about: About = _asked_blocking(links[0], "about", ())
+    """Connect to servers that all serve ``description``. Raises the server's exception if it cannot build the environment."""
+    about: About = _asked_blocking(links[0], "spec", ())
     return RemoteEnvironment(description=description, about=about, links=tuple(links))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteEnvironment(Environment[RemoteTask]):
-    """An environment whose methods run in other processes. Episodes are dealt out over them; one that has a session stays where it is.
+    """An environment whose methods run in other processes. Calls are distributed round-robin; a session stays in its process.
 
-    A call outside of a session is made again where its process died. A session that was open there is lost: SessionLost.
+    A call outside of a session is retried once if its process died. A session in that process is lost: SessionLost.
     """
 
     description: HostedDescription
@@ -356,7 +349,8 @@ class RemoteEnvironment(Environment[RemoteTask]):
     def tasks(self, data: DataSource) -> RemoteTasks:
         if data not in self.description.sources:
             raise EnvironmentConfigError(
-                f"env.{self.description.alias}: tasks are asked for from data that its process was not told of ({data})"
+                f"env.{self.description.alias}: its process was created without the data source {data}; pass every source to "
+                "EnvironmentDescription"
             )
         part, link = self.description.sources.index(data), self._next()
         return RemoteTasks(link, part, _asked_blocking(link, "task_count", (part,)))
@@ -383,7 +377,7 @@ class RemoteEnvironment(Environment[RemoteTask]):
     async def judged(self, task: RemoteTask, rollout: Rollout) -> Judged:
         if not (self.about.votes or self.about.own_accuracy):
             return Judged(self.accuracy(rollout), None)
-        found: Judged = await _asked(self._next(), "judge", (task, rollout))
+        found: Judged = await _asked(self._next(), "grade", (task, rollout))
         return found
 
     def accuracy(self, rollout: Rollout) -> float:
@@ -395,14 +389,14 @@ class RemoteEnvironment(Environment[RemoteTask]):
         return self._judged_blocking(rollout).answer if self.about.votes else None
 
     def _judged_blocking(self, rollout: Rollout) -> Judged:
-        found: Judged = _asked_blocking(self._next(), "judge", (rollout.task, rollout))
+        found: Judged = _asked_blocking(self._next(), "grade", (rollout.task, rollout))
         return found
 
     def _next(self) -> Link:
         return self.links[next(self._turns) % len(self.links)]
 
     async def _asked(self, method: Method, *arguments: Any) -> Any:
-        """In the session of this context, if one is open."""
+        """Call a method, inside the current context's session if it has one."""
         session = _session.get()
         if session is None or session.environment is not self:
             return await _asked(self._next(), method, arguments)
@@ -413,7 +407,7 @@ _session: ContextVar[_RemoteSession | None] = ContextVar("strop_remote_session",
 
 
 class _RemoteSession(AbstractAsyncContextManager["None"]):
-    """A session over there, for as long as this one is open; what is asked in this context meanwhile is asked in it."""
+    """Opens a session on the server. While it is open, calls from the same context run inside it."""
 
     def __init__(self, environment: RemoteEnvironment, link: Link, task: RemoteTask) -> None:
         self.environment, self.link, self.task = environment, link, task
@@ -427,8 +421,8 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
             reply = await self.link.call(method, (*arguments, self._name))
         except HostDied as error:
             raise SessionLost(
-                f"the process of the environment {self.environment.title} died while an episode had its session open there ({error}); "
-                "what the episode did is lost with it"
+                f"the process of the environment {self.environment.title} died during an episode's session ({error}); the session's "
+                "state is lost"
             ) from error
         return reply.unwrap()
 
@@ -438,18 +432,18 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
         try:
             reply = await self.link.call("close", (self._name, failed))
         except HostDied as gone:
-            log.debug("the session %s went with its process: %s", self._name, gone)
+            log.debug("the session %s was lost with its process: %s", self._name, gone)
         else:
             if error is None:
                 reply.unwrap()
 
 
 async def _asked(link: Link, method: Method, arguments: tuple[Any, ...]) -> Any:
-    """The answer of a host; of its replacement where it died. Raises HostDied where that died too."""
+    """Call a server, and once more its replacement if it died. Raises EnvironmentServerDied if that died too."""
     try:
         reply = await link.call(method, arguments)
     except HostDied as error:
-        log.warning("%s; %s is asked of the process in its place", error, method)
+        log.warning("%s; retrying %s on its replacement", error, method)
         reply = await link.call(method, arguments)
     return reply.unwrap()
 
@@ -458,13 +452,13 @@ def _asked_blocking(link: Link, method: Method, arguments: tuple[Any, ...]) -> A
     try:
         reply = link.blocking(method, arguments)
     except HostDied as error:
-        log.warning("%s; %s is asked of the process in its place", error, method)
+        log.warning("%s; retrying %s on its replacement", error, method)
         reply = link.blocking(method, arguments)
     return reply.unwrap()
 
 
 class RemoteTasks(Sequence[RemoteTask]):
-    """Tasks by index, fetched in blocks; the blocks used last are kept."""
+    """The tasks of one data source, fetched in blocks with an LRU cache."""
 
     def __init__(self, link: Link, part: int, size: int) -> None:
         self._link, self._part, self._size = link, part, size

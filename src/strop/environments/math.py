@@ -1,4 +1,4 @@
-"""Mathematics with a reference answer: rows of problems, checked with math-verify or by exact match."""
+"""Math problems with a reference answer, checked with math-verify or by exact match."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from strop.types import Rollout
 class MathEnvironment(DatasetEnvironment):
     """The answer is the last ``\\boxed{...}`` of the last turn, else the last expression in it."""
 
-    verifier: Literal["math_verify", "exact"] = "math_verify"  # exact: equal after normalising spelling and fractions
-    num_workers: int = 4  # processes for math-verify; started as they are needed
-    timeout_s: float = 5.0  # seconds of processor time to check one answer; one that needs more counts as wrong
+    verifier: Literal["math_verify", "exact"] = "math_verify"  # exact: equal after normalizing notation and fractions
+    num_workers: int = 4  # math-verify processes, started on demand
+    timeout_s: float = 5.0  # CPU seconds to check one answer; an answer that needs more counts as wrong
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +32,7 @@ class MathEnvironment(DatasetEnvironment):
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
-        """1 where the answer could not be checked within the limits, and was counted as wrong."""
+        """1 if the answer could not be checked within the limits and counts as wrong."""
         return (await self._judge(task.answer, rollout.text)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
@@ -45,11 +45,11 @@ class MathEnvironment(DatasetEnvironment):
         expected = normal_form(reference)
         if answer is not None:
             given = normal_form(answer)
-            plain = is_integer(given) and is_integer(expected)  # two integers need no algebra
+            plain = is_integer(given) and is_integer(expected)  # integers need no symbolic comparison
             if not given or given == expected or plain or self.verifier == "exact":
                 return Outcome(float(bool(given) and given == expected))
         elif self.verifier == "exact":
             return Outcome(0.0)
-        answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would make a set of several
+        answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
         pool = worker_pool(self.num_workers)
         return await pool.call("math_verify", self.timeout_s, reference=reference, answer=answer)

@@ -1,4 +1,4 @@
-"""Several environments in one run: which task stands at position i of the stream, from i alone (strop.data.placement)."""
+"""Mix the tasks of several environments. The task at position i of the stream depends on i alone (strop.data.interleaving)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from strop.types import Task
 
 
 class TaskSource(Protocol):
-    """Where a run's stream of tasks comes from."""
+    """The source of a run's stream of tasks."""
 
     def __len__(self) -> int:
-        """Tasks of one epoch."""
+        """Return the number of tasks of one epoch."""
         ...
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
-        """The environment's name, the environment and the task at ``index``; IndexError after the last epoch."""
+        """Return the environment's name, the environment and the task at ``index``. Raises IndexError after the last epoch."""
         ...
 
 
@@ -29,22 +29,22 @@ class Component:
     name: str
     environment: Environment[Any]
     tasks: Sequence[Task]
-    weight: float | None = None  # its share of the stream; None in all: each has as many as it has tasks
+    weight: float | None = None  # share of the stream; None for all components: proportional to their numbers of tasks
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Tasks of the components by weight. One epoch has as many tasks as all components together."""
+    """Interleave the components by weight. One epoch has as many tasks as all components together."""
 
     components: tuple[Component, ...]
     seed: int = 0
     shuffle: bool = True
-    max_epochs: int | None = None  # None: without end
+    max_epochs: int | None = None  # None: no limit
 
     def __post_init__(self) -> None:
         weights = [component.weight for component in self.components]
         if not self.components:
-            raise EnvironmentConfigError("there is no environment to take tasks from")
+            raise EnvironmentConfigError("there is no environment to take tasks from; name one in the data section (env_name)")
         for component in self.components:
             if len(component.tasks) == 0:
                 raise EnvironmentConfigError(f"the environment {component.name} has no tasks")
@@ -58,7 +58,7 @@ class Mixture:
 
     @property
     def size(self) -> int | None:
-        """Tasks of all epochs; None without end."""
+        """The number of tasks of all epochs, or None without a limit."""
         return None if self.max_epochs is None else self.max_epochs * len(self)
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:

@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym by its name, scored by its own verifier. The only module that imports ``reasoning_gym``."""
+"""Any reasoning-gym task by name, scored by the task's own verifier. The only module of this process that imports ``reasoning_gym``."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from strop.environments.workers import Outcome, worker_pool
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 
-ATTEMPTS = 64  # draws until a question falls on the wanted side; each side holds half of them
+ATTEMPTS = 64  # draws until a question belongs to the requested split; each split has half of the questions
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(Environment[PromptedTask]):
-    """Validation tasks (``data.part`` or ``data.split`` "validation") never ask what a training task asks."""
+    """A reasoning-gym task. Validation questions (``data.part`` or ``data.split`` "validation") never occur in training."""
 
     task: str  # such as chain_sum, leg_counting, sudoku
-    options: Mapping[str, Any] = field(default_factory=dict)  # of that task's own configuration, except seed and size
-    instruction: str = "Give your final answer between <answer> and </answer>."  # after the question; "" for none
-    # Where the answer stands. tags: in the last <answer>...</answer>, else there is none; tags_or_text: there, else
-    # the whole text; number: the last number in the text.
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of the task's own configuration, except seed and size
+    instruction: str = "Give your final answer between <answer> and </answer>."  # appended to the question; "" for none
+    # Where to find the answer. tags: in the last <answer>...</answer>; tags_or_text: there, else the whole text;
+    # number: the last number in the text.
     extract: Literal["tags", "tags_or_text", "number"] = "tags"
-    num_workers: int = 4  # processes that score; started as they are needed
-    timeout_s: float = 5.0  # seconds of processor time to score one answer; one that needs more scores 0
+    num_workers: int = 4  # scoring processes, started on demand
+    timeout_s: float = 5.0  # CPU seconds to score one answer; an answer that needs more scores 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,7 @@ class ReasoningGym(Environment[PromptedTask]):
 
     @reward(weight=1.0)
     async def score(self, task: PromptedTask, rollout: Rollout) -> float:
-        """What the task's verifier says: 1 for right, often something in between for nearly right."""
+        """The score of the task's verifier: 1 if correct, often in between for partial credit."""
         return (await self._judge(task, rollout)).value or 0.0
 
     @reward(weight=0.0, accuracy=True)
@@ -80,14 +80,14 @@ class ReasoningGym(Environment[PromptedTask]):
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
-        """1 where the answer could not be scored within the limits, and got 0."""
+        """1 if the answer could not be scored within the limits and got 0."""
         return (await self._judge(task, rollout)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
         return self.answer(rollout.text)
 
     def answer(self, text: str) -> str | None:
-        """The final answer in ``text``, as ``extract`` says where to find it."""
+        """Return the final answer in ``text`` according to ``extract``, or None."""
         if self.extract == "number":
             number = last_number(text)
             return None if number is None else str(int(number) if number.denominator == 1 else float(number))
@@ -97,7 +97,7 @@ class ReasoningGym(Environment[PromptedTask]):
         return text.strip() if self.extract == "tags_or_text" else None
 
     def _draw(self, data: DataSource, index: int, size: int) -> dict[str, Any]:
-        """The first of this index's draws, one from each of a series of datasets, that falls on the wanted side."""
+        """Return the entry of the first in a series of datasets whose question at this index belongs to the requested split."""
         for attempt in range(ATTEMPTS):
             seed = mix_seed(data.seed, attempt) % 2**31
             entry: dict[str, Any] = make_dataset(self.task, json.dumps(dict(self.options)), seed, size)[index]
@@ -106,7 +106,7 @@ class ReasoningGym(Environment[PromptedTask]):
         raise DataError(f"{self.task} with these options asks too few different questions to hold some out for validation")
 
     async def _judge(self, task: PromptedTask, rollout: Rollout) -> Outcome:
-        """Scorers may hand the answer to SymPy, so they run under limits, in a process of their own."""
+        """Score the answer in a resource-limited process, since scorers may pass it to SymPy."""
         answer = self.answer(rollout.text)
         if answer is None:
             return Outcome(0.0)
@@ -119,22 +119,25 @@ class ReasoningGym(Environment[PromptedTask]):
 
 @lru_cache(maxsize=4 * ATTEMPTS)
 def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
-    """The dataset of reasoning-gym; ``options`` is JSON. Raises EnvironmentConfigError for what it would not accept."""
+    """Create a reasoning-gym dataset; ``options`` is JSON. Raises EnvironmentConfigError if the package is missing or the task or an
+    option is invalid."""
     try:
         import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
-        raise EnvironmentConfigError("the environment reasoning_gym needs the package: pip install reasoning-gym") from error
+        raise EnvironmentConfigError("the environment reasoning_gym needs a package: pip install reasoning-gym") from error
     if task not in DATASETS:
         raise EnvironmentConfigError(f"reasoning_gym has no task {task!r}{nearest(task, DATASETS)}")
     given = json.loads(options)
     known = {item.name for item in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
     for name in given:
         if name in ("seed", "size"):
-            raise EnvironmentConfigError(f"set {name} in the data section, not in options: training and validation differ in it")
+            raise EnvironmentConfigError(
+                f"set {name} in the data section, not in options: it differs between training and validation"
+            )
         if name not in known:
             raise EnvironmentConfigError(f"the task {task} has no option {name!r}{nearest(name, known)}")
     try:
         return reasoning_gym.create_dataset(task, **given, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
-        raise EnvironmentConfigError(f"the task {task} refuses the options {given}: {error}") from error
+        raise EnvironmentConfigError(f"the task {task} rejects the options {given}: {error}") from error

@@ -1,4 +1,4 @@
-"""Environments by name, or as ``module:Class`` from outside the package, made from a configuration's options."""
+"""Build environments from a configuration: built-in ones by name, others as ``module:Class``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVIRONMENTS = {
 
 
 def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment[Any]:
-    """The environment ``name`` with its options. Raises EnvironmentConfigError for an unknown or ill-typed one."""
+    """Build the environment ``name``. Raises EnvironmentConfigError for an unknown name and for unknown, ill-typed or missing options."""
     from pydantic import TypeAdapter, ValidationError
 
     kind = environment_class(name)
@@ -35,7 +35,7 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     for option, value in (options or {}).items():
         if option not in known:
             raise EnvironmentConfigError(f"the environment {name} has no option {option!r}{nearest(option, known)}")
-        try:  # as JSON, because there a list may stand for a tuple and yet "3" is no number
+        try:  # in JSON mode a list may stand for a tuple, while "3" is not a number
             values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError) as error:
             why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
@@ -47,11 +47,11 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
 
 def environment_class(name: str) -> type[Environment[Any]]:
-    """The class behind a registered name, ``module:Class`` or ``path/to/file.py:Class``."""
+    """Return the class of a registered name, ``module:Class`` or ``path/to/file.py:Class``. Raises EnvironmentConfigError."""
     path = ENVIRONMENTS.get(name, name)
     if ":" not in path:
         raise EnvironmentConfigError(
-            f"there is no environment {name!r}{nearest(name, ENVIRONMENTS)}. Your own is named module:Class or file.py:Class"
+            f"there is no environment {name!r}{nearest(name, ENVIRONMENTS)}. Name your own as module:Class or file.py:Class"
         )
     kind = import_attribute(path)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
@@ -65,11 +65,11 @@ def environment_class(name: str) -> type[Environment[Any]]:
 
 
 def import_attribute(path: str) -> Any:
-    """What ``module:name`` or ``path/to/file.py:name`` names; the current folder is searched too."""
+    """Import ``module:name`` or ``path/to/file.py:name``; the current folder is searched too. Raises EnvironmentConfigError."""
     module_name, _, attribute = path.rpartition(":")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except Exception as error:  # whatever the file does when it is imported
+    except Exception as error:  # user code may raise anything
         raise EnvironmentConfigError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type)]
@@ -81,7 +81,7 @@ def _import_module(name: str) -> ModuleType:
     folder = str(Path.cwd())
     if folder in sys.path or "" in sys.path:
         return importlib.import_module(name)
-    sys.path.append(folder)  # last, so that it can shadow nothing; a console script does not search it by itself
+    sys.path.append(folder)  # last, so that it shadows nothing; a console script does not search it by default
     try:
         return importlib.import_module(name)
     finally:
@@ -89,7 +89,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once, under a name made from its full path."""
+    """Import a file once, under a name derived from its full path."""
     full = path.resolve()
     name = f"strop_plugin_{full.stem}_{hashlib.blake2b(str(full).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
@@ -99,7 +99,7 @@ def _import_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, full)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    sys.modules[name] = module  # before execution: dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,7 +1,7 @@
-"""Taking away what arithmetic does not need: after ``confine()`` this process can compute, and read files, and no more.
+"""A seccomp sandbox: after ``confine()`` this process can compute and read files, and nothing else.
 
-A filter in the kernel allows the system calls below and refuses all others: no new process or program, no network, no
-file written, created or removed, no signal to anyone, no limit lifted. It cannot be undone. Linux only, on x86-64 and
+A kernel filter allows the system calls below and denies all others: no new process or program, no network, no file
+written, created or removed, no signals, no resource limit raised. It cannot be undone. Linux only, on x86-64 and
 64-bit ARM; elsewhere ``confine`` raises OSError.
 """
 
@@ -34,7 +34,7 @@ _AARCH64 = {
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}  # the kernel's AUDIT_ARCH numbers
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # refuse: the call fails with EPERM
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # deny: the call fails with EPERM
 _NUMBER, _ARCHITECTURE, _OPEN_FLAGS = 0, 4, 32  # offsets in the kernel's seccomp_data; the flags are openat's third argument
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # prctl
 
@@ -44,7 +44,7 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> None:
-    """Confine this process for good. Raises OSError where the system cannot."""
+    """Install the filter in this process, permanently. Raises OSError if the system does not support it."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _ARCHITECTURES:
         raise OSError(f"there is no system-call filter for {sys.platform} on {machine}")
@@ -57,7 +57,7 @@ def confine() -> None:
 
 
 def _filter(architecture: int, calls: dict[str, int]) -> bytes:
-    """Instructions of 8 bytes: (operation, jump if true, jump if false, constant)."""
+    """Return the BPF program: instructions of 8 bytes (operation, jump if true, jump if false, constant)."""
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),

@@ -1,11 +1,11 @@
-"""A process that scores answers under limits, started by ``workers.py``. It imports the scorers and next to nothing else.
+"""A process that scores answers under resource limits, started by ``scoring_pool.py``. It imports little besides the scorers.
 
-Math-verify and some of reasoning-gym's scorers hand what the model wrote to SymPy, which may compute for ever, fill the
-memory, or run it: SymPy's parsers call ``eval``. So every answer is scored in a fork that may only compute (``seccomp.py``),
-for so long and in so much memory, and that the kernel ends even inside C code, where no Python signal handler runs. A fork
-also means that no verdict depends on what was scored before.
+Math-verify and some of reasoning-gym's scorers pass model output to SymPy, which may run forever, exhaust the memory, or
+execute it: SymPy's parsers call ``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``)
+under limits on time and memory. The kernel kills the child even inside C code, where no Python signal handler runs. Forking
+also makes each score independent of earlier ones.
 
-Protocol: a length and a pickle in, from the parent, which is trusted; one JSON line out.
+Protocol: input is a length and a pickle from the trusted parent process; output is one JSON line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 from strop.environments.seccomp import confine
 
 MEMORY = 4 << 30  # bytes of address space
-WALL = 20  # times the limit on processor time, on a busy machine or for an answer that sleeps
+WALL = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
 LARGEST_REPLY = 4096
 
-# Judged once before any fork, so that the parser's tables and SymPy's lazy imports are there in every fork.
+# Scored once before the first fork, so that every child has the parser's tables and SymPy's lazy imports.
 WARM_UP = (
     ("\\frac{1}{2}", "0.51"),
     ("2x", "x+x+1"),
@@ -49,7 +49,7 @@ Reply = dict[str, Any]
 
 
 class Refused(Exception):
-    """No answer can be judged, because the reference cannot be read."""
+    """The reference answer cannot be parsed, so no answer can be scored against it."""
 
 
 def math_verify_judge() -> Callable[..., Callable[[], float]]:
@@ -57,7 +57,7 @@ def math_verify_judge() -> Callable[..., Callable[[], float]]:
 
     def prepare(reference: str, answer: str) -> Callable[[], float]:
         def judge() -> float:
-            gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: the limits are this process's
+            gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
             if not gold:
                 raise Refused(f"the reference answer {reference!r} cannot be parsed")
             return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
@@ -77,7 +77,7 @@ def reasoning_gym_judge() -> Callable[..., Callable[[], float]]:
         return reasoning_gym.create_dataset(task, **json.loads(options), seed=0, size=1)
 
     def prepare(task: str, options: str, answer: str, entry: Reply) -> Callable[[], float]:
-        scorer = dataset(task, options)  # before the fork, so that it is made once
+        scorer = dataset(task, options)  # before the fork, so that it is created only once
         return lambda: float(scorer.score_answer(answer, entry))
 
     return prepare
@@ -88,8 +88,8 @@ JUDGES = {"math_verify": math_verify_judge, "reasoning_gym": reasoning_gym_judge
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not look like a reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends when its input does
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library's output must not be mistaken for a reply
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process exits when its input is closed
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     prepared: dict[str, Callable[..., Callable[[], float]]] = {}
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def run(judge: Callable[[], float], cpu_s: float) -> Reply:
-    """Judge in a fork under limits, and wait for it."""
+    """Call ``judge`` in a forked child under limits and return its reply."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -116,7 +116,7 @@ def run(judge: Callable[[], float], cpu_s: float) -> Reply:
     os.close(sending)
     text = _read(receiving, time.monotonic() + WALL * cpu_s)
     os.close(receiving)
-    os.kill(child, signal.SIGKILL)  # it is done, or past every limit; a zombie takes no notice
+    os.kill(child, signal.SIGKILL)  # it has finished or exceeded a limit; a zombie ignores the signal
     _, status = os.waitpid(child, 0)
     if text.endswith(b"\n"):
         with contextlib.suppress(ValueError):
@@ -126,17 +126,17 @@ def run(judge: Callable[[], float], cpu_s: float) -> Reply:
     ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if ended in (signal.SIGPROF, signal.SIGKILL):
         return {"failure": f"ran past the limit of {cpu_s:g} s"}
-    return {"failure": f"brought the scorer down (signal {ended})"}
+    return {"failure": f"crashed the scorer (signal {ended})"}
 
 
 def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
     reply: Reply
     try:
         os.dup2(sending, 0)
-        os.closerange(1, 1 << 16)  # its pipe is all it can write to
-        with contextlib.suppress(ValueError):  # macOS knows no limit on address space
+        os.closerange(1, 1 << 16)  # it can write to its pipe only
+        with contextlib.suppress(ValueError):  # macOS does not support this limit
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        # Processor time decides, so that a busy machine does not turn a right answer into a timeout.
+        # Limit CPU time, so that a busy machine does not turn a correct answer into a timeout.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         warning = None
         try:
@@ -147,7 +147,7 @@ def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
             reply = {"value": judge(), "unconfined": warning}
         except Refused as error:
             reply = {"refused": str(error)}
-        except Exception as error:  # MemoryError and RecursionError among them: the answer cannot be judged
+        except Exception as error:  # includes MemoryError and RecursionError: the answer cannot be scored
             reply = {"failure": f"{type(error).__name__}: {error}"[:200]}
         os.write(0, json.dumps(reply).encode() + b"\n")
     finally:
@@ -155,7 +155,7 @@ def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
 
 
 def _read(pipe: int, deadline: float) -> bytes:
-    """What comes through the pipe until it is closed, ends a line, or the deadline passes."""
+    """Read from the pipe until it is closed or a line ends. Returns b"" when the deadline passes."""
     text = b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)

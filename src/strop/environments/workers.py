@@ -1,8 +1,8 @@
-"""Scoring under limits, from any thread and any event loop: a small pool of ``worker.py`` processes.
+"""A small pool of ``scoring_worker.py`` processes that score under resource limits, for any thread and event loop.
 
-    call() -> a thread of the pool -> an idle worker, or a new one -> a fork of it that scores -> its reply
+    call() -> a thread of the pool -> an idle worker, or a new one -> a forked child that scores -> its reply
 
-Workers start when first needed, and end with this process, however it ends, because their input does.
+Workers start on demand. They exit with this process, however it ends, because their input is closed.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any, Literal
 
-CACHED = 8192  # outcomes remembered: the samples of a group often agree, and several rewards ask the same
+CACHED = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 
 Kind = Literal["math_verify", "reasoning_gym"]
 
 
 class WorkerError(RuntimeError):
-    """Scoring itself is broken (a missing library, a reference that cannot be read), whatever the answer."""
+    """Scoring fails for every answer: a library is missing, or the reference cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The score, or why this answer could not be scored: it ran past the limit, or brought the scorer down."""
+    """The score of an answer, or why it has none: scoring exceeded the limit or crashed."""
 
     value: float | None
     failure: str | None = None
 
 
 def worker_pool(size: int) -> Pool:
-    """This process's pool of at most ``size`` workers; a forked child gets its own."""
+    """Return this process's pool of at most ``size`` workers. A forked process gets its own pool."""
     return _pool(os.getpid(), size)
 
 
@@ -61,7 +61,7 @@ class Pool:
         atexit.register(self.close)
 
     async def call(self, kind: Kind, cpu_s: float, **arguments: Any) -> Outcome:
-        """Score with at most ``cpu_s`` seconds of processor time. Raises WorkerError when no answer could be scored."""
+        """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
         job = pickle.dumps((kind, cpu_s, arguments))
         outcome = self._outcomes.get(job)
         if outcome is None:
@@ -72,7 +72,7 @@ class Pool:
         return outcome
 
     def close(self) -> None:
-        """End the workers. Jobs that still run finish first; each is bounded by its limit."""
+        """Stop the workers after their running jobs; each job is bounded by its limit."""
         self._threads.shutdown(cancel_futures=True)
         with suppress(Empty):
             while True:
@@ -80,10 +80,10 @@ class Pool:
 
     def _run(self, kind: Kind, job: bytes) -> Outcome:
         reply, status = self._ask(job)
-        if reply is None:  # something outside killed the worker, for no answer can; once more with a new one
+        if reply is None:  # killed from outside, since no answer can do this; retry with a new worker
             reply, status = self._ask(job)
         if reply is None:
-            raise WorkerError(f"{kind}: its worker ended twice, the last time with exit status {status}")
+            raise WorkerError(f"{kind}: its worker died twice, the last time with exit status {status}")
         if "broken" in reply:
             raise WorkerError(f"{kind} cannot be used here: {reply['broken']}")
         if "refused" in reply:
@@ -96,7 +96,7 @@ class Pool:
         return Outcome(None, str(reply.get("failure", f"the score was {value!r:.80}")))
 
     def _ask(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
-        """The reply of a worker; or None, and with what exit status it ended instead."""
+        """Send a job to a worker. Returns (reply, None), or (None, exit status) if the worker died."""
         try:
             worker = self._idle.get_nowait()
         except Empty:
@@ -114,8 +114,8 @@ class Pool:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # A fixed hash seed makes SymPy's orderings, and with them its verdicts, the same in every worker. -P keeps the
-    # current folder off the module path; the package is found where this process found it.
+    # A fixed hash seed makes SymPy's orderings, and hence the scores, the same in every worker. -P keeps the current
+    # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "strop.environments.worker"]
@@ -123,7 +123,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(worker: subprocess.Popen[bytes]) -> int:
-    """Close the worker's input, so that it ends, and wait for it; its exit status, negative for a signal."""
+    """Close the worker's input, so that it exits, and wait for it. Returns its exit status, negative for a signal."""
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
             with suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""The seam to inference engines: tokens in, tokens out, with the log-probability of every sampled token."""
+"""Interfaces of inference engines: tokens in, tokens out, with the log-probability of every sampled token."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from strop.weights.base import WeightHolder
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine sampled for one request."""
+    """The tokens that an engine sampled for one request."""
 
     tokens: Tensor  # [L] int64, the stop token included
-    logprobs: Tensor  # [L] float32, under the distribution that sampled
+    logprobs: Tensor  # [L] float32, under the sampling distribution
     versions: Tensor  # [L] int32, the weight version that sampled each token
     text: str
-    stopped: bool  # True: a stop token or stop string; False: the maximum number of tokens
+    stopped: bool  # True: ended by a stop token or stop string; False: by the maximum number of tokens
     entropies: Tensor | None = None  # [L] float32
-    kept: Tensor | None = (
-        None  # [L, K] int32, the ids each token was drawn from, padded with -1; None unless ``sampling.records``
-    )
+    kept: Tensor | None = None  # [L, K] int32, ids each token was sampled from, padded with -1; for ``sampling.records``
 
 
 class RequestTooLong(ValueError):
-    """A request that can never fit the engine's configured memory; the message says what to raise."""
+    """A request that can never fit into the engine's configured memory; the message says which limit to raise."""
 
 
 class Generator(Protocol):
     """An inference engine, in this process or another."""
 
-    version: int  # the weight version it holds
+    version: int  # version of the weights that it samples with
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        """Sample one completion. Equal (prompt, sampling, seed, weights) give equal tokens, whoever shares the batch.
+        """Sample one completion. Equal (prompt, sampling, seed, weights) give equal tokens, whatever else is in the batch.
 
-        Raises RequestTooLong where the prompt cannot fit. ``session`` names a conversation whose prefix may be cached.
+        ``session`` names a conversation whose prefix may be cached. Raises RequestTooLong if the prompt cannot fit.
         """
         ...
 
@@ -47,8 +45,8 @@ class Generator(Protocol):
 
 
 class Engine(Generator, WeightHolder, Protocol):
-    """A generator that holds weights of its own and is sent new ones."""
+    """A generator with its own copy of the weights, which receives updates."""
 
     def counters(self) -> Mapping[str, float]:
-        """What it has done since it was made, by name; differences of two readings make rates."""
+        """Return cumulative counters since the engine was created, by name. Differences of two readings give rates."""
         ...

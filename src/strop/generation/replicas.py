@@ -1,8 +1,8 @@
-"""Several engines as one generator: who gets a request, and what happens when an engine dies.
+"""Several engines as one generator: prefix-aware routing, and restarts of engines that die.
 
-A request goes to the engine that has read most of it before: turns of a conversation to the one that had the turn before, samples of one
-prompt to the one that had the first of them. That saves reading only as long as nobody waits for it, so an engine that has many more
-requests than the others gets no new ones.
+A request goes to the engine that most likely has its prefix cached: turns of a conversation to the engine of the previous turn, samples of
+one prompt to the engine of the first sample. A cached prefix is not worth a longer queue, so an engine with many more requests than the
+others gets no new ones.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from strop.weights.base import EngineDied, EngineLost, WeightHolder
 log = logging.getLogger(__name__)
 
 Revive = Callable[[WeightHolder], Awaitable[None]]
-"""Starts an engine anew and gives it weights."""
+"""Restart an engine and load weights into it."""
 
-REMEMBERED = 65_536  # prompts and sessions whose engine is known
+REMEMBERED = 65_536  # prompts and sessions with a remembered engine
 
 
 class Router:
-    """Which engine has read what. Names of sessions and whole prompts are remembered, the least recently asked forgotten first."""
+    """Prefix-aware routing of requests to engines. Remembers session names and whole prompts, and evicts the least recently used."""
 
     def __init__(self, engines: int, *, imbalance: int = 8) -> None:
-        """``imbalance`` requests more than the least busy engine, or a quarter more, keep a request from its engine."""
+        """A request leaves its preferred engine when that has over ``imbalance`` requests, and over a quarter, more than the least busy."""
         self.running = [0] * engines
         self.imbalance = imbalance
         self._owners: OrderedDict[str | tuple[int, ...], int] = OrderedDict()
 
     def route(self, prompt: tuple[int, ...], session: str, without: Collection[int] = ()) -> int:
-        """The engine for a request, none of ``without``; the caller counts it in ``running``."""
+        """Return the index of the engine for a request, skipping engines in ``exclude``. The caller updates ``running``."""
         least = min((place for place in range(len(self.running)) if place not in without), key=self.running.__getitem__)
         owner = self._owners.get(session) if session else None
         if owner is None:
@@ -58,7 +58,7 @@ class Router:
 
 
 class Replicas:
-    """A ``Generator`` over engines. A request whose engine dies is issued again, with the same seed, once that engine lives again."""
+    """A ``Generator`` over several engines. Requests of an engine that dies are issued again, with the same seed, after its restart."""
 
     def __init__(
         self,
@@ -68,19 +68,19 @@ class Replicas:
         shrinks: bool = False,
         on_close: Sequence[Callable[[], object]] = (),
     ) -> None:
-        """``max_restarts`` of one engine without an answer between them end the run. ``shrinks``: an engine whose node is lost is done
-        without, as long as another is left. ``on_close`` is called when all engines are gone."""
+        """The run ends after ``max_restarts`` restarts of one engine without a completed request in between. ``allow_shrink``: drop an
+        engine whose node is lost, as long as another one is left. ``on_close`` callbacks run after all engines are closed."""
         self.engines = tuple(engines)
-        self.version = -1  # of the last publish that all of them have
-        self.revive: Revive | None = None  # set by who publishes weights
+        self.version = -1  # of the last publish that all engines hold
+        self.revive: Revive | None = None  # set by the weight publisher
         self.max_restarts = max_restarts
         self.shrinks = shrinks
-        self.restarts = 0  # of all engines, in all
+        self.restarts = 0  # in total, over all engines
         self.on_close = list(on_close)
-        self._failures = [0] * len(self.engines)  # in a row
+        self._failures = [0] * len(self.engines)  # restarts in a row, for each engine
         self._reviving: dict[int, asyncio.Task[None]] = {}
-        self._unfit: dict[int, Exception] = {}  # why an engine that lives could not be given weights, until the next publish
-        self._gone: set[int] = set()  # engines that are done without
+        self._unfit: dict[int, Exception] = {}  # why a restarted engine could not get its weights; cleared by the next publish
+        self._gone: set[int] = set()  # indices of dropped engines
         self._router = Router(len(self.engines))
         self._before: dict[str, float] = {}
 
@@ -100,32 +100,32 @@ class Replicas:
                 self._router.running[place] -= 1
 
     async def _revived(self, place: int, error: EngineDied) -> None:
-        """Wait until the engine lives again; whoever comes first starts it. Raises EngineDied where that was tried too often."""
+        """Wait until the engine is restarted; the first caller restarts it. Raises EngineDied after too many restarts."""
         if place not in self._reviving and not self.engines[place].alive:
             self._reviving[place] = asyncio.create_task(self._restart(place, error))
             self._reviving[place].add_done_callback(lambda task: self._reviving.pop(place, None))
         await self._usable(place)
 
     async def _usable(self, place: int) -> None:
-        """Whoever asked an engine that is being started would wait for weights that it may never get."""
+        """Wait for a restart in progress. Raises its error: a request to an engine without weights would wait forever."""
         if (task := self._reviving.get(place)) is not None:
-            with waiting("request", on=f"{self.engines[place].name}, which died, to be started anew"):
+            with waiting("request", on=f"restart of {self.engines[place].name}, which died"):
                 await asyncio.shield(task)
         if (unfit := self._unfit.get(place)) is not None:
             raise unfit
 
     async def _restart(self, place: int, error: EngineDied) -> None:
-        """Until it lives and has weights: an engine that has none keeps its requests waiting."""
+        """Restart the engine until it is alive and has weights; without weights its requests would wait."""
         engine = self.engines[place]
         while not engine.alive:
             if self.revive is None or self._failures[place] >= self.max_restarts:
                 raise EngineDied(
-                    f"{error}; it was started anew {self._failures[place]} times without one answer "
-                    "(policy.generation.vllm_cfg.max_restarts), so the cause will not go away by itself: its own output says what it is"
+                    f"{error}; it was restarted {self._failures[place]} times without completing a request "
+                    "(policy.generation.vllm_cfg.max_restarts), so another restart will not help: see the engine's own output for the cause"
                 ) from error
             self._failures[place] += 1
             self.restarts += 1
-            log.warning("%s; it is started anew, and its requests are issued again", error)
+            log.warning("%s; it is restarted, and its requests are issued again", error)
             try:
                 await self.revive(engine)
             except EngineLost:
@@ -139,25 +139,23 @@ class Replicas:
                 raise
 
     def drop(self, engine: WeightHolder) -> bool:
-        """Do without an engine that cannot be started anew, if that is allowed and another is left; returns whether it is done without."""
+        """Drop an engine that cannot be restarted, if that is allowed and another one is left. Return whether it was dropped."""
         place = next(place for place, other in enumerate(self.engines) if other is engine)
         if place in self._gone:
             return True
         if not self.shrinks or len(self._gone) + 1 >= len(self.engines):
             return False
         self._gone.add(place)
-        log.warning(
-            "%s cannot be started anew; its requests go to the %d others", engine.name, len(self.engines) - len(self._gone)
-        )
+        log.warning("%s cannot be restarted; its requests go to the %d others", engine.name, len(self.engines) - len(self._gone))
         return True
 
     def published(self, version: int) -> None:
-        """All engines hold the weights of ``version``."""
+        """Record that all engines hold the weights of ``version``."""
         self.version = version
         self._unfit.clear()
 
     def metrics(self) -> Mapping[str, float]:
-        """What the engines did since this was last asked, and how they are now."""
+        """Return rates since the previous call, and the current state of the engines."""
         now: dict[str, float] = {}
         for name, value in itertools.chain.from_iterable(engine.counters().items() for engine in self.engines):
             now[name] = now.get(name, 0.0) + value

@@ -1,1 +1,1 @@
-"""Hugging Face causal language models, as both the learner and the embedded engine run them."""
+"""Hugging Face models, as the learner and the PyTorch engine run them."""

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) inside a model: what they are, without them, merged, in files.
+"""LoRA adapters (arXiv 2106.09685) in a model: find, disable, merge, save and load them.
 
-PEFT's layers hold them: a layer ``y = W x`` becomes ``y = W x + scale * up (down x)``, with W frozen. This module reads those
-layers and needs no PEFT for it; ``strop.models.lora`` puts them there.
+PEFT's layers hold the adapters: a layer ``y = W x`` becomes ``y = W x + scale * up (down x)``, with W frozen. This module works on those
+layers without importing PEFT; ``strop.models.lora`` creates them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from strop.sampling import at_least_float32
 
-ADAPTER = "default"  # PEFT's name for the only one
+ADAPTER = "default"  # PEFT's name of the only adapter
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-BASE_CONFIG_FILE = "base_config.json"  # under the name config.json the folder would pass for a whole model
-CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's word
-_PREFIX = "base_model.model."  # of every name in PEFT's files
+BASE_CONFIG_FILE = "base_config.json"  # not config.json: the folder must not look like a full model
+CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's task type of sequence classifiers
+_PREFIX = "base_model.model."  # of each name in PEFT's files
 
 
 def itself(tensor: Tensor) -> Tensor:
@@ -36,23 +36,23 @@ def itself(tensor: Tensor) -> Tensor:
 class LowRank:
     """One layer with an adapter, ``y = base(x) + scale * up (down x)``."""
 
-    name: str  # of the layer in the model, as without adapters
-    module: nn.Module  # PEFT's layer, which calls the base
-    base: Any  # nn.Linear, or a Conv1D of GPT-2, whose weight is transposed
+    name: str  # name of the layer in the model without adapters
+    module: nn.Module  # PEFT's layer, which wraps the base
+    base: Any  # nn.Linear, or GPT-2's Conv1D with its transposed weight
     down: nn.Parameter  # [r, inputs]
     up: nn.Parameter  # [outputs, r]
     scale: float
 
     @torch.no_grad()
     def merged(self, whole: Callable[[Tensor], Tensor] = itself) -> Tensor:
-        """W + scale * up down, a new tensor, in at least float32: small changes of a bfloat16 weight would be rounded away."""
+        """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding."""
         down, up, weight = (at_least_float32(whole(tensor)) for tensor in (self.down, self.up, self.base.weight))
         change = (up @ down).mul_(self.scale)
         return weight + (change if isinstance(self.base, nn.Linear) else change.t())
 
 
 def low_rank_layers(model: nn.Module) -> list[LowRank]:
-    """The layers with an adapter, in the model's order; none for an ordinary model."""
+    """Return the layers with an adapter, in the model's order; an empty list for an ordinary model."""
     return [_low_rank(name, module) for name, module in model.named_modules() if _holds_adapter(module)]
 
 
@@ -67,13 +67,13 @@ def _low_rank(name: str, module: Any) -> LowRank:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it got adapters, to the last bit and without a copy: each layer is its base.
+    """Disable a model's adapters: each layer runs its base alone, bitwise equal to the base model and without a copy.
 
-    Raises RuntimeError while an engine has routed the layers through copies of its own.
+    Raises RuntimeError while an engine has replaced the layers' forward methods.
     """
     layers = low_rank_layers(model)
     if any("forward" in vars(layer.module) for layer in layers):
-        raise RuntimeError("the generator holds the model; the adapters can only be switched off once it has been drained")
+        raise RuntimeError("the engine is using the model; adapters can only be disabled after it has been drained")
     for layer in layers:
         layer.module.forward = layer.base.forward  # type: ignore[method-assign]
     try:
@@ -84,7 +84,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def layers_and_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank | None]]:
-    """The model's weights under the names they have without adapters, as the model holds them, each with the adapter on it. No copies."""
+    """Yield (name without adapters, tensor, adapter layer or None) of each weight of the model. No copies."""
     layers = {layer.name: layer for layer in low_rank_layers(model)}
     for name, tensor in model.state_dict().items():
         owner, inside = _split(name, layers)
@@ -97,23 +97,23 @@ def layers_and_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank 
 
 
 def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under the names they have without adapters, adapters merged in, one at a time.
+    """Yield the model's weights under their names without adapters, with adapters merged in, one at a time.
 
-    ``whole`` makes a whole tensor of each, where the model holds pieces. Whoever rounds them to bfloat16 loses what is smaller than half a
-    step of the weight: send adapters beside the base instead.
+    ``whole`` gathers the full tensor of a sharded one. Rounded to bfloat16, merged weights lose changes below half a unit of precision of
+    the weight: send the adapters beside the base instead.
     """
     for name, tensor, adapter in layers_and_weights(model):
         yield name, whole(tensor) if adapter is None else adapter.merged(whole)
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under the names they have without adapters, and without what adapters add. No copies."""
+    """Yield the model's weights under their names without adapters, with adapters not merged. No copies."""
     for name, tensor, _ in layers_and_weights(model):
         yield name, tensor
 
 
 def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, str]:
-    """The layer with an adapter that a name of the state dict lies in, and the rest of the name."""
+    """Split a name of the state dict into the adapter layer that contains it, if any, and the rest of the name."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         if (layer := layers.get(".".join(parts[:length]))) is not None:
@@ -122,7 +122,7 @@ def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, st
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What is trained: the adapters, and with a classifier its score layer, under the names of PEFT's files. No copies."""
+    """Return the trained weights: the adapters and a classifier's score layer, under the names of PEFT's files. No copies."""
     found: dict[str, Tensor] = {}
     layers = low_rank_layers(model)
     for layer in layers:
@@ -135,22 +135,22 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _config_of(model: Any) -> Any:
-    """PEFT's configuration of the model's adapters."""
+    """Return PEFT's configuration of the model's adapters."""
     return model.peft_config[ADAPTER]
 
 
 def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """The adapters in PEFT's format: ``PeftModel.from_pretrained(base, folder)`` loads them.
+    """Write the adapters in PEFT's format: ``PeftModel.from_pretrained(base, folder)`` loads them.
 
-    ``tensors`` are what to write, where the model itself holds pieces. The model's configuration is written beside them, so that
-    whoever merges them later builds the model that was trained.
+    ``tensors`` replace the weights of a sharded model by full tensors. The model's configuration is written beside them, so that a later
+    merge builds the model that was trained.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(_config_of(model))
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # a set, which would be written in another order each time
+    config.target_modules = sorted(config.target_modules)  # a set, whose order differs between runs
     config.save_pretrained(str(folder))
     model.config.to_json_file(folder / BASE_CONFIG_FILE)
     save_file(
@@ -162,9 +162,9 @@ def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None
 
 @torch.no_grad()
 def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
-    """Fill a model's adapters, in place, from what ``save_adapters`` wrote. Raises ValueError for those of another form.
+    """Load what ``save_adapters`` wrote into a model's adapters, in place. Raises ValueError if they do not fit.
 
-    ``fill(own, whole)`` takes what a model that holds pieces needs of a whole tensor.
+    ``fill(own, whole)`` copies a full tensor into the model's tensor, which may be a shard of it.
     """
     from safetensors.torch import load_file
 
@@ -173,7 +173,7 @@ def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor
     odd = sorted(stored.keys() ^ own.keys()) or [name for name in own if own[name].shape != stored[name].shape]
     if odd:
         raise ValueError(
-            f"the adapters in {folder} do not fit those of this run, which differ in {', '.join(odd[:3])}; set "
+            f"the adapters in {folder} do not fit those of this run; they differ in {', '.join(odd[:3])}; set "
             "dtensor_cfg.lora_cfg as it was when they were saved, or start with another checkpointing.checkpoint_dir"
         )
     for name, tensor in own.items():
@@ -181,7 +181,7 @@ def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor
 
 
 def _refuse_other_form(model: nn.Module, folder: Path) -> None:
-    """Adapters under another scale would be another model; those of another base may be."""
+    """Raises ValueError for adapters of another rank or scale; warns if their base model has another name."""
     if not (folder / CONFIG_FILE).exists():
         raise ValueError(
             f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set "
@@ -196,26 +196,26 @@ def _refuse_other_form(model: nn.Module, folder: Path) -> None:
             )
     if (before := saved.get("base_model_name_or_path")) != own.base_model_name_or_path:
         warnings.warn(
-            f"the adapters in {folder} were trained on {before}, and this run puts them on {own.base_model_name_or_path}: "
-            "they only mean the same where these are the same weights",
+            f"the adapters in {folder} were trained on {before}, and this run adds them to {own.base_model_name_or_path}: "
+            "they are valid only if both have the same weights",
             stacklevel=3,
         )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """PEFT's configuration in a folder of adapters."""
+    """Read PEFT's configuration from a folder of adapters."""
     found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     return found
 
 
 def adapter_folder(name: str) -> Path | None:
-    """The folder with adapters that a model name is; None for any other model."""
+    """Return the folder if a model name is a folder of adapters, else None."""
     folder = Path(name).expanduser()
     return folder if (folder / CONFIG_FILE).exists() else None
 
 
 def base_name(folder: Path) -> str:
-    """The model that the adapters in a folder were trained on. Raises ValueError where they do not say."""
+    """Return the name of the model that the adapters in a folder were trained on. Raises ValueError if it is not recorded."""
     found = read_config(folder).get("base_model_name_or_path")
     if not found:
         raise ValueError(
@@ -225,12 +225,12 @@ def base_name(folder: Path) -> str:
 
 
 def of_classifier(folder: Path) -> bool:
-    """Whether the adapters in a folder, and the score layer beside them, are a sequence classifier's."""
+    """Return whether a folder has the adapters and the score layer of a sequence classifier."""
     return bool(read_config(folder).get("task_type") == CLASSIFIER_TASK)
 
 
 def with_adapters_merged(model: Any, folder: Path) -> Any:
-    """An ordinary model that computes what ``model`` with the adapters in ``folder`` does; any that PEFT can merge."""
+    """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge."""
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()

@@ -1,9 +1,9 @@
-"""One attention function for training and generation, registered through Transformers' attention interface.
+"""One attention function for training and generation, registered with Transformers' attention interface.
 
-A model whose attention implementation is ``strop`` hands the queries, keys and values of a flat row of tokens to the *plan* that
-its caller passed as ``model(..., plan=plan)``. The plan knows which tokens see which: ``TreePlan`` for packed training with
-shared prefixes, the plans of ``strop.generation.torch`` for a key-value cache. Models need no change, and learner and engine
-run the very same module.
+A model whose attention implementation is ``strop`` passes the queries, keys and values of a flat row of tokens to the *plan* that its
+caller gave as ``model(..., plan=plan)``. The plan decides which tokens attend to which: ``TreePlan`` for packed training with shared
+prefixes, the plans of ``strop.generation.torch`` for a key-value cache. Models are not modified, and learner and engine run the same
+module.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ IMPLEMENTATION = "strop"
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of its attention, beyond who sees whom."""
+    """Options of a layer's attention other than the mask."""
 
     layer: int
     scale: float
-    window: int | None = None  # a token sees itself and the window - 1 positions before it
+    window: int | None = None  # a token attends to itself and to the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
 
     def binding(self, span: int) -> AttentionSpec:
-        """The same spec without a window that ``span`` positions cannot reach."""
+        """Return the spec without its window if ``span`` positions fit into the window."""
         if self.window is None or span > self.window:
             return self
         return AttentionSpec(self.layer, self.scale, None, self.softcap)
@@ -41,7 +41,7 @@ class AttentionSpec:
 
 class AttentionPlan(Protocol):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """query [T, heads, D], key and value [T, kv_heads, D] of one flat row -> [T, heads, D]."""
+        """Compute attention: query [T, heads, D], key and value [T, kv_heads, D] of one flat row -> [T, heads, D]."""
         ...
 
 
@@ -59,7 +59,7 @@ def strop_attention(
     plan: AttentionPlan | None = None,
     **unsupported: Any,
 ) -> tuple[Tensor, None]:
-    """The function Transformers calls: [1, heads, T, D] in, [1, T, heads, D] out."""
+    """The function that Transformers calls: [1, heads, T, D] -> [1, T, heads, D]."""
     if plan is None:
         raise RuntimeError(
             "attention implementation 'strop' needs a plan: call the model with plan=..., or set another implementation"
@@ -74,7 +74,7 @@ def strop_attention(
     assert isinstance(layer, int)
     spec = AttentionSpec(layer, scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # rotary embeddings leave float32 behind
+    if torch.is_autocast_enabled(kind):  # rotary embeddings return float32
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return plan.attend(query, key, value, spec).unsqueeze(0), None
@@ -84,18 +84,18 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, strop_attention)
 
 
 def mixes_tokens(module: nn.Module) -> bool:
-    """Attention and its like are told their layer's index; so are decoder layers, which only contain them."""
+    """Return whether a module mixes tokens. Such modules have a ``layer_idx``, as do the decoder layers that contain them."""
     return hasattr(module, "layer_idx") and not isinstance(module, GradientCheckpointingLayer)
 
 
-# Scores up to this many elements are computed by plain products where that is faster than the fused kernel.
+# Up to this many elements of scores, eager attention is used where it is faster than the fused kernel.
 PLAIN_SCORES = 1 << 25
 
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec, *, causal: bool = False
 ) -> Tensor:
-    """Attention [B, heads, Lq, D] x [B, kv_heads, Lk, D] -> [B, heads, Lq, D]; a boolean mask is True where a key is seen."""
+    """[B, heads, Lq, D] x [B, kv_heads, Lk, D] -> [B, heads, Lq, D]; True in a boolean mask means that a query attends to a key."""
     if spec.softcap is None and not _plain_is_faster(query, key):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped)
@@ -105,7 +105,7 @@ def masked_attention(
 
 
 def _plain_is_faster(query: Tensor, key: Tensor) -> bool:
-    """The CPU's fused kernel takes 2 to 5 times as long as plain products in bfloat16, most of all for one query a row."""
+    """Return whether eager attention is faster: in bfloat16 on a CPU the fused kernel takes 2 to 5 times as long."""
     on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
     return on_cpu and query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= PLAIN_SCORES
 
@@ -113,7 +113,7 @@ def _plain_is_faster(query: Tensor, key: Tensor) -> bool:
 def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     batch, heads, queries, size = query.shape
     kv_heads = key.shape[1]
-    rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # the heads that share a key, one after another
+    rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # query heads that share a key-value head are adjacent
     scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, heads // kv_heads, queries, -1)
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
@@ -124,7 +124,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool for queries that are the last of the keys' positions, within ``window`` positions."""
+    """Return a [queries, keys] bool mask; queries are at the last positions of the keys and see ``window`` positions."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
@@ -132,12 +132,12 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
-    """Segments that continue the same parent, padded to a common length: one attention call for all of them."""
+    """Segments with the same parent, padded to a common length for a single attention call."""
 
     count: int
     longest: int
-    place: Tensor | None  # [tokens] int64: where each token stands among the padded [count * longest]; None: nothing is padded
-    prefix: tuple[tuple[int, int, int], ...]  # the tokens all of them see, in order: (family, first, last + 1) of each ancestor
+    place: Tensor | None  # [tokens] int64: index of each token in the padded [count * max_length]; None without padding
+    prefix: tuple[tuple[int, int, int], ...]  # shared prefix, in order: (family, first, last + 1) of each ancestor
 
     @property
     def prefix_length(self) -> int:
@@ -145,10 +145,10 @@ class Siblings:
 
 
 class TreePlan:
-    """Who sees whom in a forest of segments: a token sees its own segment causally and its ancestors whole.
+    """Attention in a forest of segments: a token attends causally to its own segment and fully to its ancestors.
 
-    A token's position is its distance from the root, so sliding windows follow from positions. Work is that of the real tokens
-    plus padding to the longest of siblings; a shared prefix is projected and stored once.
+    A token's position is its distance from the root, so sliding windows follow from positions. The cost is that of the real tokens plus
+    padding to the longest sibling; a shared prefix is projected and stored once.
     """
 
     def __init__(self, segment_start: Tensor, segment_length: Tensor, segment_parent: Tensor, device: torch.device) -> None:
@@ -174,7 +174,7 @@ class TreePlan:
         ordered = [segment for segments in members.values() for segment in segments]
         order = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in ordered])
         in_order = torch.equal(order, torch.arange(len(order)))
-        self.order = None if in_order else order.to(device)  # the row with each family's tokens together
+        self.order = None if in_order else order.to(device)  # permutation of the row that groups the tokens of each family
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def _mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -224,7 +224,7 @@ def _siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], devi
 
 
 def _ancestors(segment: int, parents: list[int], places: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """The places of a segment and its ancestors, from the root down; empty segments have none."""
+    """Return the ranges of a segment and its ancestors, from the root down; empty segments are skipped."""
     path: list[tuple[int, int, int]] = []
     while segment != -1:
         if segment in places:
@@ -239,7 +239,7 @@ def _prefix(family: Siblings, pieces: Sequence[Tensor]) -> Tensor | None:  # [P,
 
 
 def _padded(flat: Any, family: Siblings) -> Tensor:
-    """[tokens, heads, D] -> [count, heads, longest, D], zeros where there is no token."""
+    """[tokens, heads, D] -> [count, heads, max_length, D], padded with zeros."""
     if family.place is not None:
         flat = _move(flat, None, family.place, family.count * family.longest)
     padded: Tensor = flat.unflatten(0, (family.count, family.longest))
@@ -247,16 +247,16 @@ def _padded(flat: Any, family: Siblings) -> Tensor:
 
 
 def _with_prefix(own: Tensor, prefix: Tensor | None) -> Tensor:
-    """[C, heads, L, D] after [P, heads, D], which is the same for all C -> [C, heads, P + L, D]."""
+    """Prepend the prefix [P, heads, D], the same for all C, to [C, heads, L, D] -> [C, heads, P + L, D]."""
     if prefix is None:
         return own
     return torch.cat([prefix.transpose(0, 1).expand(len(own), -1, -1, -1), own], dim=2)
 
 
 class _Place(torch.autograd.Function):
-    """Move rows: take ``source`` of them, or put them at ``target`` of ``size`` rows of zeros. Indices do not repeat.
+    """Take the rows ``source``, or put rows at the indices ``target`` of ``size`` rows of zeros. Indices do not repeat.
 
-    The backward pass is the other of the two: a plain copy, where that of ``index_select`` must add.
+    Each operation is the backward pass of the other: a plain copy, while the backward pass of ``index_select`` accumulates.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Sequence classifiers with one label, which is what reward models and critics are to Transformers: loading them, and their padding."""
+"""Load sequence classifiers with one label, Transformers' form of reward models and critics, and set their padding token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CLASSIFIER = "ForSequenceClassification"
 def load_classifier(
     name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, spread: float | None = None
 ) -> Any:
-    """A Hugging Face sequence classifier with one label and float32 weights, from a saved one or from a causal LM, which may be a
-    folder with adapters of either: they come merged.
+    """Load a Hugging Face sequence classifier with one label and float32 weights, from a saved classifier or a causal LM. Either may be a
+    folder with adapters, which are merged.
 
-    A causal LM has no score layer: it gets one with weights drawn from a normal distribution with ``seed`` and the standard deviation
-    ``spread`` (None: the model's own ``initializer_range``; 0: zeros, so that every first score is 0). A saved classifier keeps its own.
-    Raises ModelNotFound, and ValueError for a model that has several labels or no classifier in Transformers.
+    A causal LM gets a new score layer whose weights are drawn from a normal distribution with ``seed`` and the standard deviation
+    ``init_std`` (None: the model's ``initializer_range``; 0: zeros, so that all initial scores are 0). A saved classifier keeps its score
+    layer. Raises ModelNotFound, and ValueError for a model with several labels or without a classifier in Transformers.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -46,12 +46,12 @@ def load_classifier(
         )
     fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is score_layer(model)]
     if missing := sorted(set(info["missing_keys"]) - set(fresh)):
-        raise ValueError(f"policy.model_name: {name} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}")
+        raise ValueError(f"policy.model_name: {name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}")
     return (_drawn(model, seed, spread) if fresh else model).to(device)
 
 
 def _with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:
-    """The classifier that was trained, with its own score layer and padding."""
+    """Load the base classifier and merge the adapters, with their score layer and padding token."""
     model = load_classifier(base_name(adapters), overrides=overrides)
     if (saved := saved_config(adapters)) is not None:
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = saved.pad_token_id
@@ -59,7 +59,7 @@ def _with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:
 
 
 def _from_language_model(model: Any) -> Any:
-    """A classifier on the trunk of a causal LM, which it takes over."""
+    """Return a classifier that takes over the base model of a causal LM."""
     from transformers import AutoModelForSequenceClassification
 
     config = model.config
@@ -72,7 +72,7 @@ def _from_language_model(model: Any) -> Any:
 
 
 def _drawn(model: Any, seed: int, spread: float | None) -> Any:
-    """The model with a score layer of its own. The weights follow from the seed alone, not from what was drawn before."""
+    """Initialize the model's score layer; its weights depend on ``seed`` only."""
     deviation = float(getattr(model.config, "initializer_range", 0.02)) if spread is None else spread
     layer = score_layer(model)
     generator = torch.Generator().manual_seed(seed)
@@ -87,8 +87,8 @@ def _refuse_several_labels(name: str, config: Any) -> None:
     saved = any(kind.endswith(_CLASSIFIER) for kind in config.architectures or ())
     if saved and config.num_labels != 1:
         raise ValueError(
-            f"policy.model_name: {name} is a classifier with {config.num_labels} labels, and a reward model or critic has one score; name "
-            "a language model, or a classifier saved with num_labels=1"
+            f"policy.model_name: {name} is a classifier with {config.num_labels} labels, and a reward model or critic needs one; set it "
+            "to a language model, or to a classifier saved with num_labels=1"
         )
 
 
@@ -97,18 +97,18 @@ def _refuse_unknown(name: str, config: Any) -> None:
 
     if type(config) not in KNOWN:
         raise ValueError(
-            f"policy.model_name: {name} is a {config.model_type} model, for which Transformers has no sequence classifier; name a model of "
-            "another family"
+            f"policy.model_name: {name} is a {config.model_type} model, for which Transformers has no sequence classifier; set it to a "
+            "model of another family"
         )
 
 
 def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
-    """Give a classifier and its tokenizer a padding token that no rollout ends with, and return it.
+    """Set a padding token of a classifier and its tokenizer that does not end rollouts, and return it.
 
-    Transformers reads the score at the last token that is not padding. Many tokenizers pad with the token that ends a turn, and then the
-    score in a padded batch would be the one before the end. The first of these that is no stop token is taken: the tokenizer's own
-    padding token; another special token, first those that are named for padding, then unused and unknown ones. The vocabulary does not
-    grow. Raises ValueError where every special token ends rollouts.
+    Transformers reads the score at the last token that is not padding. Many tokenizers pad with the token that ends a turn; the score in a
+    padded batch would then be read before that token. The first candidate that is not a stop token is used: the tokenizer's own padding
+    token, then other special tokens, first those named for padding, then unused and unknown ones. The vocabulary does not grow. Raises
+    ValueError if every special token ends rollouts.
     """
     size = int(model.get_input_embeddings().weight.shape[0])
     stops = {*stop_ids, tokenizer.eos_token_id}
@@ -116,18 +116,18 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
         place = tokenizer.convert_tokens_to_ids(token)
         if place is not None and place not in stops and place < size:
             if token != tokenizer.pad_token:
-                log.warning("%r becomes the padding token: %r ends rollouts, or is none", token, tokenizer.pad_token)
+                log.warning("%r becomes the padding token: %r is a stop token or is not set", token, tokenizer.pad_token)
             tokenizer.pad_token = token
             model.config.get_text_config().pad_token_id = model.config.pad_token_id = place
             return token
     raise ValueError(
-        "the tokenizer has no special token to pad with besides those that end a rollout, and then a classifier's score in a padded batch "
-        "is read at the wrong place; name a tokenizer with a padding token of its own (policy.tokenizer.name)"
+        "every special token of the tokenizer ends rollouts; with one of them as padding, a classifier's score in a padded batch is read "
+        "at the wrong position; set policy.tokenizer.name to a tokenizer with its own padding token"
     )
 
 
 def _candidates(tokenizer: Any) -> Iterator[str]:
-    """Tokens to pad with, the best first."""
+    """Yield candidates for the padding token, best first."""
     added = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     if tokenizer.pad_token is not None:
         yield tokenizer.pad_token

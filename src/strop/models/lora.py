@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): put trainable low-rank adapters on a frozen model, and turn a folder of them into an ordinary model.
+"""LoRA (arXiv 2106.09685): add trainable low-rank adapters to a frozen model, and merge saved adapters into an ordinary model.
 
     python -m strop.models.lora merge checkpoints/step_100/policy/weights exported
 
-The layers are PEFT's, so that what is saved is what others load. The embedded engine does not run them as they are
-(``strop.generation.torch.linears``), and a reference policy is the same model with its adapters off.
+The layers are PEFT's, so that other programs can load what is saved. The PyTorch engine replaces their forward pass
+(``strop.generation.torch.fast_linears``), and the reference policy is the same model with its adapters disabled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer, quiet
 from strop.models.value import score_layer
 
-# How `down` begins; `up` is zero, so that the model begins as its base.
+# Initialization of `down`; `up` is zero, so that the model initially equals its base.
 INITIALISERS: dict[str, Callable[..., Tensor]] = {
     "xavier": nn.init.xavier_normal_,
     "uniform": partial(nn.init.kaiming_uniform_, a=math.sqrt(5)),
@@ -39,15 +39,15 @@ INITIALISERS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Which layers get adapters, and of which form. Raises ValueError for a form that there is not."""
+    """Which layers get adapters, and of which form. Raises ValueError for an invalid option."""
 
-    target_modules: Sequence[str] = ()  # patterns of names; none: every linear layer of the decoder
-    exclude_modules: Sequence[str] = ()  # patterns of names
+    target_modules: Sequence[str] = ()  # name patterns; empty: every linear layer of the decoder
+    exclude_modules: Sequence[str] = ()  # name patterns
     dim: int = 8
-    alpha: int = 32  # the change is scaled by alpha / dim
-    use_rslora: bool = False  # by alpha / sqrt(dim) instead (arXiv 2312.03732)
-    dropout: float = 0.0  # while gradients are taken
-    dropout_position: Literal["pre", "post"] = "post"  # of what an adapter reads, or of what it adds
+    alpha: int = 32  # the update is scaled by alpha / dim
+    use_rslora: bool = False  # scale by alpha / sqrt(dim) instead (arXiv 2312.03732)
+    dropout: float = 0.0  # applied only while gradients are computed
+    dropout_position: Literal["pre", "post"] = "post"  # on the adapter's input or on its output
     initialiser: str = "xavier"
 
     def __post_init__(self) -> None:
@@ -63,20 +63,20 @@ class LoraOptions:
 
 
 def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) -> None:
-    """Freeze a causal LM or a classifier with one label and put adapters on it, in place. It computes what it did before.
+    """Freeze a causal LM or a classifier with one label and add adapters to it, in place. Its outputs do not change.
 
-    Adapters alone are trained; with a classifier its score layer too, which a language model does not bring. They are float32 where
-    the model is bfloat16, and follow from ``seed`` alone. ``base`` is the name under which the model is found again; it is saved with
-    them. Raises ValueError for patterns that match nothing, and ImportError without PEFT.
+    Only the adapters are trained, and the score layer of a classifier, which is newly initialized. Adapters are float32 for a bfloat16
+    model and depend only on ``seed``. ``base`` is the name that the base model can be loaded by; it is saved with the adapters. Raises
+    ValueError for patterns without a match, and ImportError without PEFT.
     """
     if low_rank_layers(model):
-        raise ValueError(f"{type(model).__name__} has adapters already; load the model anew")
+        raise ValueError(f"{type(model).__name__} already has adapters; reload the model")
     names = target_layers(model, options)
-    with torch.random.fork_rng(devices=[]):  # PEFT draws weights, which are drawn again below
+    with torch.random.fork_rng(devices=[]):  # PEFT initializes weights, which are initialized again below
         _inject(model, names, options, base)
     if [layer.name for layer in low_rank_layers(model)] != names:
         raise ValueError(
-            f"PEFT does not put adapters on the layers of {type(model).__name__} that were chosen; name others in "
+            f"PEFT did not add adapters to exactly the selected layers of {type(model).__name__}; exclude unsupported layers with "
             "dtensor_cfg.lora_cfg.exclude_modules"
         )
     _begin(model, options, seed)
@@ -107,19 +107,19 @@ def _inject(model: Any, names: Sequence[str], options: LoraOptions, base: str) -
         base_model_name_or_path=base,
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    # Set afterwards, so that the score layer stays what it is: PEFT would wrap it.
+    # Set after the injection: PEFT would wrap the score layer.
     model.peft_config[ADAPTER].modules_to_save = _trained_whole(model) or None
 
 
 def _short(names: Sequence[str], layers: Collection[str]) -> list[str]:
-    """Last parts of names where they mean the same layers, as other programs expect them in PEFT's files; else whole names."""
+    """Return the last parts of the names if these select the same layers, as is usual in PEFT's files; else the full names."""
     ends = {name.rpartition(".")[2] for name in names}
     same = {name for name in layers if name.rpartition(".")[2] in ends} == set(names)
     return sorted(ends) if same else list(names)
 
 
 def _begin(model: nn.Module, options: LoraOptions, seed: int) -> None:
-    """Every adapter with its first weights, in at least float32, and with its dropout."""
+    """Initialize the adapters' weights, in at least float32, and set their dropout."""
     generator = torch.Generator().manual_seed(seed)
     for layer in low_rank_layers(model):
         held: Any = layer.module
@@ -136,7 +136,7 @@ def _begin(model: nn.Module, options: LoraOptions, seed: int) -> None:
 
 
 class _TrainingDropout(nn.Module):
-    """Dropout while a gradient is taken, whatever the module's mode: what scores and what samples reads the whole adapter."""
+    """Dropout that is active only while gradients are enabled, whatever the module's mode: scoring and sampling use no dropout."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -149,30 +149,30 @@ class _TrainingDropout(nn.Module):
         return self(output)  # type: ignore[no-any-return]
 
 
-# --- which layers ---------------------------------------------------------------------------------------------------------
+# --- which layers --------------------------------------------------------------------------------------------------------
 
 
 def target_layers(model: Any, options: LoraOptions) -> list[str]:
-    """The names of the layers that get adapters, in the model's order. Raises ValueError for a pattern that matches none."""
+    """Return the names of the layers that get adapters, in the model's order. Raises ValueError for a pattern without a match."""
     possible = _linear_layers(model)
     chosen = _matched("target_modules", options.target_modules, possible, model) if options.target_modules else set(possible)
     chosen -= _matched("exclude_modules", options.exclude_modules, possible, model)
     if not chosen:
         raise ValueError(
-            f"dtensor_cfg.lora_cfg: of the {len(possible)} linear layers of {type(model).__name__} none is left to put an adapter "
-            "on; name fewer in exclude_modules"
+            f"dtensor_cfg.lora_cfg: of the {len(possible)} linear layers of {type(model).__name__} none is left for an adapter; "
+            "list fewer in exclude_modules"
         )
     if not options.target_modules and (fused := _expert_weights(model)):
         warnings.warn(
-            f"the experts' weights {', '.join(fused)} of {type(model).__name__} are no linear layers and get no adapters: "
-            "they stay as they are",
+            f"the experts' weights {', '.join(fused)} of {type(model).__name__} are not linear layers and get no adapters: "
+            "they are not trained",
             stacklevel=3,
         )
     return [name for name in possible if name in chosen]
 
 
 def _linear_layers(model: Any) -> list[str]:
-    """Names of the decoder's linear layers: not the output layer, which is applied in chunks and may be tied to the embedding."""
+    """Return the names of the decoder's linear layers, without the output layer, which is applied in chunks and may be tied."""
     from transformers.pytorch_utils import Conv1D
 
     decoder = model.base_model if _is_classifier(model) else model.get_decoder()
@@ -195,25 +195,25 @@ def _matched(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """The whole name, its end after a dot, or with * ? or [ all of it."""
+    """Return whether a pattern matches the full name, its end after a dot, or with * ? or [ the full name as a shell pattern."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
 def _elsewhere(pattern: str, model: Any) -> str | None:
-    """What a pattern matches that cannot have an adapter."""
+    """Describe what a pattern matches if that cannot have an adapter."""
     for name, module in model.named_modules():
         if name and _matches(pattern, name):
             head = None if _is_classifier(model) else model.get_output_embeddings()
             what = "the output layer" if module is head else f"a {type(module).__name__}"
-            return f"matches {name}, which is {what}: adapters go on the linear layers of the decoder"
+            return f"matches {name}, which is {what}: only linear layers of the decoder can have adapters"
     for name, _ in model.named_parameters():
         if _matches(pattern, name):
-            return f"matches the weight {name}, which is no linear layer: adapters go on the linear layers of the decoder"
+            return f"matches the weight {name}, which is not a linear layer: only linear layers of the decoder can have adapters"
     return None
 
 
 def _expert_weights(model: nn.Module) -> list[str]:
-    """Weights of all experts in one tensor, one name for all layers."""
+    """Return the names of weights that hold all experts of a layer in one tensor, one name for all layers."""
     convolutions = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     fused = [name for name, weight in model.named_parameters() if weight.dim() == 3 and id(weight) not in convolutions]
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in fused))
@@ -226,19 +226,19 @@ def _is_classifier(model: Any) -> bool:
 
 
 def _trained_whole(model: Any) -> list[str]:
-    """Layers that are trained and saved beside the adapters, as they are."""
+    """Return the names of layers that are fully trained and saved beside the adapters."""
     if not _is_classifier(model):
         return []
     layer = score_layer(model)
     return [name for name, module in model.named_modules() if module is layer]
 
 
-# --- what a run says, and export -----------------------------------------------------------------------------------------
+# --- parameter counts and export -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of a model's parameters; a tied one counts once."""
+    """Parameter counts of a model; tied parameters count once."""
 
     trained: int
     total: int
@@ -256,10 +256,10 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def export_merged(adapters: Path, target: Path) -> Any:
-    """Write the model in a folder of adapters as an ordinary Hugging Face folder, float32, with its tokenizer; returns it.
+    """Merge a folder of adapters into their base, write an ordinary float32 Hugging Face folder with its tokenizer, and return the model.
 
-    The base is loaded by the name in ``adapter_config.json``. Rounded to bfloat16, a merged model loses what changed by less than
-    half a step of a weight: where that is most of the training, serve base and adapters. Raises ValueError without adapters.
+    The base is loaded by the name in ``adapter_config.json``. Rounded to bfloat16, a merged model loses changes below half a unit of
+    precision of a weight: if most changes are that small, serve base and adapters. Raises ValueError without adapters.
     """
     if adapter_folder(str(adapters)) is None:
         raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")

@@ -1,4 +1,4 @@
-"""How this process gets memory for tensors on a CPU."""
+"""Settings of the C library's memory allocator, which allocates CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def reuse_freed_memory() -> bool:
-    """Keep freed memory instead of giving it back to the system, where the C library is glibc; says whether it is.
+    """Keep freed memory in the process instead of returning it to the system. Return whether that is supported (glibc only).
 
-    glibc maps every large block anew and unmaps it when it is freed, so a training step touches gigabytes of fresh pages, and each
-    first touch of a page is a trap into the kernel: a fifth of a step on a small machine. A process that repeats the same step needs
-    the same blocks again. The price is memory: holes that no later block fits stay with the process until ``give_back_freed_memory``.
+    By default glibc maps every large block with mmap and unmaps it when it is freed, so a training step touches gigabytes of new pages,
+    each of which costs a page fault: a fifth of a step on a small machine. A process that repeats the same step needs the same blocks
+    again. The cost is memory: fragments that no later block fits stay with the process until ``trim_freed_memory``.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -22,6 +22,6 @@ def reuse_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what is free to the system, once in a while: blocks of ever new sizes leave holes that add up to gigabytes."""
+    """Return free memory to the system. Call it now and then: blocks of varying sizes leave fragments that add up to gigabytes."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
-"""A causal language model as the learner uses it: hidden states at the places a batch predicts from.
+"""A causal language model as the learner uses it: hidden states at the positions that a batch predicts from.
 
-A model that follows Transformers' attention interface reads packed rows with shared prefixes. One that cannot (recurrent layers, an
-attention of its own) is found by a probe and reads padded rows instead, one rollout a row, with a warning that says what is lost.
+A model that follows Transformers' attention interface reads packed rows with shared prefixes. A probe detects a model that cannot
+(recurrent layers, custom attention); it reads padded rows instead, one rollout a row, with a warning.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ OutputsT = TypeVar("OutputsT", TokenOutputs, ValueOutputs)
 
 
 class Reading(Protocol):
-    """How a micro-batch is read: by one device, or by several that share its tokens and its predicted tokens."""
+    """How devices share the tokens and the predicted tokens of a micro-batch."""
 
     def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """[T] tokens and positions -> those that run here, and the plan that their attention follows."""
+        """[T] tokens and positions -> those of this device, and the plan of their attention."""
         ...
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """The hidden states of what ran here -> those of all T tokens, [T or more, H]."""
+        """Hidden states of this device's tokens -> those of all T tokens, [T or more, H]."""
         ...
 
     def own(self, column: Tensor) -> Tensor:
-        """[N, ...] -> the rows that are predicted here."""
+        """[N, ...] -> the rows that this device predicts."""
         ...
 
     def joined(self, outputs: OutputsT, size: int) -> OutputsT:
-        """What is predicted here -> all N = ``size`` of it, with which all go on alike."""
+        """Outputs of this device's predictions -> all N = ``size`` outputs, equal on all devices."""
         ...
 
 
 class ReadAlone:
-    """One device reads everything."""
+    """A single device reads all tokens."""
 
     def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
         return tokens, positions, plan
@@ -66,30 +66,30 @@ class Network:
     def __init__(
         self, model: Any, *, precision: torch.dtype = torch.float32, chunk: int = 1024, packed: bool | None = None
     ) -> None:
-        """``packed`` None probes the model; False pads; True trusts the caller."""
+        """``packed``: True reads packed rows, False padded rows, and None probes the model."""
         self.model = model
         self.precision = precision
         self.chunk = chunk
         self.device = next(model.parameters()).device
         self.reading: Reading = ReadAlone()
-        self.fallback: str | None = None  # why the model reads padded rows, if it does
+        self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
 
     def takes_plans(self) -> bool:
-        """Whether the model's attention follows a plan, as the engine's cache needs it."""
+        """Return whether the model's attention follows a plan, which the engine's cache requires."""
         return self.packed or (self.fallback is None and self._probe())
 
     def use_planned_attention(self) -> None:
-        """For an engine: every layer asks the plan it is called with."""
+        """Follow the attention plan of each call, for an engine."""
         self.model.set_attn_implementation(IMPLEMENTATION)
 
     def use_own_attention(self) -> None:
-        """For padded rows: what the model came with."""
+        """Use the model's native attention, for padded rows."""
         self.model.set_attn_implementation(_own_attention(self.model))
 
     def use_learner_attention(self) -> None:
-        """For a learner: the plan of packed rows, or the model's own attention for padded ones."""
+        """Use the learner's attention: the plan of packed rows, or the model's native attention for padded rows."""
         self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _own_attention(self.model))
 
     @property
@@ -102,16 +102,16 @@ class Network:
         return decoder
 
     def autocast(self) -> torch.autocast:
-        """bf16 autocast over float32 weights, or nothing."""
+        """Return bfloat16 autocast if that is the precision, else a context without effect."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """While it lasts, the model is what it was before it got adapters: the reference policy of a LoRA run, at no memory."""
+        """Disable the adapters, which yields the reference policy of a LoRA run without extra memory."""
         return adapters_off(self.model)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
-        """Log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and those of the tokens in
-        its column ``candidates``, if there is one. With a column ``kept_tokens`` all of them are of the distribution over that set."""
+        """Return log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and log-probabilities
+        [N, K] of a column ``candidates``. With a column ``kept_tokens`` the distribution is restricted to that set."""
         asked = (batch.extras.get(CANDIDATES), batch.extras.get(KEPT))
         candidates, kept = (None if column is None else self.reading.own(column).to(self.device) for column in asked)
         target = self.reading.own(batch.target).to(self.device)
@@ -121,7 +121,7 @@ class Network:
         return self.reading.joined(outputs, len(batch.target))
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Hidden states [N, H] at the places the batch predicts from: at those predicted here, where several devices share them."""
+        """Return the hidden states [N, H] at the positions that the batch predicts from; with token sharding, at those of this device."""
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
@@ -151,7 +151,7 @@ class Network:
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Whether packed rows give this model the same log-probabilities as one sequence at a time through its own attention."""
+        """Return whether packed rows yield the same log-probabilities as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
         own = _own_attention(self.model)
         try:
@@ -160,7 +160,7 @@ class Network:
             padded = _logprobs_of(self, self._hidden_padded(batch), batch)
             if not torch.allclose(padded, wanted, atol=1e-3, rtol=1e-3):
                 raise ValueError(
-                    f"{type(self.model).__name__} changes its logits after the output layer in a way Strop does not know"
+                    f"{type(self.model).__name__} transforms its logits after the output layer in a way that Strop does not support"
                 )
             self.model.set_attn_implementation(IMPLEMENTATION)
             packed = _logprobs_of(self, self._hidden_packed(batch), batch)
@@ -171,8 +171,8 @@ class Network:
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
             self.fallback = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warnings.warn(
-            f"{type(self.model).__name__} cannot read packed rows ({self.fallback}); it reads padded rows instead: prompts are "
-            "computed once for every rollout and padding costs time and memory",
+            f"{type(self.model).__name__} cannot read packed rows ({self.fallback}); it reads padded rows instead: every rollout "
+            "computes its prompt again, and padding costs time and memory",
             stacklevel=3,
         )
         return False
@@ -180,12 +180,12 @@ class Network:
 
 def _own_attention(model: Any) -> str:
     softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    # Transformers' sdpa leaves the softcap of Gemma 2's attention out, silently.
+    # Transformers' sdpa silently ignores the softcap of Gemma 2's attention.
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcapped else "eager"
 
 
 def _paths(batch: Batch) -> list[list[Tensor]]:
-    """The tokens of each rollout, ancestors first, as pieces."""
+    """Return the tokens of each rollout as a list of segments, ancestors first."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     paths: list[list[Tensor]] = []
     for leaf in batch.leaf.tolist():
@@ -198,7 +198,7 @@ def _paths(batch: Batch) -> list[list[Tensor]]:
 
 
 def _logprobs_of(network: Network, hidden: Tensor, batch: Batch, *, direct: bool = False) -> Tensor:
-    """Log-probabilities through Strop's head, or through the model's own forward pass."""
+    """Compute log-probabilities with Strop's LM head, or with ``direct`` through the model's own forward pass."""
     if not direct:
         return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
     found: list[Tensor] = []
@@ -210,7 +210,7 @@ def _logprobs_of(network: Network, hidden: Tensor, batch: Batch, *, direct: bool
 
 
 def probe_batch(vocabulary: int) -> Batch:
-    """Two groups with shared prompts of different lengths, made without an algorithm."""
+    """Build a batch of two groups with shared prompts of different lengths, without an algorithm."""
     from strop.types import Totals
 
     tokens: list[int] = []
@@ -260,7 +260,7 @@ def probe_batch(vocabulary: int) -> Batch:
 
 
 def disable_dropout(model: nn.Module) -> Sequence[str]:
-    """Turn dropout off and say where: a ratio of probabilities under two dropout masks measures the masks."""
+    """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -1,7 +1,7 @@
-"""A network with a scalar head: a critic or a reward model. It is a Hugging Face sequence classifier with one label.
+"""A network with a scalar head, a critic or a reward model: a Hugging Face sequence classifier with one label.
 
-What it says at a place is its head applied to the hidden state there: at every sampled token for a critic, at the last token of a
-rollout for a reward model. Saved, it loads as AutoModelForSequenceClassification.
+The head is applied to the hidden state of every sampled token for a critic, and of the last token of a rollout for a reward model. A saved
+model loads as AutoModelForSequenceClassification.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ValueNetwork(Network):
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Whether packed rows give this model the hidden states that its own attention gives on one sequence at a time."""
+        """Return whether packed rows yield the same hidden states as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
         self.use_own_attention()
         wanted = self._hidden_padded(batch)
@@ -54,7 +54,7 @@ class ValueNetwork(Network):
 
 
 def score_layer(model: Any) -> nn.Linear:
-    """The layer of a sequence classifier that gives its one label. Raises ValueError where there is none."""
+    """Return the score layer of a sequence classifier with one label. Raises ValueError if there is none."""
     for name in ("score", "classifier"):
         layer = getattr(model, name, None)
         if isinstance(layer, nn.Linear) and layer.out_features == 1:
@@ -65,7 +65,7 @@ def score_layer(model: Any) -> nn.Linear:
 
 
 def scalar(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """[N, H] -> [N], in at least float32: the differences between scores are small against their size."""
+    """Apply the score layer, [N, H] -> [N], in at least float32: differences between scores are small relative to the scores."""
     weight, bias = at_least_float32(layer.weight), layer.bias
     with torch.autocast(hidden.device.type, enabled=False):
         return nn.functional.linear(at_least_float32(hidden), weight, None if bias is None else at_least_float32(bias)).squeeze(

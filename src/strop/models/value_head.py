@@ -1,7 +1,7 @@
 """A critic that is one linear layer on the policy's hidden states: no second model in memory, and no gradient into the policy.
 
-It sees what the policy's own training put there. A critic of its own (``strop.models.value``) can learn features for the
-value, at the price of a second model.
+Its features come from the policy's training alone. A separate critic (``strop.models.value_network``) learns its own features, at
+the cost of a second model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from strop.types import Batch
 
 
 class ScalarHead(nn.Module):
-    """H -> 1. It begins at zero: every value is 0, and advantages are plain rewards, until it has learned something."""
+    """H -> 1, initialized to zero: at first every value is 0, and advantages are plain rewards."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ScalarHead(nn.Module):
         nn.init.zeros_(self.score.bias)
 
     def save_pretrained(self, folder: Path | str, **_: Any) -> None:
-        """The head alone, as safetensors, and its size as JSON."""
+        """Write the head as safetensors and its size as JSON."""
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -41,7 +41,7 @@ class ScalarHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: Path | str) -> ScalarHead:
-        """What ``save_pretrained`` wrote. Raises FileNotFoundError."""
+        """Load what ``save_pretrained`` wrote. Raises FileNotFoundError."""
         from safetensors.torch import load_file
 
         folder = Path(folder)
@@ -50,19 +50,17 @@ class ScalarHead(nn.Module):
         return head
 
     def gradient_checkpointing_enable(self, **_: Any) -> None:
-        """Nothing to do: of the trunk, which runs without gradient, no activations are kept."""
+        """Do nothing: the trunk runs without gradient and keeps no activations."""
 
 
 WEIGHTS, CONFIG = "model.safetensors", "value_head.json"
 
 
 class ValueHead:
-    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy's, as it is at the
-    moment.
-    """
+    """A critic for a learner: batch -> values [N]. ``model`` is the head alone; the trunk is the policy with its current weights."""
 
     def __init__(self, trunk: Network, head: ScalarHead | None = None) -> None:
-        """Raises ValueError for a head of another size than the trunk's hidden states."""
+        """Raises ValueError if the head does not fit the size of the trunk's hidden states."""
         size = int(trunk.model.config.get_text_config().hidden_size)
         if head is not None and head.score.in_features != size:
             raise ValueError(
@@ -77,7 +75,7 @@ class ValueHead:
         self.model = (ScalarHead(size) if head is None else head).to(device=trunk.device, dtype=wide)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
-        """What is expected of each place that a token is sampled at, [N]; how it is sampled makes no difference."""
+        """Return the values at each sampled token, [N]. ``sampling`` has no effect."""
         values = ValueOutputs(scalar(self.model.score, self._features(batch)))
         return self.trunk.reading.joined(values, len(batch.target))
 

@@ -1,4 +1,4 @@
-"""One rollout: a prompt, then turns by the policy and the environment until one of them ends it."""
+"""Episodes: a prompt, then turns by the policy and the environment until one of them ends the rollout."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class RewardScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRules:
-    """What bounds an episode."""
+    """Limits of an episode, and the scaling of its reward."""
 
     max_turns: int = 1  # turns of the policy
     max_length: int = 4096  # tokens of the whole conversation
-    max_prompt_length: int | None = None  # tokens of the first prompt; None: whatever leaves room for one token
+    max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
     scaling: RewardScaling | None = None
 
 
 class PromptTooLong(ValueError):
-    """A task whose prompt does not fit; its group is dropped and counted."""
+    """The prompt of a task is too long. Its group is dropped and counted."""
 
 
 async def run_group(
@@ -62,9 +62,9 @@ async def run_group(
     seed: int,
     greedy_baseline: bool = False,
 ) -> Group:
-    """All rollouts of one task, concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
+    """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
-    ``greedy_baseline``: one more rollout, sampled greedily, that the others are compared with.
+    With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others.
     """
     version = generator.version
     episodes = (
@@ -87,8 +87,8 @@ async def run_group(
 
 
 def group_without_task(index: int, version: int, error: Exception) -> Group:
-    """What stands for a group whose environment could not even say what its task is: one rollout with that error."""
-    log.debug("there is no task %d", index, exc_info=error)
+    """Return a group for a task that the environment failed to create: one rollout with that error."""
+    log.debug("task %d could not be created", index, exc_info=error)
     rollout = Rollout(
         task=Task(id=f"position {index}"),
         sample=0,
@@ -96,7 +96,7 @@ def group_without_task(index: int, version: int, error: Exception) -> Group:
         messages=(),
         prompt=torch.zeros(0, dtype=torch.int64),
         ending=Ending.ERROR,
-        error=f"the task at position {index} of the stream could not be made: {type(error).__name__}: {error}",
+        error=f"the task at position {index} of the stream could not be created: {type(error).__name__}: {error}",
     )
     return Group(index=index, environment="", version=version, rollouts=(rollout,))
 
@@ -112,7 +112,7 @@ async def run_episode(
     sampling: Sampling,
     rules: EpisodeRules,
 ) -> Rollout:
-    """One rollout with its rewards; never raises for what the environment does."""
+    """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised."""
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
     scored: Scored | None = None
     try:
@@ -124,7 +124,7 @@ async def run_episode(
             with _answer_of(environment, rollout, "rewards"):
                 scored = await environment.rewarded(task, rollout)
         if scored is None:
-            raise RuntimeError(f"{environment.title}.session swallowed an exception; let it through, so that it is recorded")
+            raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
@@ -133,7 +133,7 @@ async def run_episode(
 
 
 class _Session:
-    """``environment.session``, opening and closing of which are waits."""
+    """``environment.session``, with its opening and closing registered as waits with the watchdog."""
 
     def __init__(self, environment: Environment[Any], rollout: Rollout) -> None:
         self._environment, self._rollout = environment, rollout
@@ -149,7 +149,7 @@ class _Session:
 
 
 def _answer_of(environment: Environment[Any], rollout: Rollout, what: str) -> waiting:
-    """The environment's answer is waited for."""
+    """Register a wait for the environment with the watchdog."""
     return waiting(
         f"sample {rollout.sample}",
         on=f"environment {environment.title}, {what}",
@@ -181,8 +181,8 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
         )
     if sampling.records and completion.kept is None:
         raise RuntimeError(
-            f"{type(generator).__name__} does not say which tokens it drew from, as policy.generation.keep_sampling_mask asks; set that "
-            "to false, or choose the backend torch"
+            f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
+            "key to false, or set policy.generation.backend to torch"
         )
     turn = Turn(
         author="policy",

@@ -1,7 +1,7 @@
-"""Which group is trained on next: the order policies of a stream.
+"""Order policies of a stream: which group is trained on next.
 
-With k = max_staleness and G groups per step, a group begun by version v has its *deadline* at step v + k: the last step that may train on
-it. ``Fifo`` and ``Windowed`` keep every deadline; ``DropTooOld`` waits for nobody, and what misses its deadline is not trained on.
+With k = max_staleness, the *deadline* of a group started with weight version v is step v + k: the last step that may train on it.
+``Fifo`` and ``Windowed`` meet every deadline; ``DropTooOld`` does not wait for slow groups, and groups that miss theirs are dropped.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import ClassVar, Protocol
 
 @dataclass(frozen=True)
 class Held:
-    """A group that holds a slot and was not handed out."""
+    """A group that occupies a slot and has not been returned by the stream."""
 
     index: int
-    version: int  # of the weights when it was begun
-    finished: int | None  # how many groups finished before it; None while it runs
+    version: int  # weight version when it was started
+    finished: int | None  # number of groups that finished before it; None while it runs
 
 
 class Order(Protocol):
-    """Chooses among the groups of a stream."""
+    """Chooses the next group of a stream."""
 
-    drops: ClassVar[bool]  # whether groups may come out that are too old to be trained on
+    drops: ClassVar[bool]  # whether it may return groups that are too old to train on, which are then dropped
 
     def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
-        """The finished group to hand out next; None waits until another one finishes.
+        """Return the finished group to train on next, or None to wait until another one finishes.
 
-        ``held`` is in the order of indices and not empty; ``now`` is the version of the newest published weights, which is the step that is
-        being collected; ``taken`` groups are handed out for it already. Where every group is finished it never returns None.
+        ``pending`` is sorted by index and not empty. ``now`` is the version of the newest published weights, which is also the step being
+        collected; ``taken`` groups were already returned for it. If every group is finished, the result is never None.
         """
         ...
 
     def queue(self, held: Sequence[Held]) -> Sequence[Held]:
-        """Those groups in the order in which they would go if all were finished and no other were begun."""
+        """Sort the groups into the order in which they would be chosen if all were finished and no others were started."""
         ...
 
 
 @dataclass(frozen=True)
 class Fifo:
-    """In the order in which groups were begun: a run can be repeated, and a slow group holds up those behind it."""
+    """In the order in which groups were started: a run is reproducible, but a slow group delays those after it."""
 
     drops: ClassVar[bool] = False
 
@@ -53,9 +53,9 @@ class Fifo:
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed:
-    """Any finished group among the ``window`` oldest goes first, as long as all others can still meet their deadlines.
+    """The oldest finished group among the ``window`` oldest, as long as all others can still meet their deadlines.
 
-    The oldest may always go, so nothing is ever stuck; how far a slow group can be overtaken is bounded by its deadline.
+    The oldest group may always be chosen, so the stream never deadlocks; its deadline bounds how far a slow group can be overtaken.
     """
 
     window: int  # groups
@@ -65,11 +65,11 @@ class Windowed:
     drops: ClassVar[bool] = False
 
     def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
-        """The oldest finished group of the window that may overtake those of older versions.
+        """Return the oldest finished group of the window that may overtake those of older versions.
 
-        Until the end of step now + j there is room for (j + 1) x groups_per_step - taken more. Every deadline can be met if, for every j,
-        at most so many groups are due by then. Handing one out takes a place, and is one due less only from its own deadline on: all due
-        before must have a place to spare.
+        Until the end of step now + j, (j + 1) x groups_per_step - taken more groups can be trained on. Every deadline can be met if, for
+        every j, at most that many groups are due by then. Choosing a group uses up one of these places, but reduces the number of due
+        groups only from its own deadline on. So one place must be free at each deadline before that.
         """
         oldest = self.queue(held)
         for place, group in enumerate(oldest[: self.window]):
@@ -87,7 +87,7 @@ class Windowed:
 
 @dataclass(frozen=True)
 class DropTooOld:
-    """In the order in which groups finished; whoever takes them drops those that are too old by then."""
+    """In the order in which groups finished; the training loop drops those that are too old by then."""
 
     drops: ClassVar[bool] = True
 

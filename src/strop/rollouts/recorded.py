@@ -1,6 +1,6 @@
-"""Groups from recorded data: what supervised and preference training read in place of sampled rollouts.
+"""Groups from recorded data, which supervised and preference training use in place of sampled rollouts.
 
-A recorded rollout has the shape of a sampled one. Its policy turns are what the data says the assistant said; nobody sampled them, so
+A recorded rollout has the form of a sampled one. Its policy turns are the assistant's messages in the data. They were not sampled, so
 their log-probabilities are zeros and their versions -1.
 """
 
@@ -23,24 +23,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRules:
-    """How a recorded conversation becomes tokens."""
+    """Options for turning a recorded conversation into tokens."""
 
     max_length: int  # tokens of prompt and completion together
-    final_turn_only: bool = False  # teach only the last assistant turn (sft.only_unmask_final)
-    add_eos: bool = True  # end the last taught turn with a stop token if the template does not
+    final_turn_only: bool = False  # only the last assistant turn is in the loss (sft.only_unmask_final)
+    add_eos: bool = True  # end the last turn in the loss with a stop token if the template does not
     stop_ids: tuple[int, ...] = ()  # the model's stop tokens; empty: the tokenizer's end of sequence
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; it must be at least 2: a token to read and one to say")
+            raise ValueError(
+                f"max_length is {self.max_length}; it must be at least 2: one token of the prompt and one to predict"
+            )
 
 
 class ExampleTooLong(ValueError):
-    """An example that does not fit; its group is dropped and counted."""
+    """An example exceeds the maximum length. Its group is dropped and counted."""
 
 
 def demonstration(index: int, name: str, example: Conversation, template: ChatTemplate, rules: RecordedRules) -> Group:
-    """One rollout: the conversation up to its last reply, each reply taught, or only the last one."""
+    """Return a group of one rollout: the conversation up to its last reply, with every reply, or only the last one, in the loss."""
     messages = up_to_last_reply(example.messages)
 
     def make() -> tuple[Rollout, ...]:
@@ -50,9 +52,9 @@ def demonstration(index: int, name: str, example: Conversation, template: ChatTe
 
 
 def preference_pair(index: int, name: str, example: Preference, template: ChatTemplate, rules: RecordedRules) -> Group:
-    """Two rollouts: the chosen completion, whose reward is its margin (1 where the data has none), and the rejected one with 0.
+    """Return a group of two rollouts: the chosen completion, with its margin (default 1) as reward, and the rejected one with reward 0.
 
-    Both have the same prompt tensor where their prompts are the same tokens.
+    Both share one prompt tensor if their prompts have the same tokens.
     """
 
     def make() -> tuple[Rollout, ...]:
@@ -65,9 +67,9 @@ def preference_pair(index: int, name: str, example: Preference, template: ChatTe
 
 
 def judgement(index: int, name: str, example: Judged, other: Judged, template: ChatTemplate, rules: RecordedRules) -> Group:
-    """Two rollouts: the completion, with reward 1 where it is desirable and 0 where not, and another example's after the same prompt.
+    """Return a group of two rollouts: the completion, with reward 1 if desirable, else 0, and the completion of ``other`` after its prompt.
 
-    The second is for the estimate of KTO's reference point (2402.01306): a completion that has nothing to do with the prompt.
+    The second is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
     """
 
     def make() -> tuple[Rollout, ...]:
@@ -79,22 +81,22 @@ def judgement(index: int, name: str, example: Judged, other: Judged, template: C
 
 
 def _group(index: int, name: str, task: Task, make: Callable[[], tuple[Rollout, ...]]) -> Group:
-    """A group of what ``make`` gives, or of one rollout with the error it raised (law 7). A template may raise anything."""
+    """Return a group of the rollouts that ``make`` returns, or of one rollout with the error it raised (law 7).
+
+    Every exception is caught, because a template may raise any.
+    """
     try:
         rollouts = make()
     except Exception as error:
-        log.debug("example %s cannot be trained on", task.id, exc_info=error)
-        rollouts = (_failed(task, f"example {task.id!r}: {type(error).__name__}: {error}"),)
+        log.debug("example %s cannot be used for training", task.id, exc_info=error)
+        reason = f"example {task.id!r}: {type(error).__name__}: {error}"
+        nothing = torch.zeros(0, dtype=torch.int64)
+        rollouts = (Rollout(task=task, sample=0, seed=0, messages=(), prompt=nothing, ending=Ending.ERROR, error=reason),)
     return Group(index=index, environment=name, version=-1, rollouts=rollouts)
 
 
-def _failed(task: Task, error: str) -> Rollout:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return Rollout(task=task, sample=0, seed=0, messages=(), prompt=nothing, ending=Ending.ERROR, error=error)
-
-
 def _beside(first: Rollout, second: Rollout) -> Rollout:
-    """``second`` as the other rollout of a pair; the packer stores a prompt once that both have."""
+    """Make ``second`` the second rollout of a pair. It gets the prompt tensor of ``first`` if equal, so that the packer stores it once."""
     prompt = first.prompt if torch.equal(first.prompt, second.prompt) else second.prompt
     return replace(second, sample=1, prompt=prompt)
 
@@ -113,14 +115,14 @@ def _rollout(
     stops = rules.stop_ids or (() if eos is None else (eos,))
     prompt, *spans = template.conversation(messages, taught_from=taught_from)
     if not prompt.tokens:
-        raise ValueError("its prompt has no tokens, and the first taught token is predicted from the last of the prompt")
+        raise ValueError("its prompt has no tokens, but the first loss token is predicted from the last token of the prompt")
     spans = _with_stops(spans, stops)
     while not spans[-1].taught:
-        spans.pop()  # nothing is predicted after the last taught token
+        spans.pop()  # nothing is predicted after the last loss token
     if rules.add_eos:
         spans[-1] = _ended(spans[-1], eos, stops)
     if not any(span.tokens for span in spans if span.taught):
-        raise ValueError("what it teaches has no tokens")
+        raise ValueError("it has no loss tokens")
     rollout = Rollout(
         task=task,
         sample=0,
@@ -132,14 +134,14 @@ def _rollout(
     )
     if rollout.length > rules.max_length:
         raise ExampleTooLong(
-            f"it has {rollout.length} tokens ({len(rollout.prompt)} of them the prompt's), and at most {rules.max_length} fit "
+            f"it has {rollout.length} tokens ({len(rollout.prompt)} of them in the prompt), and at most {rules.max_length} fit "
             "(policy.max_total_sequence_length)"
         )
     return rollout
 
 
 def _with_stops(spans: Sequence[Span], stops: Sequence[int]) -> list[Span]:
-    """A stop token that opens what follows a reply belongs to the reply: some templates end a turn by opening the next one (GLM)."""
+    """Move a stop token from the start of the span after a reply to the reply: in some templates the next turn's opening ends it (GLM)."""
     spans = list(spans)
     for place, (reply, following) in enumerate(pairwise(spans)):
         opens = bool(following.tokens) and following.tokens[0] in stops
@@ -150,7 +152,7 @@ def _with_stops(spans: Sequence[Span], stops: Sequence[int]) -> list[Span]:
 
 
 def _ended(reply: Span, eos: int | None, stops: Sequence[int]) -> Span:
-    """The reply with a stop token at its end: without one the model is never taught to stop."""
+    """End the reply with a stop token, without which the model would not learn to stop. Raises ValueError if there is none."""
     if not stops:
         raise ValueError("there is no stop token to end it with: set the tokenizer's eos_token, or data.add_eos=false")
     if reply.tokens and reply.tokens[-1] in stops:
@@ -159,7 +161,7 @@ def _ended(reply: Span, eos: int | None, stops: Sequence[int]) -> Span:
 
 
 def _taught(span: Span, template: ChatTemplate) -> Turn:
-    """A turn of the policy that nobody sampled."""
+    """Return a policy turn that was not sampled: zero log-probabilities, version -1."""
     length = len(span.tokens)
     return Turn(
         author="policy",

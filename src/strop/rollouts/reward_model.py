@@ -1,7 +1,7 @@
-"""The score of a trained reward model as a reward: rows of a dataset, judged by a sequence classifier with one label.
+"""The score of a trained reward model as the reward: rows of a dataset, scored by a sequence classifier with one label.
 
-The whole conversation is rendered by the reward model's own chat template and cut by its own tokenizer, which need not be the policy's:
-nothing is trained on these tokens.
+The reward model's own chat template and tokenizer render the whole conversation. They may differ from the policy's, because nothing is
+trained on these tokens.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelEnvironment(DatasetEnvironment):
-    """The reward is what the model says of the whole conversation, times ``scale``, within ``min_score`` and ``max_score``."""
+    """The reward is the model's score of the whole conversation, times ``scale``, clamped to ``min_score`` and ``max_score``."""
 
     model_name: str  # a folder, such as policy/weights of strop rm, or a hub name
-    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU where one is seen
+    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU if one is visible
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     chat_template: str | None = None  # Jinja, in place of the tokenizer's own
-    ends: Literal["answer", "rendering"] = "answer"  # where the score is read: before or after the template's last line break
-    max_length: int | None = None  # tokens; longer conversations lose their beginning. None: what the model was made for
-    batch_size: int = 32  # conversations that are read at once
-    batch_tokens: int = 16384  # and their tokens, padding included
-    wait_ms: float = 5.0  # how long the first of a batch waits for others
+    ends: Literal["answer", "rendering"] = "answer"  # read the score before or after the template's trailing white space
+    max_length: int | None = None  # tokens; longer conversations are truncated on the left. None: the model's maximum
+    batch_size: int = 32  # conversations of one batch
+    batch_tokens: int = 16384  # tokens of one batch, including padding
+    wait_ms: float = 5.0  # how long the first conversation of a batch waits for others
     scale: float = 1.0
     min_score: float | None = None
     max_score: float | None = None
@@ -53,22 +53,24 @@ class RewardModelEnvironment(DatasetEnvironment):
         if self.wait_ms < 0:
             raise EnvironmentConfigError(f"wait_ms is {self.wait_ms}; it must not be negative")
         if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
-            raise EnvironmentConfigError(f"min_score is {self.min_score} and max_score {self.max_score}; it must be larger")
+            raise EnvironmentConfigError(
+                f"min_score is {self.min_score} and max_score is {self.max_score}; max_score must be larger"
+            )
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        """Loads the model, so that a wrong one is an error when the run starts. Raises EnvironmentConfigError."""
+        """Load the model too, so that a wrong one raises EnvironmentConfigError at the start of the run."""
         self.judge()
         return super().tasks(data)
 
     @reward(weight=1.0)
     async def score(self, task: PromptedTask, rollout: Rollout) -> float:
-        judge = await asyncio.to_thread(self.judge)  # the first time, in a process that made no tasks, it takes a while
+        judge = await asyncio.to_thread(self.judge)  # slow at the first call in a process that created no tasks
         value = self.scale * await judge.score(rollout.messages, ends=self.ends, longest=self.max_length)
         value = value if self.min_score is None else max(value, self.min_score)
         return value if self.max_score is None else min(value, self.max_score)
 
     def judge(self) -> Judge:
-        """The model, loaded once in each process. Raises EnvironmentConfigError."""
+        """Return the model, loaded once per process. Raises EnvironmentConfigError."""
         limits = ScorerLimits(conversations=self.batch_size, tokens=self.batch_tokens, wait=self.wait_ms / 1000)
         with _loading:
             return _judge(self.model_name, self.chat_template, self.device, self.precision, limits)
@@ -91,7 +93,7 @@ class Judge:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "the reward model reads %d tokens, and a conversation has %d: it loses its beginning", limit, len(tokens)
+                    "the reward model reads %d tokens, and a conversation has %d: it is truncated on the left", limit, len(tokens)
                 )
             tokens = tokens[-limit:]
         return await self.scorer.score(tokens)
@@ -106,7 +108,7 @@ def _judge(name: str, chat_template: str | None, device: str, precision: str, li
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
         scorer = load_reward_scorer(name, device=chosen, precision=PRECISIONS[precision], limits=limits)
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a device that is not there
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a missing device
         raise EnvironmentConfigError(f"the reward model: {str(error).replace('policy.model_name', 'model_name')}") from error
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         log.warning("the reward model %s has no chat template: messages are joined as plain text; set chat_template", name)

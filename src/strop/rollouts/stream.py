@@ -1,11 +1,11 @@
-"""Where training data comes from: groups of rollouts, begun ahead by at most a number of slots.
+"""The stream of rollout groups for training, with a bounded number of groups in flight.
 
     slots = (max_staleness + 1) x groups per step
 
-A slot is taken when a group's task is begun and given back when the group is dropped, or when the weights trained on it have been
-published. So when a group is begun, at most ``slots`` groups before it are not yet published: handed out in the order in which they were
-begun, each is trained on by a policy at most ``max_staleness`` steps newer than the one that began it. Other orders
-(``strop.rollouts.order``) keep that bound by their own means.
+A group occupies a slot from its start until it is dropped, or until the weights trained on it are published. So when a group starts, at
+most ``slots`` - 1 earlier groups are not yet published. In the order in which they were started, each group is therefore trained on by a
+policy at most ``max_staleness`` steps newer than the one that started it. Other orders (``strop.rollouts.order``) have their own rules
+for that bound.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RunGroup = Callable[[int], Awaitable[Group]]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """What a run needs to continue its stream: finished groups, and the tasks to begin again."""
+    """The state to resume a stream from: finished groups, and tasks to restart."""
 
-    next_index: int  # the first task never begun
-    unfinished: tuple[int, ...]  # begun, not finished: they are begun again, with the same seeds
-    finished: tuple[Group, ...]  # finished, not trained on
+    next_index: int  # the first task that was never started
+    unfinished: tuple[int, ...]  # started but not finished: restarted with the same seeds
+    finished: tuple[Group, ...]  # finished but not trained on
 
 
 def renewed(
     state: StreamState, *, step: int, groups_per_step: int, max_staleness: int, order: Order | None = None
 ) -> StreamState:
-    """The state with those finished groups begun again that would be too old when their turn comes.
+    """Return the state with finished groups that would be too old to train on moved to ``unfinished``.
 
-    There are none unless settings changed between two starts of the run. An order that drops old groups needs no such care.
+    This only happens if settings changed before the run was resumed. For an order that drops old groups, the state is returned unchanged.
     """
     order = order or Fifo()
     if order.drops:
@@ -51,22 +51,22 @@ def renewed(
 
 
 class EndOfTasks(Exception):
-    """The tasks of every epoch have been used."""
+    """The stream has no more tasks in any epoch."""
 
 
 class GroupStream(Protocol):
-    """The seam of the loop to its data: rollouts as they are sampled, or recorded ones."""
+    """The training loop's source of groups: sampled or recorded rollouts."""
 
     async def next(self) -> Group:
-        """The next group by the stream's order. Raises EndOfTasks."""
+        """Return the next group in the stream's order. Raises EndOfTasks."""
         ...
 
     def release(self, count: int) -> None:
-        """Give back the slots of ``count`` groups: they were dropped, or the weights trained on them are published."""
+        """Free the slots of ``count`` groups that were dropped or whose trained weights are published."""
         ...
 
     async def drained(self) -> None:
-        """Returns when no group is running."""
+        """Wait until no group is running."""
         ...
 
     def state(self) -> StreamState: ...
@@ -75,7 +75,7 @@ class GroupStream(Protocol):
 
 
 class RolloutStream:
-    """Begins groups as slots allow and hands them out by an order."""
+    """Starts groups while slots are free and returns them in the order of an order policy."""
 
     def __init__(
         self,
@@ -88,11 +88,12 @@ class RolloutStream:
         order: Order | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``run_group(index)`` runs the index-th task of the stream; ``size`` is how many there are, None for no end.
+        """Create a stream.
 
-        ``ahead``: a freed slot is filled at once (asynchronous training). Otherwise groups are begun when the next one is asked for, so
-        that nothing runs while a synchronous run evaluates or saves. ``order`` is FIFO if it is None; ``version()`` is that of the weights
-        that the generators hold, which an order may judge age by.
+        ``run_group(index)`` runs the index-th task; ``size`` is the number of tasks, None if unbounded. With ``refill_on_release``, a freed
+        slot is filled at once (asynchronous training). Otherwise groups are started when the next one is requested, so that nothing runs
+        while a synchronous run validates or saves. ``order`` None is FIFO. ``version()`` returns the generators' weight version, from which
+        an order computes the age of a group.
         """
         self._run_group = run_group
         self._free = slots
@@ -102,21 +103,21 @@ class RolloutStream:
         self._version = version
         self._next = state.next_index if state else 0
         self._again = deque(state.unfinished if state else ())
-        self._running: dict[int, asyncio.Task[Group]] = {}  # and those that finished in this process
+        self._running: dict[int, asyncio.Task[Group]] = {}  # running, or finished in this process
         self._restored = {group.index: group for group in state.finished} if state else {}
         self._held = {index: Held(index, group.version, place) for place, (index, group) in enumerate(self._restored.items())}
         self._finished = len(self._held)
         self._one_finished = asyncio.Event()
         self._free -= len(self._held)
-        self._taken = 0  # handed out, slot not given back
+        self._taken = 0  # returned, slot not released
 
     @property
     def _more(self) -> bool:
-        """Whether there is a task to begin."""
+        """Whether there is a task to start."""
         return bool(self._again) or self._size is None or self._next < self._size
 
     def _fill(self) -> None:
-        """Begin a task in every free slot."""
+        """Start a task in every free slot."""
         while self._free > 0 and self._more:
             if self._again:
                 index = self._again.popleft()
@@ -134,11 +135,11 @@ class RolloutStream:
             self._one_finished.set()
 
     async def next(self) -> Group:
-        """The next group by the order; waits for one to finish where it must. Raises EndOfTasks."""
+        """Return the next group in the order, waiting for it to finish if necessary. Raises EndOfTasks."""
         self._fill()
         if not self._held:
             if self._more:
-                raise RuntimeError("every slot is held by groups that were handed out; release some before asking for the next")
+                raise RuntimeError("every slot is held by groups that were returned; release some before requesting the next")
             raise EndOfTasks
         index = await self._choose()
         group = self._restored.pop(index) if index in self._restored else await self._running[index]
@@ -148,31 +149,31 @@ class RolloutStream:
         return group
 
     async def _choose(self) -> int:
-        """The index of the group to hand out, as soon as there is one."""
+        """Wait for the group to return next, and return its index."""
         while True:
             held = [self._held[index] for index in sorted(self._held)]
             chosen = self._order.choose(held, now=self._version(), taken=self._taken)
             if chosen is not None:
                 return chosen.index
             if all(group.finished is not None for group in held):
-                raise RuntimeError(f"{type(self._order).__name__} hands out none of {len(held)} groups, though all are finished")
+                raise RuntimeError(f"{type(self._order).__name__} chose none of {len(held)} groups, although all are finished")
             self._one_finished.clear()
             await self._one_finished.wait()
 
     def release(self, count: int) -> None:
-        """Give back the slots of ``count`` groups: they were dropped, or the weights trained on them are published."""
+        """Free the slots of ``count`` groups that were dropped or whose trained weights are published."""
         self._free += count
         self._taken -= count
         if self._ahead:
             self._fill()
 
     async def drained(self) -> None:
-        """Returns when no group is running. What finished meanwhile is kept, an exception too: it is raised when its turn comes."""
+        """Wait until no group is running. Results are kept; an exception is raised when its group is requested."""
         while running := [task for task in self._running.values() if not task.done()]:
             await asyncio.wait(running)
 
     def state(self) -> StreamState:
-        """The stream as it could be continued by another process: finished groups in the order in which they finished."""
+        """Return the state to resume from in another process, with finished groups in the order in which they finished."""
         done = {
             index: task.result()
             for index, task in self._running.items()
@@ -187,7 +188,7 @@ class RolloutStream:
         return (self._finished if finished is None else finished, group.index)
 
     async def close(self) -> None:
-        """Stop whatever runs."""
+        """Cancel the running groups."""
         tasks = list(self._running.values())
         self._running.clear()
         self._held.clear()

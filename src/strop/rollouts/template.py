@@ -1,7 +1,7 @@
-"""Messages -> tokens, through the tokenizer's chat template. The only place where text becomes tokens (law 2).
+"""Messages to tokens, with the tokenizer's chat template. Text becomes tokens only here (law 2).
 
-What the policy sampled is never tokenised again: an observation is tokenised alone, as the piece of the template that stands between
-the end of the policy's turn and the start of its next one.
+Sampled tokens are never tokenized again. An observation is tokenized alone, as the part of the rendered template between the end of the
+policy's turn and the start of its next one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from strop.types import Message, Messages, assistant, user
 
-# A reply whose text no template changes and no conversation contains; the rendering around it is what surrounds any reply.
+# A reply that no template changes and no conversation contains. The rendered text around it is the same for every reply.
 _REPLY = "\u241e\u2418\u241e"
-_LOOK_BACK = 64  # characters before a piece of text that can change how it is tokenised
+_LOOK_BACK = 64  # characters before a text that can affect how it is tokenized
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a recorded conversation, and whether the policy is taught to say it."""
+    """A part of a recorded conversation, and whether its tokens are in the loss."""
 
     tokens: list[int]
     taught: bool
@@ -30,14 +30,15 @@ class Span:
 
 
 class ConversationError(ValueError):
-    """A recorded conversation that this chat template cannot cut into what the policy says and what it reads."""
+    """The chat template cannot split a recorded conversation into loss tokens and context."""
 
 
 class ChatTemplate:
     """Renders prompts and observations as token ids."""
 
     def __init__(self, tokenizer: Any, *, options: Mapping[str, Any] | None = None) -> None:
-        """``options`` go to the template, such as ``enable_thinking``. A tokenizer without a template joins plain text, with a warning."""
+        """``options`` are passed to the template, such as ``enable_thinking``. Without a template, messages are joined as plain text and
+        a warning is issued."""
         self.tokenizer = tokenizer
         self.options = dict(options or {})
         self.plain = not getattr(tokenizer, "chat_template", None)
@@ -48,16 +49,17 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Messages) -> list[int]:
-        """The conversation so far and the start of the policy's turn. Raises ValueError for an empty one."""
+        """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
         if not messages:
-            raise ValueError("a prompt needs at least one message; the environment gave none")
+            raise ValueError("a prompt needs at least one message; the environment returned none")
         if self.plain:
             ids: list[int] = self.tokenizer(_joined(messages))["input_ids"]
             return ids
         return self._encode(self._render(messages, open_turn=True))
 
     def observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
-        """What to append after the policy's turn ``sampled``: the end of that turn, unless it was sampled, the messages, a new turn."""
+        """Encode what to append after the policy's turn ``sampled``: the end of that turn, unless it was sampled, the messages and the
+        start of a new turn."""
         if self.plain:
             return self._encode("\n" + _joined(messages) + "\n")
         before = [Message("user", "?"), Message("assistant", _REPLY)]
@@ -65,28 +67,29 @@ class ChatTemplate:
         _, found, rest = rendered.partition(_REPLY)
         if not found:
             raise ValueError(
-                "the chat template does not render an assistant's message as it is written; a conversation cannot go on in tokens"
+                "the chat template does not render an assistant's message as it is written, so a conversation cannot go on in tokens; "
+                "set policy.tokenizer.chat_template to one that does, or allow only one turn"
             )
         ids = self._encode(rest)
         return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
 
     def whole(self, messages: Messages, *, trailing: bool = True) -> list[int]:
-        """A conversation that is over, for whoever judges it; without ``trailing`` it ends before the template's last white space."""
+        """Encode a complete conversation, for a reward model. Without ``trailing``, the template's trailing white space is left out."""
         text = _joined(messages) if self.plain else self._render(messages, open_turn=False)
         return self._encode(text if trailing else text.rstrip())
 
     def conversation(self, messages: Messages, *, taught_from: int = 0) -> list[Span]:
-        """A recorded conversation in spans whose texts join to its rendering: a prompt, then what is taught and what is read.
+        """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
 
-        Taught are the assistant's messages from place ``taught_from`` on, save one that opens the conversation: each begins where sampling
-        would, after the prompt that ``prompt(messages before it)`` gives, and ends with the special token that the template ends a
-        turn with, if it has one. The first span is that prompt for the first of them, token for token. Raises ConversationError where
-        the template renders a turn otherwise than the policy would have met it.
+        Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
+        except one that opens the conversation. Each begins where sampling would begin, after ``encode_prompt(messages before it)``, and
+        ends with the special token that ends a turn in the template, if there is one. The first span has exactly the tokens of the prompt
+        of the first such message. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
         """
         turns = [place for place, message in enumerate(messages) if message.role == "assistant" and place >= max(taught_from, 1)]
         if not turns:
             raise ConversationError(
-                "the conversation has no message of the assistant's that answers another; there is nothing to teach"
+                "the conversation has no assistant message that follows another message, so there are no loss tokens"
             )
         if self.plain:
             return self._plain_spans(messages, turns)
@@ -97,7 +100,7 @@ class ChatTemplate:
         return self._spans([whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])], self._encode(whole[: cuts[0]]))
 
     def _bounds(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
-        """Where in the rendering the policy's words of message ``turn`` begin and end."""
+        """Return where the policy's part of message ``turn`` begins and ends in the rendered text."""
         before = self._render(messages[:turn], open_turn=True)
         upto = whole if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
         after, said = self._after_reply
@@ -106,8 +109,8 @@ class ChatTemplate:
             raise ConversationError(_opened_otherwise(turn, before, upto))
         if not upto.endswith(after) or end < len(before):
             raise ConversationError(
-                f"the chat template ends message {turn + 1} with {upto[-40:]!r}, and other replies with {after[-40:]!r}: it cannot be "
-                "told where the reply ends; set policy.tokenizer.chat_template to one that ends each alike"
+                f"the chat template ends message {turn + 1} with {upto[-40:]!r}, and other replies with {after[-40:]!r}: it is unclear "
+                "where the reply ends; set policy.tokenizer.chat_template to one that ends all replies alike"
             )
         end += said
         if not whole.startswith(upto[:end]):
@@ -116,7 +119,8 @@ class ChatTemplate:
 
     @cached_property
     def _after_reply(self) -> tuple[str, int]:
-        """What the template writes after a reply, and how many characters of it the policy says: up to the first special token."""
+        """The text that the template adds after a reply, and how many of its characters the policy generates: up to and including the first
+        special token."""
         rendered = self._render([user("?"), assistant(_REPLY)], open_turn=False)
         _, found, after = rendered.rpartition(_REPLY)
         if not found:
@@ -130,7 +134,8 @@ class ChatTemplate:
         return after, start - length
 
     def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[Span]:
-        """Text as ``prompt`` and ``observation`` join it: replies follow what they answer, and stand on lines of their own after that."""
+        """Split plain text joined as in ``encode_prompt`` and ``encode_observation``: a reply follows its prompt directly, and later
+        messages start on new lines."""
         pieces = [_joined(messages[: turns[0]])]
         for turn, following in pairwise([*turns, len(messages)]):
             between = messages[turn + 1 : following]
@@ -138,16 +143,16 @@ class ChatTemplate:
         return self._spans(pieces, self.prompt(messages[: turns[0]]))
 
     def _spans(self, pieces: Sequence[str], prompt: list[int]) -> list[Span]:
-        """Every second piece is taught. An empty last piece is left out."""
+        """Return spans of the pieces. Every second piece is in the loss; an empty last piece is left out."""
         spans = [Span(prompt, False, pieces[0])]
         for place, (before, text) in enumerate(pairwise(pieces), start=1):
             spans.append(Span(self._continue(before, text), place % 2 == 1, text))
         return spans if pieces[-1] else spans[:-1]
 
     def _continue(self, before: str, text: str) -> list[int]:
-        """``text`` in tokens as it stands after ``before``, and alone where the two would share a token.
+        """Encode ``text`` as a continuation of ``before``, or alone if the two would share a token.
 
-        Some tokenizers mark the start of whatever they are given as the start of a word, which a continuation is not.
+        Some tokenizers mark the start of their input as the start of a word, which is wrong for a continuation.
         """
         before = before[-_LOOK_BACK:]
         context, joined = self._encode(before), self._encode(before + text)
@@ -172,14 +177,14 @@ def _opened_otherwise(turn: int, before: str, rendered: str) -> str:
     common = next((place for place, (left, right) in enumerate(zip(before, rendered, strict=False)) if left != right), 0)
     return (
         f"the chat template opens message {turn + 1} with {before[common:][-40:]!r} when it is to be sampled, and renders it as "
-        f"{rendered[common:][:40]!r}: what would be taught is not what the policy would say there. Begin the message as the template "
+        f"{rendered[common:][:40]!r}: the loss tokens would differ from what the policy samples there. Begin the message as the template "
         "opens it, or set policy.tokenizer.chat_template_kwargs (such as enable_thinking: false) or policy.tokenizer.chat_template"
     )
 
 
 def _rewritten(messages: Messages, turn: int) -> str:
     return (
-        f"the chat template renders message {turn + 1} of {len(messages)} otherwise once the conversation goes on, as templates do "
-        "that drop earlier reasoning: what would be taught is not what the policy would say there. Teach the last turn alone "
-        "(sft.only_unmask_final=true), or set policy.tokenizer.chat_template to a template that leaves earlier turns as they were"
+        f"the chat template renders message {turn + 1} of {len(messages)} differently when more messages follow, as templates do "
+        "that drop earlier reasoning: the loss tokens would differ from what the policy samples there. Train on the last turn only "
+        "(sft.only_unmask_final=true), or set policy.tokenizer.chat_template to a template that does not change earlier turns"
     )

@@ -1,9 +1,9 @@
-"""What a run tells the world: a console for the person, files for the record, services for the team.
+"""What a run reports: a console, metric and rollout files, and external services.
 
-    loop --log(step, metrics)--> Trackers --+--> live | plain console
-                                            +--> metrics.jsonl        the record; `strop plot` reads it
-                                            +--> TensorBoard, Weights & Biases
-    loop --write(step, records)-> RolloutStore --> rollouts/step_000012.parquet
+    train --log(step, metrics)---> CompositeTracker --+--> live | plain console
+                                                      +--> metrics.jsonl        read by `strop plot`
+                                                      +--> TensorBoard, Weights & Biases
+    train --write(step, records)-> RolloutStore --> rollouts/step_000012.parquet
 
-Each heavy library is imported by one module here and by nothing else; `strop.tracking.base` imports none of them.
+Each heavy library is imported by exactly one module here; `strop.monitoring.trackers.base` imports none of them.
 """

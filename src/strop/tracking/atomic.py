@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not there at all, whenever the process is killed."""
+"""Atomic file writes: a file is complete or absent, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; once written it takes the place of ``path`` in one move, and survives a power cut."""
+    """Yield a temporary path to write to, then rename it to ``path``. File and rename are flushed to disk (fsync)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp")
     try:

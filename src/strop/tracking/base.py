@@ -1,4 +1,4 @@
-"""The seam to trackers, and the fan-out that keeps a broken one from stopping a run."""
+"""The tracker interface, and a composite tracker in which a failing tracker cannot stop the run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Something that is told how a run goes.
+    """Receives the metrics and messages of a run.
 
     The order of calls is: ``resume`` at most once, then any number of ``log``, ``note`` and ``progress``, then ``close``.
-    Steps come in ascending order. Step 0 is the model as it was before training: its metrics are those of a
-    validation. ``log`` for the same step again adds to what was said about it, and replaces what has the same name.
+    Steps ascend. Step 0 is the model before training; its metrics are those of a validation. Logging the same step again
+    adds metrics and overwrites those of the same name.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``step`` is over; this is what was measured. When this returns, a tracker that keeps files has it on disk."""
+        """Record the metrics of a finished step. A tracker that writes files has them on disk when this returns."""
 
     def note(self, text: str) -> None:
-        """A line for a person: a checkpoint was saved, a fallback was taken, training is over."""
+        """Show a message to the user: a checkpoint was saved, a fallback was taken, training has finished."""
 
     def progress(self, text: str) -> None:
-        """What the run is doing now, in a few words; replaces what was said before, and is never recorded."""
+        """Show the current activity in a few words. Replaces the previous one and is never recorded."""
 
     def resume(self, step: int) -> None:
-        """The run continues after ``step``: whatever is recorded of later steps must go, for they will run again.
+        """Continue after ``step``: discard the records of later steps, which will run again.
 
-        -1 says that it starts from nothing, and takes over the log folder.
+        -1 means that a new run starts from scratch in this log folder.
         """
 
     def close(self) -> None:
-        """No more will come. Closing twice is harmless."""
+        """Release resources. May be called twice."""
 
 
 class Silent:
-    """A tracker that does nothing: what to use for none, and what to inherit for the calls that do not concern you."""
+    """A tracker that does nothing. Inherit from it to implement only some of the methods."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
@@ -56,7 +56,7 @@ class Silent:
 
 
 class Trackers:
-    """Many trackers as one. One that raises is warned about once and not called again: the run outlives its reporters."""
+    """Combines several trackers. A tracker that raises is disabled with one warning, and the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._working = tuple(trackers)
@@ -81,11 +81,11 @@ class Trackers:
         for tracker in self._working:
             try:
                 call(tracker)
-            except Exception as error:  # Ctrl-C and sys.exit are not Exceptions: they pass
+            except Exception as error:  # KeyboardInterrupt and SystemExit are not Exceptions and propagate
                 self._disable(tracker, error)
 
     def _disable(self, tracker: Tracker, error: Exception) -> None:
         self._working = tuple(other for other in self._working if other is not tracker)
         name = type(tracker).__name__
         logger.warning("%s failed and is off for the rest of this run: %s: %s", name, type(error).__name__, error)
-        logger.debug("where %s failed", name, exc_info=error)
+        logger.debug("traceback of %s", name, exc_info=error)

@@ -1,6 +1,6 @@
-"""What a person watches while a run goes, in order, and how it is written. Shared by both consoles and the plots.
+"""The metrics shown during a run, in order, and their number formats. Shared by both consoles and the plots.
 
-A column is drawn once its metric has been seen, so the same list serves every algorithm. Only ASCII: logs travel.
+A column appears once its metric has been logged, so one list serves every algorithm. ASCII only, for log files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PHASE_PREFIX = "timing/train/"
 class Column:
     label: str
     tag: str
-    decimals: int | None = None  # None: as many as the size of the number asks for
+    decimals: int | None = None  # None: depends on the magnitude
 
     def write(self, value: float) -> str:
         if self.decimals is None or not math.isfinite(value):
@@ -41,13 +41,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step's time."""
+    """The time that a step spent in one phase."""
 
     name: str
     seconds: float
 
 
-# In the order in which a step goes through them; others follow, by name.
+# In the order of a step; unknown phases follow, sorted by name.
 _NAMES = {
     "generation": "generation",
     "logprobs": "log-probs",
@@ -59,7 +59,7 @@ _NAMES = {
 
 
 def phases(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
-    """Where the step's time went; what no phase accounts for is ``other``."""
+    """Split the time of a step into phases. Time outside of all phases is ``other``."""
     seconds = {
         tag.removeprefix(PHASE_PREFIX): value
         for tag, value in metrics.items()
@@ -74,7 +74,7 @@ def phases(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
 
 
 def number(value: float) -> str:
-    """Four significant digits where they fit, at most eight characters."""
+    """Format a number with about four significant digits, in at most eight characters."""
     size = abs(value)
     if not math.isfinite(value):
         return str(float(value))
@@ -88,7 +88,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02, 1:02:03 or 2d 3:04:05; `?` where it is not known."""
+    """Format seconds as 1:02, 1:02:03 or 2d 3:04:05; `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """A step's time: 0.42 s, 4.2 s, 42 s, 3:20."""
+    """Format the time of a step: 0.42 s, 4.2 s, 42 s, 3:20."""
     if seconds >= 100:
         return duration(seconds)
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

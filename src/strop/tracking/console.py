@@ -1,4 +1,4 @@
-"""The console: live where a person watches a terminal, one plain line a step where a file collects the output."""
+"""The console: a live panel on a terminal, one plain line per step in a log file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from strop.tracking.pace import Pace
 
 Kind = Literal["auto", "live", "plain", "none"]
 
-HEARTBEAT = 60.0  # seconds without a line before a plain console says what the run is at
+HEARTBEAT = 60.0  # seconds without output after which a plain console prints the current activity
 
 
 def open_console(kind: Kind = "auto", *, max_steps: int | None = None, title: str = "") -> Tracker:
-    """The console to use here. ``auto`` is live on a UTF-8 terminal that can move its cursor, and plain anywhere else."""
+    """Create a console. ``auto`` is live on a UTF-8 terminal that supports cursor movement, and plain otherwise."""
     if kind == "none":
         return Silent()
     if kind == "plain" or (kind == "auto" and not _can_redraw(sys.stdout)):
@@ -33,11 +33,11 @@ def open_console(kind: Kind = "auto", *, max_steps: int | None = None, title: st
 
 def _can_redraw(out: TextIO) -> bool:
     moves = out.isatty() and os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")
-    return moves and (out.encoding or "").lower().replace("-", "") == "utf8"  # it draws with more than ASCII
+    return moves and (out.encoding or "").lower().replace("-", "") == "utf8"  # the panel uses non-ASCII characters
 
 
 class PlainConsole(Silent):
-    """One line a step, in aligned columns, each flushed. A step longer than a minute says what it is at."""
+    """Prints one flushed line per step, in aligned columns, and the current activity if a step takes longer than a minute."""
 
     def __init__(self, max_steps: int | None, *, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out or sys.stdout
@@ -68,7 +68,7 @@ class PlainConsole(Silent):
         return f"step {step}" if steps is None else f"step {step:>{len(str(steps))}}/{steps}"
 
     def _columns(self, metrics: Mapping[str, float]) -> list[str]:
-        """A column that was ever seen keeps its place: a step without it leaves the place empty."""
+        """Format all columns seen so far, with `-` for metrics that this step does not have."""
         return [
             f"{column.label} {column.write(metrics[column.tag]) if column.tag in metrics else '-':>7}"
             for column in COLUMNS
@@ -90,6 +90,6 @@ class PlainConsole(Silent):
     def _say(self, line: str) -> None:
         stamped = f"{time.strftime('%m-%d %H:%M:%S')}  {line}"
         encoding = self._out.encoding or "utf-8"
-        self._out.write(stamped.encode(encoding, "replace").decode(encoding) + "\n")  # a log in ASCII loses a letter, not the run
+        self._out.write(stamped.encode(encoding, "replace").decode(encoding) + "\n")  # an ASCII log must not raise
         self._out.flush()
         self._spoke = self._clock()

@@ -1,10 +1,10 @@
-"""``metrics.jsonl``: one JSON object a step, with its key ``step``. The record of a run.
+"""``metrics.jsonl``: one JSON object per step, with the key ``step``.
 
     {"step": 12, "train/reward": 0.53, "train/loss": null, "nonfinite": {"train/loss": "nan"}}
 
-JSON has no NaN and no infinity: such a value is written as null, and ``nonfinite`` says which it was. A line is on disk
-(fsync) when ``log`` returns. A step that is logged again becomes one object with the keys of both, and the file is
-replaced in one move; that costs a copy of the file, so say what you know of a step in one call where you can.
+JSON has no NaN or infinity: such a value is written as null, and ``nonfinite`` names it. A line is on disk (fsync) when
+``log`` returns. Logging a step again merges the keys into one object and rewrites the file atomically. That copies the file,
+so log a step in a single call where possible.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MalformedMetrics(ValueError):
-    """A line of metrics.jsonl that is not a step; the message says which and what can be done."""
+    """A line of metrics.jsonl is not a step. The message says which line and what to do."""
 
 
 class JsonlTracker(Silent):
-    """Writes ``<log_dir>/metrics.jsonl``. Opening it mends a last line that a kill cut in half."""
+    """Writes ``<log_dir>/metrics.jsonl``. Opening it removes a last line that a kill truncated."""
 
     def __init__(self, log_dir: Path) -> None:
         self.path = Path(log_dir) / FILE_NAME
@@ -39,7 +39,7 @@ class JsonlTracker(Silent):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._last is not None and step < self._last:
             raise ValueError(
-                f"step {step} was logged after step {self._last}, which {self.path} already holds; a run that continues from "
+                f"step {step} was logged after step {self._last}, which is already in {self.path}; a run that continues from "
                 f"an earlier step must call resume({step - 1}) first, and a new run needs a log folder of its own"
             )
         if step == self._last:
@@ -71,7 +71,7 @@ class JsonlTracker(Silent):
         self._replace([line for _, line in lines[:-1]] + [encode(step, {**known, **metrics})])
 
     def _replace(self, lines: list[str]) -> None:
-        self.close()  # the open file is the old one once the new one has its name
+        self.close()  # after the rename the open file would be the old one
         if not lines and not self.path.exists():
             return
         with replacing(self.path) as draft:
@@ -79,8 +79,9 @@ class JsonlTracker(Silent):
 
 
 def encode(step: int, metrics: Mapping[str, float]) -> str:
+    """Return the line of a step. Raises ValueError for a metric with a reserved name."""
     if reserved := {"step", "nonfinite"} & metrics.keys():
-        raise ValueError(f"a metric cannot be called {reserved.pop()!r}: the lines of {FILE_NAME} use that key themselves")
+        raise ValueError(f"a metric cannot be called {reserved.pop()!r}: {FILE_NAME} reserves this key; rename the metric")
     values = {name: float(value) for name, value in metrics.items()}
     nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
     line: dict[str, object] = {"step": step}
@@ -91,7 +92,7 @@ def encode(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def decode(line: str) -> tuple[int, dict[str, float]]:
-    """The step of a line and its metrics; the inverse of ``encode``. Raises ValueError where it is not one."""
+    """Parse a line into (step, metrics), the inverse of ``encode_line``. Raises ValueError for an invalid line."""
     found = json.loads(line)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise ValueError('expected an object with an integer "step"')
@@ -102,7 +103,7 @@ def decode(line: str) -> tuple[int, dict[str, float]]:
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Every step of a metrics.jsonl, also while a run is writing it: a half-written last line is left out."""
+    """Read all steps of a metrics.jsonl, even while a run writes it: an incomplete last line is skipped. Raises MalformedMetrics."""
     return [decode(line) for _, line in _lines(path)]
 
 
@@ -120,16 +121,16 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         try:
             yield decode(line)[0], line
         except (ValueError, TypeError) as error:
-            if number == len(lines):  # no newline after it: a write that was cut, or is going on
+            if number == len(lines):  # no newline after it: a truncated or ongoing write
                 return
             raise MalformedMetrics(
                 f"{path}, line {number}, is not a step's metrics ({error}): {line[:80]!r}; "
-                "a kill can only cut the last line, so something else wrote here: repair or remove that line"
+                "a kill can truncate only the last line, so something else changed the file: repair or remove this line"
             ) from None
 
 
 def _mend(path: Path) -> None:
-    """Ends the file with a whole line. Costs nothing where it does."""
+    """Remove an incomplete last line, if there is one."""
     if not path.exists() or _ends_whole(path):
         return
     lines = [line for _, line in _lines(path)]

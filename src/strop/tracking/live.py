@@ -1,4 +1,4 @@
-"""The live console: one panel that is redrawn in place, under a scrolling history of notes.
+"""The live console: a panel redrawn in place below the scrolling notes.
 
     ╭─ strop · addition ─────────────────────────────────────────────────────────╮
     │ step 12/60  ━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  20%  4:10 left  │
@@ -12,7 +12,7 @@
     │ generating 12/32 groups  0:03                                              │
     ╰────────────────────────────────────────────────────────────────────────────╯
 
-The thread that redraws reads what the loop writes: everything shared is replaced whole and never changed in place.
+A thread redraws the panel while the event loop updates it, so shared objects are replaced and never mutated.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from strop.tracking.base import Silent
 from strop.tracking.columns import COLUMNS, Column, Phase, brief, duration, phases
 from strop.tracking.pace import Pace
 
-MAX_WIDTH = 110  # wider than this, the eye loses the line
-MARGIN = 3  # for the ^C that a terminal echoes: in a full line it would wrap, and the drawing would be off by one
+MAX_WIDTH = 110  # for readability
+MARGIN = 3  # space for the ^C that a terminal echoes: in a full line it would wrap and break the drawing
 TILE_WIDTH = 32  # label 10, value 8, gap 2, curve 12
 GAP = 4  # between tiles
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 12
 REDRAWS_PER_SECOND = 4
-# One colour a phase, in the order of ``phases``; they stay apart for colour-blind eyes by their lightness, and by the legend.
+# One colour per phase, in order. They differ in lightness, for colour-blind users.
 COLOURS = ("cyan", "bright_yellow", "blue", "magenta", "green", "bright_red", "white")
 
 
 class Board:
-    """What the panel shows. Knows how to draw itself at any width."""
+    """The content of the panel, which renders at any width."""
 
     def __init__(self, pace: Pace, title: str, clock: Callable[[], float]) -> None:
         self.pace = pace
@@ -71,7 +71,7 @@ class Board:
             yield Group(self._bar(width), self._doing())
             return
         inner = width - 4
-        letters = console.no_color or console.color_system is None  # what tells the phases apart
+        letters = console.no_color or console.color_system is None  # without colours, letters mark the phases
         blocks: list[RenderableType] = [self._bar(inner)]
         if self._history:
             blocks += ["", self._tiles(inner)]
@@ -101,11 +101,11 @@ class Board:
         tiles = [self._tile(column) for column in COLUMNS if column.tag in self._history]
         across = max(1, min(3, (width + GAP) // (TILE_WIDTH + GAP)))
         down = -(-len(tiles) // across)
-        lines = [Text(" " * GAP).join(tiles[line::down]) for line in range(down)]  # down the columns, as one reads a table
+        lines = [Text(" " * GAP).join(tiles[line::down]) for line in range(down)]  # column by column
         return Text("\n").join(lines)
 
     def _tile(self, column: Column) -> Text:
-        """Label, value and curve; ``@5`` says that the value is from step 5."""
+        """Render label, value and curve; ``@5`` marks a value of step 5 when later steps do not have the metric."""
         values, when = self._history[column.tag], self._when[column.tag]
         curve = Text(sparkline(values), "cyan")
         if when < self.pace.step:
@@ -138,7 +138,7 @@ class Board:
 
 
 class LiveConsole(Silent):
-    """The panel, and notes that scroll by above it. Whatever else is printed goes above it too."""
+    """Shows the panel. Notes and all other output scroll above it."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class LiveConsole(Silent):
         self._board.pace.resume(step)
 
     def close(self) -> None:
-        """Leaves the last drawing on the screen and gives the cursor back."""
+        """Leave the last drawing on the screen and restore the cursor."""
         if self._live is None:
             return
         pace = self._board.pace
@@ -187,16 +187,16 @@ class LiveConsole(Silent):
         atexit.unregister(self.close)
 
     def _draw(self) -> None:
-        """Starts drawing at the first news: what is printed before it stays ordinary output."""
+        """Start drawing on the first update; earlier output stays ordinary output."""
         if self._live is not None or self._board.over:
             return
         self._live = Live(self._board, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
-        atexit.register(self.close)  # an exit that forgets to close still gives the cursor back
+        atexit.register(self.close)  # restores the cursor on an exit without close
         self._live.start(refresh=True)
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """A curve in one line of text; a gap where a value is not finite."""
+    """Return a one-line curve, with a gap for values that are not finite."""
     values = tuple(values)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -209,12 +209,12 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def _kind(progress: str) -> str:
-    """`generating 3/32 groups` and `generating 4/32 groups` are one phase: its time goes on."""
+    """Return the first word: `generating 3/32 groups` and `generating 4/32 groups` are one activity with one timer."""
     return progress.split(" ", 1)[0]
 
 
 def _stack(parts: tuple[Phase, ...], width: int, letters: bool) -> Text:
-    """A bar of ``width`` cells. Edges are rounded, not lengths, so that they add up."""
+    """Render a bar of ``width`` cells. Rounds edges instead of lengths, so that the cells add up."""
     total, bar, edge, start = sum(part.seconds for part in parts), Text(no_wrap=True), 0.0, 0
     for index, part in enumerate(parts):
         edge += part.seconds / total * width
@@ -224,7 +224,7 @@ def _stack(parts: tuple[Phase, ...], width: int, letters: bool) -> Text:
 
 
 def _legend(parts: tuple[Phase, ...], total: float, letters: bool, width: int) -> Text:
-    """As many lines as it takes; broken by hand, because Rich would break an entry too."""
+    """Render the legend. Breaks lines between entries, since Rich would also break inside one."""
     lines = [Text()]
     for index, part in enumerate(parts):
         if part.seconds < 0.005 * total:

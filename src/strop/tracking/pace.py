@@ -1,4 +1,4 @@
-"""How fast the run goes, and when it will be over."""
+"""Measure the speed of a run and estimate the remaining time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 from strop.tracking.columns import TOTAL_TIME
 
-WINDOW = 20  # steps; enough to average over a validation or a checkpoint now and then
+WINDOW = 20  # steps to average over; enough to include occasional validations and checkpoints
 
 
 class Pace:
-    """Knows the time between steps. What happens between them, validation and saving, counts: the wall clock decides."""
+    """Measures the wall-clock time between steps, including validation and checkpoints."""
 
     def __init__(self, max_steps: int | None, clock: Callable[[], float]) -> None:
         self.max_steps = max_steps
@@ -37,7 +37,7 @@ class Pace:
 
     @property
     def seconds_per_step(self) -> float:
-        """Nan while nothing is known; the step's own timing until there are two steps to compare."""
+        """Mean wall-clock time per step. With fewer than two steps, the last logged step time; NaN before that."""
         if len(self._marks) < 2:
             return self._reported
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
@@ -45,7 +45,7 @@ class Pace:
 
     @property
     def left(self) -> float:
-        """Seconds to the end, counting down between steps; nan while it is not known."""
+        """Estimated seconds until the end, counting down between steps. NaN if unknown."""
         if self.max_steps is None:
             return math.nan
         if self.step >= self.max_steps:

@@ -1,7 +1,7 @@
-"""``strop plot RUN``: the curves of a run as one PNG of small multiples, drawn from metrics.jsonl.
+"""``strop plot RUN``: plot the curves of a run from metrics.jsonl, as small multiples in one PNG.
 
-A panel that has no data is left out. Raw values are light points, the line over them a moving average; measurements
-that are few, such as validations, are joined as they are. The last panel stacks where each step's time went.
+Panels without data are omitted. Light points are raw values, and the line is a moving average; short series such as
+validations are plotted without smoothing. The last panel stacks the phases of each step's time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Steps = Sequence[tuple[int, Mapping[str, float]]]
 
-# Okabe and Ito: told apart by colour-blind eyes, and in grey.
+# The palette of Okabe and Ito: distinguishable for colour-blind readers and in grey.
 BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442"
 PHASE_COLOURS = {
     "generation": BLUE, "log-probs": SKY, "training": ORANGE, "weights": GREEN, "validation": PINK, "checkpoint": RED,
@@ -29,8 +29,8 @@ PHASE_COLOURS = {
 }  # fmt: skip
 SPARE_COLOURS = (YELLOW, "#777777", "#000000")
 INK, PALE = "#333333", "#DDDDDD"
-FEW = 12  # values up to which a curve is joined as it is
-BARS = 200
+FEW = 12  # series with more points are smoothed
+BARS = 200  # at most; longer runs average several steps per bar
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Curve:
     title: str
     tag: str
     colour: str = BLUE
-    reference: float | None = None  # a value worth a line of its own
+    reference: float | None = None  # draw a horizontal line at this value
 
 
 CURVES = (
@@ -55,28 +55,28 @@ CURVES = (
 
 
 class NothingToPlot(ValueError):
-    """There are no curves where they were looked for; the message says what was found and where to look."""
+    """There is nothing to plot. The message says what was found and where to look."""
 
 
 def plot_run(run: Path, output: Path | None = None) -> Path:
-    """Draws the run whose metrics.jsonl is ``run``, lies in it, or one folder below it. Returns the path of the PNG."""
+    """Plot a run and return the path of the PNG. ``run`` is a metrics.jsonl, its folder, or the folder above. Raises NothingToPlot."""
     source = find_metrics(Path(run))
     steps = read_metrics(source)
     if not steps:
-        raise NothingToPlot(f"{source} is empty: the run has not finished its first step yet, or stopped before it")
+        raise NothingToPlot(f"{source} is empty: the run has not finished its first step")
     curves = [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
     timed = [(step, values) for step, values in steps if phases(values)]
     if not curves and not timed:
-        raise NothingToPlot(f"{source} holds {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}")
+        raise NothingToPlot(f"{source} has {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}")
     target = Path(output) if output is not None else source.parent / "curves.png"
-    figure = _draw(curves, timed, steps, title=_title(source, steps))
+    figure = _draw(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
 
 
 def find_metrics(run: Path) -> Path:
-    """The metrics.jsonl that ``run`` means."""
+    """Return the metrics.jsonl that ``run`` refers to. Raises NothingToPlot."""
     if not run.exists():
         raise NothingToPlot(f"there is no {run}; give the log folder of a run (logger.log_dir) or its {FILE_NAME}")
     if run.is_file():
@@ -88,22 +88,18 @@ def find_metrics(run: Path) -> Path:
         return below[0]
     if below:
         folders = ", ".join(path.parent.name for path in below)
-        raise NothingToPlot(f"{run} holds {len(below)} runs ({folders}); name one of them, such as {below[-1].parent}")
+        raise NothingToPlot(f"{run} contains {len(below)} runs ({folders}); name one of them, such as {below[-1].parent}")
     raise NothingToPlot(
-        f"there is no {FILE_NAME} in {run}, nor one folder below it; give the log folder of a run (logger.log_dir), "
+        f"there is no {FILE_NAME} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
         "not its checkpoint folder"
     )
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred mean over about a tenth of the curve; at the ends, over the half of it that there is."""
+    """Return the centred moving average over about a tenth of the curve. The window is truncated at both ends."""
     reach = max(1, len(values) // 20)
     windows = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
     return [sum(window) / len(window) for window in windows]
-
-
-def _title(source: Path, steps: Steps) -> str:
-    return f"{source.resolve().parent.name}, {steps[-1][0]} steps"
 
 
 def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) -> Figure:
@@ -114,7 +110,7 @@ def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
     across = min(panels, 3)
     down = -(-panels // across)
     figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.5))
-    FigureCanvasAgg(figure)  # no display, and none of pyplot's global state
+    FigureCanvasAgg(figure)  # needs no display and none of pyplot's global state
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
@@ -145,7 +141,7 @@ def _dress(axis: Axes, title: str, limits: tuple[float, float]) -> None:
     axis.set_xlim(*limits)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axis.ticklabel_format(axis="y", useOffset=False)  # 1.0003, not 0.0003 and a "+1" somewhere else
+    axis.ticklabel_format(axis="y", useOffset=False)  # label 1.0003 directly instead of as an offset
     axis.grid(axis="y", color=PALE, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -173,7 +169,7 @@ def _curve(axis: Axes, curve: Curve, steps: Steps) -> None:
 
 
 def _stack(axis: Axes, timed: Steps) -> None:
-    """Bars, one a step: steps that save or validate stand out, and a gap is a gap. A long run has a bar for several steps."""
+    """Plot one stacked bar per step, or per several steps of a long run. Missing steps stay empty."""
     each = -(-len(timed) // BARS)
     rows = [_mean_row(timed[start : start + each]) for start in range(0, len(timed), each)]
     xs, floor = [step for step, _ in rows], [0.0] * len(rows)
@@ -191,7 +187,7 @@ def _stack(axis: Axes, timed: Steps) -> None:
 
 
 def _mean_row(timed: Steps) -> tuple[float, dict[str, float]]:
-    """The middle of these steps, and the mean seconds of each phase."""
+    """Return the midpoint of these steps and the mean seconds of each phase."""
     sums: dict[str, float] = {}
     for _, values in timed:
         for part in phases(values):
@@ -200,7 +196,7 @@ def _mean_row(timed: Steps) -> tuple[float, dict[str, float]]:
 
 
 def _longest(timed: Steps) -> dict[str, float]:
-    """Every phase that any step had, so that all of them are named in the usual order."""
+    """Return the maximum time of each phase over all steps, so that the legend lists every phase in the usual order."""
     seen: dict[str, float] = {}
     for _, values in timed:
         for tag, value in values.items():

@@ -1,6 +1,6 @@
-"""The tokens of a step on which sampler and learner differ most: what to read when ``train/token_mult_prob_error`` is too large.
+"""The tokens of a step with the largest sampler/learner mismatch. Read them when ``train/token_mult_prob_error`` is too large.
 
-<log folder>/rollouts/step_000012_ratios.jsonl        one row a token, the largest |log ratio| first
+<log folder>/rollouts/step_000012_ratios.jsonl        one row per token, the largest |log ratio| first
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from strop.tracking.rollouts import RolloutRecord
 
-LARGEST = 32  # tokens of a step
-CONTEXT = 24  # tokens before it that are shown
+LARGEST = 32  # tokens stored per step
+CONTEXT = 24  # preceding tokens shown with each token
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRatio:
-    """One token, with the log-probabilities of the networks that sampled and that train it, before the update."""
+    """One token with its log-probabilities under the sampler and under the learner before the update."""
 
     step: int
     log_ratio: float  # learner - sampler, in nats
     token: int
     text: str
-    context: str  # the text before it, the prompt's end included
-    position: int  # among the sampled tokens of its rollout, from 1
-    turn: int  # of the policy, from 1
+    context: str  # the preceding text, which may include the end of the prompt
+    position: int  # among the sampled tokens of its rollout, 1-based
+    turn: int  # of the policy, 1-based
     version: int  # of the weights that sampled it
     sampler_logprob: float
     learner_logprob: float
@@ -42,13 +42,13 @@ class TokenRatio:
 
 
 def largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = LARGEST) -> list[TokenRatio]:
-    """The ``count`` tokens with the largest |log ratio|, of the rollouts that the learner saw. NaN is larger than everything."""
+    """Return the ``count`` tokens with the largest |log ratio| among rollouts that the learner scored. NaN ranks above all numbers."""
     ranked = heapq.nlargest(count, _differences(records))
     return [_row(records[-record], -place, decode) for _, record, place in ranked]
 
 
 def _differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
-    """(|log ratio|, -record, -place in its tokens): of equal ones the first token comes first."""
+    """Yield (|log ratio|, -record index, -token index), so that among equal ratios the first token ranks first."""
     for number, record in enumerate(records):
         if record.learner_logprobs is None:
             continue
@@ -83,7 +83,7 @@ def _row(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
 
 
 def write_ratios(path: Path, rows: Sequence[TokenRatio]) -> None:
-    """JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which float() reads back."""
+    """Write the rows as JSON lines. NaN and infinities become the strings "nan", "inf" and "-inf", which float() parses."""
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             values = {

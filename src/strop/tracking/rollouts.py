@@ -1,9 +1,9 @@
-"""Every rollout of every step, on disk: what the model read and wrote, what it earned, and what both networks thought of it.
+"""Store every rollout of every step: prompt, completion, rewards, and log-probabilities under sampler and learner.
 
-    <log folder>/rollouts/step_000012.parquet          one row a rollout, dropped groups included
-    <log folder>/rollouts/step_000012_ratios.jsonl     the tokens on which the two networks differ most (``strop.tracking.ratios``)
+    <log folder>/rollouts/step_000012.parquet          one row per rollout, including dropped groups
+    <log folder>/rollouts/step_000012_ratios.jsonl     the tokens with the largest mismatch (see ``token_ratios``)
 
-A file is written whole or not at all, and a step that runs again replaces its file.
+Files are written atomically. A step that runs again replaces its file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Format = Literal["parquet", "jsonl", "none"]
 Dropped = Literal["filtered", "error", "stale"]
-Key = tuple[int, int]  # (group index, sample): the identity of a rollout in a run
+Key = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
 FOLDER = "rollouts"
 _FILE = re.compile(r"step_(\d+)\.(parquet|jsonl)")
@@ -36,7 +36,7 @@ _RATIOS = re.compile(r"step_(\d+)_ratios\.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One rollout. The columns over tokens cover the conversation after the prompt, the environment's turns included."""
+    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns."""
 
     step: int
     group: int
@@ -47,10 +47,10 @@ class RolloutRecord:
     completion: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
-    sampled: tuple[bool, ...]  # True: by the policy; False: by the environment
-    sampler_logprobs: tuple[float, ...]  # 0 where the environment wrote
-    learner_logprobs: tuple[float, ...] | None  # likewise; None where the learner never saw the rollout
-    versions: tuple[int, ...]  # of the weights that sampled the token; -1 where the environment wrote
+    sampled: tuple[bool, ...]  # True: by the policy; False: from the environment
+    sampler_logprobs: tuple[float, ...]  # 0 for tokens of the environment
+    learner_logprobs: tuple[float, ...] | None  # likewise; None if the learner did not score the rollout
+    versions: tuple[int, ...]  # weights version that sampled the token; -1 for tokens of the environment
     advantage: float | None  # None for a dropped group
     reward: float
     rewards: Mapping[str, float]
@@ -61,40 +61,41 @@ class RolloutRecord:
 
 
 class RolloutStore:
-    """The rollouts of a run, one file a step in ``<log_dir>/rollouts``. Format ``none`` writes nothing."""
+    """Stores the rollouts of a run, one file per step in ``<log_dir>/rollouts``. Format ``none`` writes nothing."""
 
     def __init__(self, log_dir: Path, format: Format = "parquet", *, decode: Decode | None = None) -> None:
-        """``decode`` is the tokenizer's, for the text in the table of ratios; without it tokens are shown by their ids."""
+        """Open the store. ``decode`` is the tokenizer's, for the texts in the ratios file; default: token ids. Raises ImportError."""
         if format not in ("parquet", "jsonl", "none"):
             raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
         if format == "parquet":
-            _pyarrow()  # a missing package is an error when the run starts, not after its first step
+            _pyarrow()  # fail when the run starts, not after its first step
         self.folder = Path(log_dir) / FOLDER
         self.format = format
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
-        """Stores the rollouts of ``step`` and says where; what was stored of that step before is replaced."""
+        """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path."""
         if self.format == "none":
             return None
         path = self.folder / f"step_{step:06d}.{self.format}"
         with replacing(path) as draft:
             (_write_parquet if self.format == "parquet" else _write_jsonl)(draft, records)
         for other in self._files().get(step, ()):
-            if other != path:  # the format was changed between two starts of the run
+            if other != path:  # the format changed between two attempts of the run
                 other.unlink()
         self._write_ratios(step, records)
         return path
 
     def read(self, step: int) -> list[RolloutRecord]:
+        """Read the rollouts of ``step``. Raises FileNotFoundError."""
         files = self._files()
         if step not in files:
-            raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; there are {_summary(sorted(files))}")
+            raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_summary(sorted(files))}")
         path = files[step][0]
         return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
     def ratios(self, step: int) -> list[TokenRatio]:
-        """The tokens of a step on which sampler and learner differ most, the largest |log ratio| first; none where they agree."""
+        """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
         path = self._ratios_of(step)
         return read_ratios(path) if path.exists() else []
 
@@ -110,7 +111,7 @@ class RolloutStore:
             write_ratios(draft, rows)
 
     def read_all(self) -> Iterator[RolloutRecord]:
-        """Step by step, in order; holds one step's rollouts at a time."""
+        """Iterate over all rollouts in step order, holding one step in memory at a time."""
         for step in self.steps():
             yield from self.read(step)
 
@@ -118,7 +119,7 @@ class RolloutStore:
         return sorted(self._files())
 
     def resume(self, step: int) -> None:
-        """Removes what is stored of later steps: they will run again. Half-written files of a killed run go too."""
+        """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
         for later, paths in self._files().items():
             if later > step:
                 for path in paths:
@@ -146,11 +147,11 @@ def records_of(
     dropped: Mapping[int, Dropped] | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[RolloutRecord]:
-    """The records of a step's groups, kept and dropped ones alike.
+    """Build the records of a step's groups, including dropped ones.
 
-    ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and miss what was dropped; the
-    log-probabilities are over the rollout's sampled tokens, or over all its tokens after the prompt. ``dropped`` says why,
-    by group.index. ``decode`` is the tokenizer's, for the prompt as the model read it; without it the messages are shown.
+    ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
+    log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
+    the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
     """
     credit, scored, why = advantages or {}, learner_logprobs or {}, dropped or {}
     return [
@@ -169,10 +170,12 @@ def records_of(
 
 
 def by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[Key, Tensor]:
-    """A column of ``batch`` ([N], over predicted tokens) cut into rollouts. ``groups`` are those it was packed from, in order."""
+    """Split a column of ``batch`` ([N], over predicted tokens) by rollout. ``groups`` are those it was packed from, in order."""
     keys = [(group.index, rollout.sample) for group in groups for rollout in group.rollouts]
     if len(keys) != batch.num_sequences:
-        raise ValueError(f"the batch holds {batch.num_sequences} rollouts and the groups {len(keys)}: it was packed from others")
+        raise ValueError(
+            f"the batch has {batch.num_sequences} rollouts and the groups {len(keys)}: pass the groups that it was packed from"
+        )
     sequence, column = batch.sequence.cpu(), column.detach().cpu()
     return {key: column[sequence == index] for index, key in enumerate(keys)}
 
@@ -227,7 +230,7 @@ def _over_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float
 
 
 def _first_messages(rollout: Rollout) -> str:
-    """The messages before the policy's first turn; a prompt may hold assistant messages too, so count from the end."""
+    """Return the messages before the policy's first turn. Counts from the end, since a prompt may contain assistant messages."""
     said = [place for place, message in enumerate(rollout.messages) if message.role == "assistant"]
     mine = len(rollout.policy_turns)
     end = said[-mine] if 0 < mine <= len(said) else len(rollout.messages)
@@ -246,7 +249,7 @@ def _read_parquet(path: Path) -> list[RolloutRecord]:
 
 
 def _schema(pa: Any) -> pyarrow.Schema:
-    """Log-probabilities are float32, as they were computed; rewards and advantages keep every digit."""
+    """Return the Arrow schema: float32 log-probabilities, as computed; float64 rewards and advantages."""
     types = {
         "step": pa.int64(),
         "group": pa.int64(),
@@ -271,7 +274,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise ImportError(
-            f"rollouts are to be stored as parquet, but pyarrow cannot be imported ({error}); "
+            f"rollouts are stored as parquet, but pyarrow cannot be imported ({error}); "
             "install it (pip install pyarrow), or store them as jsonl"
         ) from error
     return pyarrow, pyarrow.parquet
@@ -289,7 +292,7 @@ def _read_jsonl(path: Path) -> list[RolloutRecord]:
 
 
 def _speakable(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as the strings "nan", "inf" and "-inf", which float() reads back."""
+    """Replace NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses: JSON does not have them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""TensorBoard event files, under the same tags as everywhere."""
+"""Write TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Silent):
-    """Writes events to ``folder``. A run that continues says from which step on earlier events are void (``purge_step``)."""
+    """Writes events to ``folder``, with metric names as tags. A resumed run discards later events with ``purge_step``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
-        _summary_writer()  # a missing package is an error when the run starts, not at its first step
+        _summary_writer()  # fail when the run starts, not at its first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         writer = self._open()
@@ -33,7 +33,7 @@ class TensorBoardTracker(Silent):
         self._open().add_text("notes", text, self._step)
 
     def resume(self, step: int) -> None:
-        self.close()  # the purge is said at the head of a new event file
+        self.close()  # the purge is written at the start of a new event file
         self._purge_step = step + 1
         self._step = step
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. The run's id lies in the log folder, so that a run that continues stays one run."""
+"""Log to Weights & Biases. The log folder keeps the run's id, so that a resumed run stays one run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ID_FILE = "wandb_run_id"
 
 
 class WandbTracker(Silent):
-    """Logs to Weights & Biases; ``WANDB_MODE=offline`` keeps everything in ``<log_dir>/wandb`` for a later ``wandb sync``.
+    """Logs to Weights & Biases. With ``WANDB_MODE=offline`` the data stays in ``<log_dir>/wandb`` for a later ``wandb sync``.
 
-    Steps that run again after a resume: the service is asked to rewind the run to the step the run continues from. Where it
-    cannot (offline, or a server without rewind) the first record of those steps stays, with a warning.
+    A resumed run rewinds the service to the step it continues from. If that fails (offline, or a server without rewind),
+    steps that run again keep their first record, with a warning.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WandbTracker(Silent):
             self._log_dir.mkdir(parents=True, exist_ok=True)
             starts_anew = after is not None and after < 0
             run_id = None if starts_anew else _known_id(self._log_dir)
-            # Its console capture would record every redraw of the live console.
+            # Console capture would record every redraw of the live console.
             common = {**self._init, "settings": wandb.Settings(console="off")}
             if run_id is None or after is None or self._offline():
                 self._run = wandb.init(id=run_id or _new_id(self._log_dir), resume="allow", **common)
@@ -72,7 +72,7 @@ class WandbTracker(Silent):
         return str(mode).lower() in ("offline", "dryrun", "disabled")
 
     def _check(self) -> None:
-        """What can be known to be missing is said when the run starts, and not by a prompt that nobody answers."""
+        """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
         try:
             import wandb
         except ImportError as error:
@@ -82,7 +82,7 @@ class WandbTracker(Silent):
             ) from error
         if not self._offline() and not wandb.api.api_key:
             raise ValueError(
-                "logger.wandb_enabled is true, but there is no Weights & Biases key here: run `wandb login` or set "
+                "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
             )
 
@@ -94,7 +94,7 @@ def _rewind(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
         return wandb.init(resume_from=f"{run_id}?_step={step}", **common)
     except Exception as error:
         logger.warning(
-            "Weights & Biases could not rewind run %s to step %d (%s): steps that run again keep their first record there",
+            "Weights & Biases could not rewind run %s to step %d (%s): steps that run again keep their first record",
             run_id, step, error,
         )  # fmt: skip
         return wandb.init(id=run_id, resume="allow", **common)
@@ -106,7 +106,7 @@ def _known_id(log_dir: Path) -> str | None:
 
 
 def _new_id(log_dir: Path) -> str:
-    """Stored before the service hears of it: a kill in between costs an unused id, never a second run."""
+    """Create and store a run id, before the service uses it: a kill in between wastes an id but never creates a second run."""
     run_id = secrets.token_hex(4)
     with replacing(log_dir / ID_FILE) as draft:
         draft.write_text(run_id + "\n", encoding="utf-8")

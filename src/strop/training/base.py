@@ -1,4 +1,4 @@
-"""The seam to trainers: score, forward_backward, step, weights."""
+"""Interfaces of the trainer: learners, scorers and sources of batch columns."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardResult:
-    """The outcome of one accumulated gradient."""
+    """Metrics and outputs of one pass over a batch."""
 
     metrics: Metrics
-    outputs: Outputs  # of the whole batch, without gradient, by the weights the gradient was taken at
+    outputs: Outputs  # of the whole batch, detached, under the weights of this pass
 
 
 class WeightSource(Protocol):
-    """Weights under canonical (Hugging Face) names."""
+    """Named weights, under Hugging Face names."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class Scorer(Protocol):
-    """A network that reads a batch without gradients: a frozen reference, a teacher, a learner."""
+    """A network that scores a batch without gradients: a frozen reference, a teacher, a learner."""
 
     async def score(self, batch: Batch) -> Outputs: ...
 
 
 class ColumnSource(Protocol):
-    """Whoever fills a column that an algorithm requires."""
+    """Computes columns that an algorithm requires."""
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """Columns by name, [N] or [N, K]; ``groups`` are those the batch was packed from."""
+        """Return columns by name, [N] or [N, K]. ``batch`` was packed from ``groups``."""
         ...
 
 
 @dataclass(frozen=True)
 class LogprobColumn:
-    """The log-probabilities a network gives the sampled tokens, as the column ``name``."""
+    """The log-probabilities of the sampled tokens under a network, as the column ``name``."""
 
     name: str
     scorer: Scorer
@@ -55,7 +55,7 @@ class LogprobColumn:
 
 @dataclass(frozen=True)
 class ValueColumn:
-    """What a critic expects at each sampled token, as the column ``name``."""
+    """The values that a critic predicts at each sampled token, as the column ``name``."""
 
     name: str
     scorer: Scorer
@@ -63,14 +63,14 @@ class ValueColumn:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         outputs = await self.scorer.score(batch)
         if not isinstance(outputs, ValueOutputs):
-            raise TypeError(f"{type(self.scorer).__name__} is no critic: it gives {type(outputs).__name__}")
+            raise TypeError(f"{type(self.scorer).__name__} is not a critic: it returns {type(outputs).__name__}")
         return {self.name: outputs.values}
 
 
 def token_outputs(outputs: Outputs) -> TokenOutputs:
-    """Outputs of a language model. Raises TypeError for those of a network with a scalar head."""
+    """Return ``outputs`` as those of a language model. Raises TypeError for outputs of a network with a scalar head."""
     if not isinstance(outputs, TokenOutputs):
-        raise TypeError(f"log-probabilities were asked of a network that gives {type(outputs).__name__}")
+        raise TypeError(f"log-probabilities were requested from a network that returns {type(outputs).__name__}")
     return outputs
 
 
@@ -78,23 +78,23 @@ class Learner(Scorer, Protocol):
     """The trainer. Gradients accumulate over ``forward_backward`` calls until ``step``."""
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        """Cut the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""
+        """Split the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""
         ...
 
     async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        """The same loss and metrics, without a gradient: for validation."""
+        """Compute the same loss and metrics without a gradient, for validation."""
         ...
 
     async def step(self) -> Metrics:
-        """Clip, take one optimizer step, advance the schedule, zero the gradients."""
+        """Clip the gradients, take one optimizer step, advance the schedule and zero the gradients."""
         ...
 
     def weights(self) -> WeightSource: ...
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Write weights, and the optimizer and its schedule, under ``folder``."""
+        """Write the weights, and the state of the optimizer and its schedule, under ``folder``."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, in place: whoever shares the weights sees them."""
+        """Restore what ``save`` wrote, in place: everything that shares the weights sees the restored ones."""
         ...

@@ -1,6 +1,6 @@
-"""A learner beside the event loop: its calls run in one thread of their own, so that generation and environments go on meanwhile.
+"""Run a learner in its own thread, so that generation and environments continue on the event loop meanwhile.
 
-Whoever shares its module with a generator in this process must not be wrapped: the two take turns on one thread instead.
+Do not wrap a learner that shares its module with an engine in this process: the two take turns on one thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from strop.types import Batch, Group
 
 T = TypeVar("T")
 
-_here = threading.local()  # which LearnerThread the running thread is, if any
+_here = threading.local()  # .token: the LearnerThread that runs the current thread, if any
 
 
 class LearnerThread:
-    """One thread that runs one call after another, with the torch settings of the thread that made it.
+    """A single thread that runs calls one after another, with the torch settings of the thread that created it.
 
-    Torch keeps per thread: the number of threads of a computation, the current device, whether gradients are recorded. The last is the
-    caller's at each call.
+    Torch keeps the number of intra-op threads, the current device and the grad mode per thread. The grad mode is the caller's at each call.
     """
 
     def __init__(self, name: str = "strop-learner") -> None:
@@ -48,18 +47,18 @@ class LearnerThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=prepare)
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What ``await call()`` gives, run in the thread; its exceptions are raised here.
+        """Run ``await call()`` in the thread; return its result or raise its exception.
 
-        A caller that is cancelled waits for the call in progress first: nobody saves or frees what a thread still works on. Cancelled
-        again, it does not.
+        A cancelled caller first waits for the call in progress, so that nothing is saved or freed while the thread still uses it. A second
+        cancellation does not wait.
         """
-        if getattr(_here, "token", None) is self._token:  # a scorer that asks a learner of the same thread
+        if getattr(_here, "token", None) is self._token:  # a scorer that calls a learner of the same thread
             return await call()
         context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
 
         def work() -> T:
             with torch.set_grad_enabled(gradients):
-                return asyncio.run(_awaited(call))
+                return asyncio.run(call())
 
         future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
         try:
@@ -68,16 +67,12 @@ class LearnerThread:
             if not future.done():
                 await asyncio.wait([future])
             if not future.cancelled():
-                future.exception()  # the cancellation is what is raised
+                future.exception()  # mark it as retrieved: the caller gets the cancellation
             raise
 
     def close(self) -> None:
-        """End the thread once its call in progress, if there is one, is over; does not wait."""
+        """Stop the thread after the call in progress, without waiting for it."""
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-async def _awaited(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return await call()
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ class ThreadedScorer:
 
 @dataclass(frozen=True)
 class ThreadedColumns:
-    """A source of columns whose calls run in ``thread``."""
+    """A column source whose calls run in ``thread``."""
 
     source: ColumnSource
     thread: LearnerThread
@@ -104,7 +99,7 @@ class ThreadedColumns:
 
 @dataclass(frozen=True)
 class ThreadedLearner:
-    """A learner whose calls run in ``thread``. Weights, saving and loading stay with the caller, between calls."""
+    """A learner whose calls run in ``thread``. ``weights``, ``save`` and ``load`` run in the caller's thread, between calls."""
 
     learner: Learner
     thread: LearnerThread
@@ -132,5 +127,5 @@ class ThreadedLearner:
 
 
 def in_thread(learner: Learner, thread: LearnerThread) -> Learner:
-    """The same learner beside the event loop."""
+    """Return a learner whose calls run in ``thread``."""
     return ThreadedLearner(learner, thread)

@@ -1,12 +1,12 @@
-"""Who waits for whom, for how long, and who says so when it takes too long.
+"""The watchdog: track open waits, report those that exceed their limit, and diagnose runs.
 
-    with waiting("training loop", on="generation"):          waits.py     an open wait, a few microseconds
+    with waiting("training loop", on="generation"):          waits.py     register an open wait; costs a few microseconds
         with waiting("generation", on="group 87"):
             with waiting("sample 3", on="environment 'sandbox', turn 2", kind="environment"):
                 ...
-    Watchdog, a thread -- every few seconds --+--> a wait over its limit is named, with its whole chain     watchdog.py
+    Watchdog, a thread -- every few seconds --+--> report each wait over its limit, with its whole chain    watchdog.py
                                               +--> <log folder>/status.json                                 status.py
     strop doctor RUN  <-- status.json, metrics.jsonl                                                        doctor.py
 
-``strop.watch.waits`` needs the standard library only: whatever can hang may import it.
+The waits module imports only the standard library, so that any module can use it.
 """

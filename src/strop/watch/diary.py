@@ -1,4 +1,4 @@
-"""What a run said of itself, kept for ``status.json``: a tracker."""
+"""A tracker that keeps the latest messages of a run for ``status.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REMEMBERED = 20
 
 
 class Diary(Silent):
-    """The last step, what the run is at, and its last notes."""
+    """Keeps the last step, the current activity and the last notes."""
 
     def __init__(self) -> None:
         self.step = -1

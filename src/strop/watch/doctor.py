@@ -1,4 +1,4 @@
-"""``strop doctor RUN``: whether a run lives, who waits for whom, what went wrong, and what to do. Reads its log folder, touches nothing."""
+"""``strop doctor RUN``: diagnose a run from its log folder: its state, its open waits, its errors, and what to do. Read-only."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from strop.watch.waits import Wait
 
 Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
 HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
-RECENT = 20  # steps looked back for errors and mismatch
+RECENT = 20  # steps examined for errors and mismatch
 WAITS_SHOWN = 40
 WARNING_OF_MISMATCH = "warning: mismatch"
 
 
 class NoRun(LookupError):
-    """There is no run where it was looked for; the message says what was looked for."""
+    """No run was found. The message says what was looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Durations are seconds."""
+    """The result of ``diagnose``. Durations are in seconds."""
 
     folder: str
     verdict: Verdict
     why: str
-    step: int  # the last one that was logged; 0: none
+    step: int  # the last logged step; 0: none
     since_step: float | None
     doing: str
-    waits: tuple[str, ...]  # a tree, a line a wait
-    troubles: tuple[str, ...]  # waits over their limits, chain by chain
+    waits: tuple[str, ...]  # a tree, one line per wait
+    troubles: tuple[str, ...]  # reports of waits over their limits
     error: str | None
-    dropped: tuple[str, ...]  # groups of the last steps that were not trained on, and why
+    dropped: tuple[str, ...]  # failed groups of the last steps, and their errors
     mismatch: str | None
-    checkpoint: str | None  # the newest
+    checkpoint: str | None  # the newest one
     stacks: str | None
-    notes: tuple[str, ...]  # what the run said last
+    notes: tuple[str, ...]  # the last notes of the run
     process: str
     versions: Mapping[str, str]
     advice: tuple[str, ...]
@@ -56,7 +56,7 @@ class Diagnosis:
 
 
 def find_run(run: Path) -> Path:
-    """The log folder that is meant: it, a file in it, or the folder above its files' folders. Raises NoRun."""
+    """Return the log folder for ``run``, which is the folder or a file in it. Raises RunNotFound."""
     for folder in (run, run.parent) if run.is_file() else (run,):
         if (folder / "status.json").is_file() or (folder / METRICS).is_file():
             return folder
@@ -66,11 +66,11 @@ def find_run(run: Path) -> Path:
         sorted(path.parent.name for name in ("status.json", METRICS) for path in run.glob(f"*/{name}")) if run.is_dir() else []
     )
     hint = f"; there are runs in it: {', '.join(dict.fromkeys(below))}" if below else ""
-    raise NoRun(f"{run} holds neither status.json nor {METRICS}, so it is no run's log folder (logger.log_dir){hint}")
+    raise NoRun(f"{run} contains neither status.json nor {METRICS}, so it is not a run's log folder (logger.log_dir){hint}")
 
 
 def diagnose(run: Path) -> Diagnosis:
-    """Raises NoRun, and ValueError where a file of the run cannot be read."""
+    """Diagnose a run. Raises RunNotFound, or ValueError if a file of the run is malformed."""
     folder = find_run(run)
     status = read_status(folder)
     try:
@@ -86,7 +86,7 @@ def diagnose(run: Path) -> Diagnosis:
             verdict="unknown",
             why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
             step=last, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
-            process="", versions={}, advice=("look whether its process is there, and when metrics.jsonl was last written",),
+            process="", versions={}, advice=("check whether its process exists and when metrics.jsonl was last written",),
         )  # fmt: skip
     verdict, why = judge(status)
     ago = None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
@@ -110,26 +110,26 @@ def diagnose(run: Path) -> Diagnosis:
 
 
 def judge(status: Status) -> tuple[Verdict, str]:
-    """What the status, its age and the process table say together."""
+    """Derive the verdict and its reason from the status, its age and the process table."""
     if status.state != "running":
-        return status.state, status.error or {"interrupted": "somebody ended it", "finished": "it came to its end"}[status.state]
+        return status.state, status.error or {"interrupted": "it was interrupted", "finished": "it finished"}[status.state]
     silence = time.time() - status.written
     fresh = silence < 4 * status.interval + 2
     if status.host == socket.gethostname():
         if not _alive(status):
             return "dead", (
-                f"its process (pid {status.pid}) is gone and said nothing, about {duration(silence)} ago: it was killed from outside, by "
-                "the out-of-memory killer for instance, or the machine went down"
+                f"its process (pid {status.pid}) died without a final status, about {duration(silence)} ago: it was killed from outside, "
+                "e.g. by the out-of-memory killer, or the machine went down"
             )
         if not fresh:
             return "hung", (
-                f"its process is there, but even its watchdog has been silent for {duration(silence)}: it is stopped, or a call holds "
-                "the whole interpreter"
+                f"its process exists, but even its watchdog has been silent for {duration(silence)}: it is stopped, or a call holds the "
+                "interpreter lock (GIL)"
             )
     elif not fresh:
         return (
             "hung",
-            f"no sign of life from {status.host} for {duration(silence)}: look there whether pid {status.pid} is running",
+            f"no sign of life from {status.host} for {duration(silence)}: check there whether pid {status.pid} is running",
         )
     if status.troubles:
         return "hung", status.troubles[0].splitlines()[0]
@@ -150,7 +150,7 @@ def _alive(status: Status) -> bool:
 
 
 def tree(waits: Sequence[Wait]) -> Iterator[str]:
-    """Waits below what they are part of, the longest first."""
+    """Yield a line per wait, indented below its parent, the longest first."""
     numbers = {wait.number for wait in waits}
     children: dict[int | None, list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: -wait.seconds):
@@ -178,7 +178,7 @@ def newest_checkpoint(status: Status | None) -> str | None:
 
 
 def dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
-    """How many groups of the last steps failed, and with which errors, as far as rollouts are stored."""
+    """Describe how many groups of the last steps failed, with their errors if rollouts are stored."""
     failed = {step: values.get("train/groups_dropped_for_errors", 0.0) for step, values in steps[-RECENT:]}
     if not any(failed.values()):
         return ()
@@ -191,14 +191,14 @@ def dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]
 
 
 def _errors(folder: Path, step: int) -> list[str]:
-    from strop.tracking.rollouts import RolloutStore  # loads torch, so only where there is something to read
+    from strop.tracking.rollouts import RolloutStore  # imports torch, so only on demand
 
     store = RolloutStore(folder, "none")
     return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
 
 
 def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
-    """The last value and the worst of the last steps; and the warning that was given."""
+    """Describe the mismatch: its last value, the worst of the last steps, and the last warning."""
     seen = [
         (step, values["train/token_mult_prob_error"])
         for step, values in steps[-RECENT:]
@@ -208,7 +208,7 @@ def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, flo
         return None
     worst = max(seen, key=lambda item: item[1])
     text = (
-        f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; of the last {len(seen)} steps at most "
+        f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; maximum of the last {len(seen)} steps "
         f"{worst[1]:.4f} (step {worst[0]})"
     )
     warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(WARNING_OF_MISMATCH)]
@@ -216,14 +216,14 @@ def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, flo
 
 
 ADVICE_ON_KIND = {
-    "environment": "the environment does not answer: look at its own logs, and give its calls a time limit of their own; "
-    "watchdog.environment_seconds says when it is worth a word",
-    "generation": "the engine does not answer: look at its logs and its device; if its queue is long and this is normal, raise "
+    "environment": "the environment does not answer: read its logs, and give its calls a timeout; "
+    "watchdog.environment_seconds sets when the watchdog reports it",
+    "generation": "the engine does not answer: check its logs and its device; if a long queue is normal here, raise "
     "watchdog.generation_seconds",
-    "training": "the learner does not come back: look at its device, and at the other ranks if there are several; if steps are this long, "
+    "training": "the learner does not return: check its device and the other ranks; if steps take this long, "
     "raise watchdog.training_seconds",
-    "weight_sync": "the weights do not arrive: look whether the engine's process lives, and at the network between the two",
-    "checkpoint": "the checkpoint's disk is slow or gone",
+    "weight_sync": "the weights do not arrive: check whether the engine's process is alive, and the network",
+    "checkpoint": "the checkpoint disk is slow or unavailable: check its file system",
 }
 
 
@@ -233,14 +233,14 @@ def _advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterato
         kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.over)
         yield from (ADVICE_ON_KIND[kind] for kind in kinds if kind in ADVICE_ON_KIND)
         if status.stacks is not None:
-            yield f"read where every thread and task stood: {status.stacks}"
+            yield f"read the stacks of all threads and tasks: {status.stacks}"
         yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {again}"
-        yield "watchdog.stop_after_seconds ends such a run by itself"
+        yield "set watchdog.stop_after_seconds to end such runs automatically"
     elif verdict == "dead":
-        yield "look for its end in the system's log (out of memory?) and in the last lines it printed"
+        yield "look for the cause in the system log (out of memory?) and in its last output"
         yield again
     elif verdict == "failed":
-        yield f"mend what the error says, then {again}"
+        yield f"fix the error, then {again}"
     elif verdict == "interrupted":
         yield again
 
@@ -259,7 +259,7 @@ STYLES: Mapping[str, str] = {
 
 
 def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
-    """(label, text) of what there is to say; a text may have several lines."""
+    """Yield (label, text) for all non-empty parts of a diagnosis; a text may have several lines."""
     ago = "" if diagnosis.since_step is None else f", {duration(diagnosis.since_step)} before that"
     if diagnosis.verdict in ("running", "hung"):
         ago = ago.replace("before that", "ago")
@@ -275,7 +275,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         "mismatch": diagnosis.mismatch or "",
         "checkpoint": diagnosis.checkpoint or "none found",
         "stacks": diagnosis.stacks or "",
-        "said last": "\n".join(diagnosis.notes),
+        "last notes": "\n".join(diagnosis.notes),
         "process": diagnosis.process,
         "versions": ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()),
         "what to do": "\n".join(f"- {line}" for line in diagnosis.advice),
@@ -284,6 +284,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
 
 
 def plain(diagnosis: Diagnosis) -> str:
+    """Format a diagnosis as plain text."""
     lines = []
     for label, text in rows(diagnosis):
         first, *rest = text.splitlines()
@@ -292,7 +293,7 @@ def plain(diagnosis: Diagnosis) -> str:
 
 
 def show(diagnosis: Diagnosis) -> None:
-    """On a terminal, in colour."""
+    """Print a diagnosis to the terminal, in colour."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,6 +1,6 @@
-"""``status.json`` in a run's log folder: how the run stands, rewritten every few seconds by its watchdog, read by ``strop doctor``.
+"""``status.json`` in a run's log folder: the state of the run, rewritten every few seconds by its watchdog and read by ``strop doctor``.
 
-A file that was not rewritten for longer than ``interval`` tells as much as one that was: the process is gone, or stands still.
+A file much older than ``interval`` means that the process has died or is frozen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = Literal["running", "finished", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Said:
-    """A line that the run said, and when (seconds since 1970)."""
+    """A message of the run with its time (Unix time)."""
 
     when: float
     text: str
@@ -29,32 +29,32 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Times are seconds since 1970, durations seconds."""
+    """The content of ``status.json``. Times are Unix times; durations are in seconds."""
 
     state: State
     pid: int
     host: str
-    process_started: float  # in the kernel's clock; tells this process from a later one with its pid. 0: not known
+    process_started: float  # kernel clock ticks; distinguishes processes that reuse a pid. 0: unknown
     started: float
     written: float
-    interval: float  # the file is rewritten this often
+    interval: float  # seconds between two writes
     step: int  # the last step that was logged; -1: none yet
-    stepped: float | None  # when it was
-    doing: str  # the phase, in the run's own words
-    loop_silent: float  # for how long the event loop did not run
+    stepped: float | None  # when that step was logged
+    doing: str  # the current activity
+    loop_silent: float  # seconds for which the event loop has been blocked; 0: it runs
     waits: tuple[Wait, ...]
-    versions: Mapping[str, str]  # of the software
+    versions: Mapping[str, str]  # of Python and packages
     command: str  # that started the process
     checkpoints: str | None  # the folder
-    troubles: tuple[str, ...]  # what is over its limit now
-    error: str | None  # that ended the run
-    notes: tuple[Said, ...]  # what the run said last
-    reports: tuple[Said, ...]  # what the watchdog found last
-    stacks: str | None  # the file with the stacks of all threads, as they were when a limit was first exceeded
+    troubles: tuple[str, ...]  # reports of the stalls at this moment
+    error: str | None  # the error that ended the run
+    notes: tuple[Said, ...]  # the last notes of the run
+    reports: tuple[Said, ...]  # the last reports of the watchdog
+    stacks: str | None  # the file with the stacks of all threads at the first stall
 
 
 def write_status(folder: Path, status: Status) -> None:
-    """Replaces the file in one move. It is not flushed to disk: after a power cut nobody asks who waited for whom."""
+    """Write the file atomically, without fsync: it is not needed after a power failure."""
     draft = folder / f".{FILE_NAME}.tmp"
     values = {**asdict(replace(status, waits=())), "waits": [wait._asdict() for wait in status.waits]}
     draft.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -62,7 +62,7 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """None where there is no such file. Raises ValueError where it is not one of this version."""
+    """Read the file, or return None if it does not exist. Raises ValueError if its format is not of this version."""
     try:
         found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,10 +88,10 @@ def _said(rows: Any) -> tuple[Said, ...]:
 
 
 def process_started(pid: int) -> float:
-    """When a process began, in the kernel's clock ticks; 0 where that cannot be known."""
+    """Return the start time of a process in the kernel's clock ticks, or 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0.0
     state, *rest = stat.rpartition(")")[2].split()
-    return 0.0 if state in ("Z", "X") else float(rest[18])  # a zombie is no process that does anything
+    return 0.0 if state in ("Z", "X") else float(rest[18])  # a zombie counts as dead

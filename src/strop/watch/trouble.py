@@ -1,4 +1,4 @@
-"""Which waits are too long, as a person would say it: the innermost ones, by kind; and who holds an event loop that stands still."""
+"""Find stalls: the innermost waits over their limits, by kind, and what blocks the event loop. Format them for the user."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SHOWN = 5  # waits named in one report
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds that one wait may take, by kind; 0 is no limit."""
+    """The maximum seconds of one wait, by kind; 0 means no limit."""
 
     environment: float = 600.0
     generation: float = 1800.0
     training: float = 3600.0
     weight_sync: float = 600.0
     checkpoint: float = 1800.0
-    event_loop: float = 300.0  # for how long the event loop may stand still in a wait without a limit of its own
+    event_loop: float = 300.0  # how long the event loop may be blocked in a wait without its own limit
 
     def by_kind(self) -> Mapping[str, float]:
         return {name: value for name, value in vars(self).items() if name != "event_loop"}
@@ -27,12 +27,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Waits of one kind over their limit, the longest first."""
+    """Waits of one kind that exceed their limit, the longest first."""
 
     kind: str
     limit: float
     waits: tuple[Wait, ...]
-    blocked: float | None = None  # for how long the event loop has stood still in the last of them
+    blocked: float | None = None  # seconds for which the event loop has been blocked in the last of them
 
     @property
     def seconds(self) -> float:
@@ -40,9 +40,9 @@ class Trouble:
 
 
 def troubles(waits: Sequence[Wait], limits: Limits, *, loop_thread: int, silent: float | None = None) -> list[Trouble]:
-    """What is over its limit. ``silent``: for how long the event loop, which runs in ``loop_thread``, has stood still; None: it runs.
+    """Return the waits over their limits. ``silent``: seconds for which the event loop, in ``loop_thread``, is blocked; None: it runs.
 
-    While it stands still only the task that holds it is to blame; what other tasks wait for may be there already.
+    While it is blocked, blame only the task that holds it: what other tasks await may already be done.
     """
     judged = waits if silent is None else [wait for wait in waits if wait.thread != loop_thread]
     by_kind: dict[str, list[Wait]] = {}
@@ -65,7 +65,7 @@ def _standstill(waits: Sequence[Wait], limits: Limits, silent: float) -> list[Tr
 
 
 def _innermost(judged: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
-    """Waits over their limit, without those that only wait for another such wait."""
+    """Return the waits over their limits, except those that only wait for another such wait."""
     by_number = {wait.number: wait for wait in waits}
     over = [wait for wait in judged if wait.over]
     outer: set[int] = set()
@@ -78,20 +78,20 @@ def _innermost(judged: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
 
 
 def report_of(trouble: Trouble, waits: Sequence[Wait], step: int) -> str:
-    """What a person is told; the first line says the worst."""
+    """Format a stall for the user; the first line has the longest wait."""
     key = f" (watchdog.{trouble.kind}_seconds)" if trouble.kind in vars(Limits()) else ""
     head = f"step {step} waits longer than the limit of {trouble.limit:g} s{key}: "
     chains = [f"{told(deepest(wait, waits), waits)}, for {wait.seconds:.1f} s" for wait in trouble.waits[:SHOWN]]
     lines = [head + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
     if trouble.blocked is not None:
-        lines[0] += f"; this holds the event loop since {trouble.blocked:.1f} s, and nothing else goes on"
+        lines[0] += f"; this has blocked the event loop for {trouble.blocked:.1f} s, and nothing else runs"
     if (more := len(trouble.waits) - SHOWN) > 0:
         lines.append(f"  and {more} more")
     return "\n".join(lines)
 
 
 def deepest(wait: Wait, waits: Sequence[Wait]) -> Wait:
-    """Down to the oldest of what it waits for itself, and so on: that is who has to answer."""
+    """Follow the oldest child of each wait down to the one at fault."""
     children: dict[int, Wait] = {}
     for other in waits:
         if other.parent is not None:
@@ -104,7 +104,7 @@ def deepest(wait: Wait, waits: Sequence[Wait]) -> Wait:
 
 
 def longest(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
-    """The ``count`` innermost waits that have lasted longest, and what they are part of; in the order in which they were begun."""
+    """Return the ``count`` longest innermost waits and their ancestors, in the order in which they began."""
     by_number = {wait.number: wait for wait in waits}
     parents = {wait.parent for wait in waits}
     kept: set[int] = set()

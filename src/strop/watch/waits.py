@@ -1,8 +1,8 @@
-"""Open waits: ``with waiting(who, on=whom)`` around whatever may not come back.
+"""Open waits: ``with waiting(who, on=whom)`` around anything that may hang.
 
-An open wait is an edge from who waits to what is waited for. Its parent is the wait that was open where it was begun (a context variable:
-an asyncio task and ``asyncio.to_thread`` inherit it). A wait whose parent is over by now, as that of a group that was begun ahead of its
-step, hangs below whoever waits for it by name.
+An open wait is an edge from the waiter to what it waits for. Its parent is the wait that was open in the context where it began (a
+context variable, inherited by asyncio tasks and ``asyncio.to_thread``). If the parent has ended, e.g. for a group that started ahead of
+its step, the parent is the wait whose ``on`` is this wait's ``who``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Kind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # whose limit a wait has; "": none
+Kind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # selects the limit; "": none
 
 _innermost: ContextVar[waiting | None] = ContextVar("strop_waiting", default=None)
-_open: dict[int, waiting] = {}  # in the order in which they were begun; one item is added or removed at a time, so no lock
+_open: dict[int, waiting] = {}  # in the order in which they began; single-item changes need no lock
 _number = itertools.count()
 
 
 class waiting:
-    """``with waiting("weight sync", on="engine 1", kind="weight_sync"):`` names a wait for as long as the block runs.
+    """Register a wait while the block runs: ``with waiting("weight sync", on="engine 1", kind="weight_sync"):``.
 
-    ``who`` and ``on`` are words for a person; a number that tells one from another belongs to them. ``kind`` says which of the
-    watchdog's limits applies, ``limit`` gives one of its own (seconds). ``detail`` is only shown. From any thread or asyncio task.
+    ``who`` and ``on`` are shown to the user; include a number to distinguish instances. ``kind`` selects one of the watchdog's
+    limits; ``limit`` (seconds) overrides it. ``detail`` is only displayed. Works in any thread or asyncio task.
     """
 
     __slots__ = ("detail", "kind", "limit", "number", "on", "parent", "since", "task", "thread", "who")
@@ -48,27 +48,27 @@ class waiting:
     def __exit__(self, *_: object) -> None:
         _open.pop(self.number, None)
         _innermost.set(self.parent)
-        self.parent = self.task = None  # what a task keeps of its context must not keep alive what is over
+        self.parent = self.task = None  # a task's context must not keep ended waits alive
 
 
 def _current_task() -> asyncio.Task[object] | None:
-    loop = asyncio._get_running_loop()  # None outside of one; the public function raises, which costs more than all of the above
+    loop = asyncio._get_running_loop()  # None outside of a loop; the public function raises, which is too slow here
     return None if loop is None else asyncio.current_task(loop)
 
 
 class Wait(NamedTuple):
-    """An open wait as it was at one moment. (A tuple, for there may be thousands, every few seconds.)"""
+    """A snapshot of an open wait. (A tuple for speed: there may be thousands every few seconds.)"""
 
-    number: int  # identity; later ones are larger
+    number: int  # unique and increasing
     who: str
     on: str
     detail: str
     kind: Kind
-    limit: float | None  # seconds; None: it may take as long as it likes
-    seconds: float  # since it was begun
-    parent: int | None  # the number of the wait that it is part of
+    limit: float | None  # seconds; None: no limit
+    seconds: float  # since it began
+    parent: int | None  # the number of the enclosing wait
     thread: int
-    running: bool  # its task is the one that the event loop runs now: where the loop is blocked, it is what blocks it
+    running: bool  # its task is currently running in the event loop, so it is what blocks a blocked loop
 
     @property
     def over(self) -> bool:
@@ -78,14 +78,14 @@ class Wait(NamedTuple):
 def open_waits(
     limits: Mapping[str, float] = MappingProxyType({}), *, loop: asyncio.AbstractEventLoop | None = None
 ) -> tuple[Wait, ...]:
-    """Every open wait, the oldest first. ``limits`` are seconds by kind; 0 and a kind that is missing are none.
+    """Return all open waits, the oldest first. ``limits`` maps kinds to seconds; 0 or a missing kind means no limit.
 
-    ``loop``: the event loop whose running task is to be marked.
+    ``loop``: the event loop whose current task is marked as running.
     """
-    found = list(_open.values())  # a copy is one step of the interpreter: nobody changes it meanwhile
+    found = list(_open.values())  # copying is atomic under the GIL
     now, running = time.monotonic(), None if loop is None else asyncio.current_task(loop)
     by_number = {wait.number: wait for wait in found}
-    awaited = {wait.on: wait for wait in reversed(found)}  # of several that wait for the same, the oldest
+    awaited = {wait.on: wait for wait in reversed(found)}  # the oldest if several wait for the same
     return tuple(
         Wait(
             number=wait.number,
@@ -112,7 +112,7 @@ def _parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mapping[st
 
 
 def chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
-    """From the outermost wait to this one."""
+    """Return the enclosing waits, from the outermost to this one."""
     by_number = {other.number: other for other in waits}
     found = [wait]
     while (parent := by_number.get(-1 if found[-1].parent is None else found[-1].parent)) is not None and parent not in found:
@@ -121,7 +121,7 @@ def chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
 
 
 def told(wait: Wait, waits: Iterable[Wait]) -> str:
-    """The chain as a sentence: ``training loop -> generation -> group 87 -> environment 'sandbox', turn 2 (task x)``."""
+    """Format the chain of a wait: ``training loop -> generation -> group 87 -> environment 'sandbox', turn 2 (task x)``."""
     links = chain(wait, waits)
     words = [links[0].who]
     for link in links:

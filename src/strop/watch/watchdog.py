@@ -1,6 +1,6 @@
-"""The watchdog: a thread that names what waits longer than its limit, and writes ``status.json``.
+"""The watchdog: a thread that reports waits over their limits and writes ``status.json``.
 
-It is a thread and not an asyncio task because the event loop itself may stand still: a heartbeat from the loop tells.
+It is a thread instead of an asyncio task because the event loop itself may block, which a heartbeat from the loop reveals.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from strop.watch.waits import Wait, open_waits
 
 log = logging.getLogger(__name__)
 
-STORED = 100  # innermost waits in status.json, the longest ones
-ENDING = 30.0  # seconds in which a run that was told to end has to
+STORED = 100  # the longest innermost waits, stored in status.json
+ENDING = 30.0  # seconds that a cancelled run has to end
 
 
 class Stuck(TimeoutError):
-    """Something waited longer than watchdog.stop_after_seconds; the message says who for whom."""
+    """A wait took longer than watchdog.stop_after_seconds. The message has its chain."""
 
 
 @dataclass
 class Backoff:
-    """When one kind of trouble is reported again: at doubling intervals."""
+    """Limits reports of one kind of stall to doubling intervals."""
 
     next_at: float = 0.0
     delay: float = 0.0
@@ -55,7 +55,7 @@ class Backoff:
 
 
 class Watchdog:
-    """``with Watchdog(...)`` inside a running event loop, around a run whose trackers ``diary`` is one of."""
+    """Watches the run inside a ``with`` block, in a running event loop. Add ``status_tracker`` to the run's trackers."""
 
     def __init__(
         self,
@@ -67,8 +67,16 @@ class Watchdog:
         stop_after: float | None = None,
         checkpoints: str | None = None,
     ) -> None:
-        """``note`` is the trackers', called in the event loop; ``interval`` seconds lie between two looks; a wait that is over its limit
-        and has lasted ``stop_after`` seconds ends the run with Stuck; ``checkpoints`` is a folder, for the doctor."""
+        """Configure the watchdog.
+
+        Args:
+            folder: The run's log folder.
+            note: The trackers' ``note``, called in the event loop.
+            limits: Maximum seconds by kind of wait.
+            interval: Seconds between two checks.
+            stop_after: End the run with WatchdogTimeout when a wait is over its limit and has lasted this many seconds.
+            checkpoints: The checkpoint folder, recorded in ``status.json`` for ``strop doctor``.
+        """
         self.diary = Diary()
         self._folder, self._note = Path(folder).resolve(), note
         self._checkpoints = None if checkpoints is None else str(Path(checkpoints).resolve())
@@ -78,7 +86,7 @@ class Watchdog:
         self._backoff: dict[str, Backoff] = {}
         self._stuck: Stuck | None = None
         self._give_up_at = float("inf")
-        self._trusted_from = 0.0  # the event loop stood still before: what waits longer than since then may not have had its turn
+        self._trusted_from = 0.0  # after a blocked event loop, overdue tasks may not have run yet: wait until then
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -117,7 +125,7 @@ class Watchdog:
         while not self._over.wait(self._interval):
             try:
                 self._look()
-            except Exception as error:  # a run outlives its watchdog
+            except Exception as error:  # a failing watchdog must not stop the run
                 log.log(logging.DEBUG if failed else logging.WARNING, "the watchdog failed: %s: %s", type(error).__name__, error)
                 failed = True
 
@@ -128,22 +136,18 @@ class Watchdog:
         blocked = silent > max(self._interval, 2 * self._pulse)
         if blocked:
             self._trusted_from = now + 2 * self._interval
-        found = [] if not blocked and now < self._trusted_from else self._troubles(waits, silent if blocked else None)
+        settling = not blocked and now < self._trusted_from
+        loop_silent = silent if blocked else None
+        found = [] if settling else troubles(waits, self._limits, loop_thread=self._loop_thread, silent=loop_silent)
         if now >= self._trusted_from:
-            self._forget_what_is_over(found)
+            for kind in self._backoff.keys() - {trouble.kind for trouble in found}:  # resolved
+                del self._backoff[kind]
         for trouble in found:
             if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
                 self._report(trouble, waits, blocked=blocked)
         texts = tuple(report_of(trouble, waits, self.diary.step + 1) for trouble in found)
         self._write("running", waits, silent=silent if blocked else 0.0, found=texts)
         self._end_if_hopeless(found, waits, blocked=blocked)
-
-    def _troubles(self, waits: Sequence[Wait], silent: float | None) -> list[Trouble]:
-        return troubles(waits, self._limits, loop_thread=self._loop_thread, silent=silent)
-
-    def _forget_what_is_over(self, found: Sequence[Trouble]) -> None:
-        for kind in self._backoff.keys() - {trouble.kind for trouble in found}:
-            del self._backoff[kind]
 
     def _report(self, trouble: Trouble, waits: Sequence[Wait], *, blocked: bool) -> None:
         text = report_of(trouble, waits, self.diary.step + 1)
@@ -157,16 +161,16 @@ class Watchdog:
             self._in_loop(lambda: self._note(f"watchdog: {text}"))
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
+        with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(call)
 
     def _dump_stacks(self, text: str) -> Path | None:
-        """The stacks of all threads, and of the asyncio tasks, in a file of the log folder."""
+        """Write the stacks of all threads and asyncio tasks to a file in the log folder. Returns its path, or None on failure."""
         path = self._folder / time.strftime("stacks_%Y%m%d_%H%M%S.txt")
         try:
             dump_stacks(path, text, self._loop)
         except OSError as error:
-            log.warning("no stacks could be written to %s: %s", path, error)
+            log.warning("could not write the stacks to %s: %s", path, error)
             return None
         return path
 
@@ -189,8 +193,9 @@ class Watchdog:
         self._in_loop(lambda: task.cancel() if task is not None else None)
 
     def _leave(self) -> None:
-        """At once: the event loop does not run, or the run does not end. Checkpoints and metrics are whole at any moment."""
-        self._write("failed", open_waits(self._limits.by_kind()), error=f"Stuck: {self._stuck}")
+        """Exit the process immediately, since the event loop is blocked or the run does not end. Checkpoints and metrics are always
+        complete on disk."""
+        self._write("failed", open_waits(self._limits.by_kind()), error=f"{type(self._stuck).__name__}: {self._stuck}")
         log.critical("%s", self._stuck)
         os._exit(1)
 
@@ -231,7 +236,7 @@ class Watchdog:
 
 
 def leave_in_time(stuck: Stuck) -> None:
-    """For a process that has nothing else to do: it ends within ENDING seconds also where a thread that is stuck would keep it alive."""
+    """Exit the process after SHUTDOWN_SECONDS, even if a stuck thread keeps it alive."""
 
     def leave() -> None:
         log.critical("%s", stuck)
@@ -243,7 +248,7 @@ def leave_in_time(stuck: Stuck) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """Of the software, as far as it is installed."""
+    """Return the versions of Python and of installed packages."""
     if not _VERSIONS:
         _VERSIONS["python"] = platform.python_version()
         for name in ("strop", "torch", "transformers", "vllm"):

@@ -1,4 +1,4 @@
-"""Low-rank adapters as they are sent to an engine that keeps their base."""
+"""LoRA adapters as they are sent to an engine that already has the base weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.weights.source import Weight, weights_of
 
 
 class LowRankSource:
-    """The adapters of a model in this process, and what they stand on."""
+    """The adapters and base weights of a model in this process."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -40,8 +40,10 @@ def files_in(folder: Path) -> AdapterFiles:
 
 
 def adapter_marks(layers: Iterable[tuple[LowRank, Tensor, Tensor]], dtype: torch.dtype) -> Mapping[str, int]:
-    """Fingerprints of adapters, each with its matrices whole, by layer and side (A reads, B writes): an engine keeps B multiplied with the
-    scale."""
+    """Return fingerprints of adapters, given as (layer, whole A, whole B), by ``<layer>.A`` and ``<layer>.B``.
+
+    B is multiplied by the scale, as engines store it.
+    """
     found: dict[str, int] = {}
     for layer, down, up in layers:
         up = up.detach().to(dtype)

@@ -1,7 +1,7 @@
-"""The seams between a learner that changes weights and generators that hold them.
+"""Interfaces of weight synchronization between a learner and generators.
 
-Tensors travel under their canonical (Hugging Face) names, in the order of one ``Manifest`` that both sides know before the first byte.
-A ``Sender`` lives with the learner, a ``Receiver`` with each generator; how the bytes get across is theirs alone.
+Tensors are sent under their canonical (Hugging Face) names, in the order of a ``Manifest`` that both sides know before the transfer. The
+learner has a ``Sender`` and each generator process a ``Receiver``; how the bytes are transferred is up to them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from strop.sampling import Sampling
 
 
 class WeightSync(Protocol):
-    """Publishes learner weights to generators, and takes the device back while the learner works."""
+    """Publishes the learner's weights to generators, and frees the device of generators while the learner trains."""
 
     async def lend_to_learner(self) -> None:
-        """Generators finish what they run, hold what comes, and give up what they share with the learner."""
+        """Let generators finish their running requests, hold new ones, and release the device memory they share with the learner."""
         ...
 
     async def publish(self, version: int) -> Metrics:
-        """Every generator holds the learner's weights, under ``version``, when this returns."""
+        """Send the learner's weights to every generator as ``version``. Returns when all of them hold it."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as it is sent."""
+    """Name, data type and shape of one tensor as it is sent."""
 
     name: str  # canonical
-    dtype: torch.dtype  # of what is sent, which may be narrower than what the learner holds
+    dtype: torch.dtype  # as sent, may be narrower than the learner's
     shape: tuple[int, ...]
 
     @property
@@ -50,7 +50,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is sent: every tensor, in order. Pickles small; both sides cut it into buckets alike."""
+    """All tensors of a publish, in order. Cheap to pickle; both sides split it into the same buckets."""
 
     entries: tuple[TensorEntry, ...]
 
@@ -66,7 +66,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """Low-rank adapters in PEFT's format, small enough to be sent as they are."""
+    """LoRA adapters in PEFT's format, small enough to be sent whole."""
 
     weights: bytes  # adapter_model.safetensors
     config: str  # adapter_config.json
@@ -76,16 +76,16 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class TransportError(RuntimeError):
-    """The other side went away, or did not answer within the time limit; the message says which and for how long."""
+    """The other side exited or did not answer within the time limit; the message names it and the limit."""
 
 
 class Receiver(Protocol):
-    """The generator's end."""
+    """The generator's end of a transport."""
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one publish, in order. Each is valid only until the next one is asked for: copy what is kept.
+        """Yield the tensors of one publish, in order. Each is valid only until the next one: clone those that are kept.
 
-        Blocks. Raises TransportError where the sender does not deliver in time; then what was received is worth nothing.
+        Blocks. Raises TransportError if the sender does not deliver in time; the tensors received so far must then be discarded.
         """
         ...
 
@@ -93,15 +93,15 @@ class Receiver(Protocol):
 
 
 class ChannelAddress(Protocol):
-    """How a receiver finds its sender: a small frozen dataclass that pickles."""
+    """The address of a sender: a small, picklable frozen dataclass."""
 
     def connect(self, index: int, device: torch.device) -> Receiver:
-        """Called in the generator's process by the ``index``-th of its ``Sender.receivers``; tensors arrive on ``device``."""
+        """Connect as the ``index``-th of ``Sender.receivers``, in the generator's process. Tensors arrive on ``device``."""
         ...
 
 
 class Sender(Protocol):
-    """The learner's end, for a fixed number of receivers."""
+    """The learner's end of a transport, for a fixed number of receivers."""
 
     receivers: int
 
@@ -109,10 +109,10 @@ class Sender(Protocol):
     def address(self) -> ChannelAddress: ...
 
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
-        """Deliver ``tensors`` (the manifest's, in its order, cast to its types) to every receiver; returns when all have taken them.
+        """Send ``tensors`` to every receiver, cast to the manifest's data types. Returns when all receivers have read them.
 
-        Blocks, so it is called in a thread while the receivers receive. Raises TransportError, and ValueError where the tensors are not
-        those of the manifest.
+        Blocks: call it in a thread while the receivers receive. Raises TransportError, and ValueError if the tensors do not match the
+        manifest or its order.
         """
         ...
 
@@ -120,91 +120,94 @@ class Sender(Protocol):
 
 
 class EngineDied(RuntimeError):
-    """An engine's process is gone, and with it what it was generating; the message says which engine."""
+    """An engine's process exited and its running requests are lost; the message names the engine."""
 
 
 class EngineLost(EngineDied):
-    """An engine is gone, and so is the machine that it would have to be started on."""
+    """An engine died and cannot be restarted, because its machine is gone too."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The fingerprint of one tensor, or of one engine process's share of it, in the memory that the engine computes with."""
+    """The fingerprint of one tensor, or of one process's shard of it, in the memory that an engine computes with."""
 
     fingerprint: int
-    region: tuple[int, int, int, int]  # first row, rows, first column, columns, of the whole tensor: equal regions are replicas
+    region: tuple[int, int, int, int]  # first row, rows, first column, columns in the whole tensor; equal regions are replicas
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What an engine says of a publish after it."""
+    """An engine's report after loading a publish."""
 
-    version: int  # that it now reports; -1 where its weights are of no version
-    received: Mapping[str, tuple[int, ...]]  # by tensor, the fingerprint of what arrived, one for each of its processes
-    seconds: float  # from the first byte to weights that are ready to be used
+    version: int  # that the engine now reports; -1 if its weights are undefined
+    received: Mapping[str, tuple[int, ...]]  # tensor name -> fingerprints of the tensor as it arrived, one per engine process
+    seconds: float  # from the first byte to weights that are ready for use
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """What an engine sampled for the canary."""
+    """A completion that an engine sampled for a canary prompt."""
 
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32
-    cached: int  # tokens of the prompt that were found in the prefix cache
-    kept: Tensor | None = None  # [L, K] int32, the ids each token was drawn from, if that was asked for
+    cached: int  # number of prompt tokens found in the prefix cache
+    kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; None unless ``sampling.records``
 
 
 class WeightHolder(Protocol):
-    """An engine with weights of its own, as those who publish weights see it."""
+    """An engine with its own copy of the weights, as the weight publisher sees it."""
 
     name: str
-    receivers: int  # processes of it that take weights: one for each tensor-parallel rank
+    receivers: int  # processes that receive weights: one per tensor-parallel and pipeline-parallel rank
 
     async def start(self) -> None:
-        """Start, or start anew after it died. It holds no weights then, and requests wait for the first ``unpause``."""
+        """Start, or restart after the engine died. It has no weights yet, so requests wait for the first ``resume``."""
         ...
 
     async def close(self) -> None: ...
 
     async def connect(self, address: ChannelAddress, first: int) -> None:
-        """Weights will come from ``address``; its processes are the receivers from number ``first``."""
+        """Connect all processes of the engine to ``address``, as the receivers numbered from ``first``."""
         ...
 
     @property
     def alive(self) -> bool: ...
 
     async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
-        """Sample ahead of the requests that wait, with weights that were loaded and not yet unpaused."""
+        """Sample before all waiting requests, with weights that are loaded but not yet resumed."""
         ...
 
     async def pause(self, *, keep_running: bool) -> None:
-        """Hold new requests. With ``keep_running`` those that run stop where they are and go on later; else they finish first."""
+        """Hold new requests. With ``keep_running`` running requests are suspended and continue later; else wait until they finish."""
         ...
 
     async def load(self, manifest: Manifest, version: int) -> Receipt:
-        """Take one publish from the channel. Only while paused. Where it fails, the weights are of no version (-1) until one succeeds."""
+        """Receive and load one publish. Only while paused. After a failure the weights are undefined (version -1) until a load succeeds."""
         ...
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
-        """Take low-rank adapters alone, over the base weights it has."""
+        """Load LoRA adapters over the engine's base weights."""
         ...
 
     async def held(self) -> Mapping[str, tuple[Held, ...]]:
-        """By canonical name, what it computes with, read back out of its own layout. Tensors that cannot be read are left out."""
+        """Return fingerprints of the weights that the engine computes with, read back from its own layout, by canonical name.
+
+        Tensors that cannot be read back are left out.
+        """
         ...
 
     async def forget_prefixes(self, *, running: bool) -> None:
-        """Drop cached keys and values; with ``running`` also those of requests that were stopped half way, which read all again."""
+        """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed."""
         ...
 
     async def unpause(self, version: int) -> None:
-        """Go on, with the weights of ``version``. Raises RuntimeError where those it holds are of another."""
+        """Serve requests with the weights of ``version``. Raises RuntimeError if the engine holds another version."""
         ...
 
     async def sleep(self) -> None:
-        """Give up the device's memory, as far as the engine can. Only while paused; requests that run are finished before."""
+        """Release device memory, as far as the engine can. Only while paused; running requests finish first."""
         ...
 
     async def wake(self) -> None:
-        """Take it again; weights may have to be sent anew."""
+        """Allocate the device memory again. Weights may have to be sent again."""
         ...

@@ -1,9 +1,9 @@
-"""Weights by collective broadcast, gloo or NCCL, to generators that may be on other machines.
+"""Weight transport by collective broadcast (gloo or NCCL), to generators that may be on other machines.
 
-The sender is rank 0 of a process group of its own, made without touching the default group, which belongs to the engine in a receiver's
-process. Tensors are packed into buckets; one is packed (and unpacked) while another travels. A small store beside the group says who is
-there, when a publish begins, and why it ended: a broken group is not mended, so after a TransportError the channel is of no more use, and a
-new sender takes its place.
+The sender is rank 0 of a separate process group. The default group is left alone: in a receiver's process it belongs to the engine.
+Tensors are packed into buckets; one bucket is packed or unpacked while another one is transferred. A key-value store beside the group
+records which receivers have joined, when a publish begins, and why it failed. A broken group cannot be repaired: after a TransportError,
+create a new sender.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from strop.weights.base import Manifest, NamedTensors, TransportError
 from strop.weights.control import alive, machine
 from strop.weights.manifest import Bucket, aligned, buckets, digest, matched, view
 
-dist: Any = torch.distributed  # what is used of it has no types
+dist: Any = torch.distributed  # the functions used here are untyped
 Backend = Literal["gloo", "nccl"]
 BUCKET_SIZE = 64 << 20
 TIMEOUT = 120.0
-_PERIOD = 0.005  # seconds between looks into the store
-_LOOK = 0.5  # seconds between looks at whether silent processes of this machine still live
-_WORD = timedelta(seconds=10)  # for one answer of the store itself
+_PERIOD = 0.005  # seconds between polls of the store
+_LOOK = 0.5  # seconds between liveness checks of processes on this machine
+_WORD = timedelta(seconds=10)  # timeout of one store operation
 
 
 @dataclass(frozen=True)
 class BroadcastAddress:
-    """Where the sender's store is, and what group to form."""
+    """Address of the sender's store, and settings of the process group."""
 
     backend: Backend
     host: str
@@ -48,16 +48,16 @@ class BroadcastAddress:
     timeout: float  # seconds
 
     def connect(self, index: int, device: torch.device) -> BroadcastReceiver:
-        """Raises TransportError where the sender is not there, ValueError for an index that it does not expect."""
+        """Raises TransportError if there is no sender, ValueError if ``index`` is out of range."""
         if not 0 <= index < self.receivers:
             raise ValueError(
-                f"receiver {index} of {self.receivers}: they are counted from 0; make the sender for as many as there are"
+                f"receiver {index} of {self.receivers}: indices start at 0; create the sender with the number of receivers"
             )
         return BroadcastReceiver(self, index, device)
 
 
 class _Channel:
-    """One rank: the store, the group once all are there, and two buffers."""
+    """One rank of the transfer: the store, the process group once all ranks are ready, and two buffers."""
 
     def __init__(self, address: BroadcastAddress, rank: int, store: Any, device: torch.device) -> None:
         self.address, self.rank, self.store, self.device = address, rank, store, device
@@ -66,13 +66,13 @@ class _Channel:
         self._buffers: list[Tensor] = []
 
     def form(self) -> None:
-        """Make the group, in all ranks at the same time."""
+        """Create the process group. A collective: all ranks call it at the same time."""
         if self.group is None:
             make = {"gloo": _gloo_group, "nccl": _nccl_group}[self.address.backend]
             self.group = make(dist.PrefixStore("group", self.store), self.rank, self.address)
 
     def buffers(self, cut: tuple[Bucket, ...]) -> list[Tensor]:
-        """Two for buckets in turns, [size of the largest] uint8."""
+        """Return two buffers for alternating buckets, each [bytes of the largest bucket] uint8."""
         size = max((bucket.size for bucket in cut), default=0)
         if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = []
@@ -80,14 +80,14 @@ class _Channel:
         return self._buffers
 
     def travel(self, memory: Tensor) -> Callable[[], object]:
-        """Begin to broadcast ``memory`` from rank 0; what is returned waits for the end."""
+        """Start to broadcast ``memory`` from rank 0. Return a function that waits for it."""
         if not memory.numel():
             return lambda: None
         wait: Callable[[], object] = self.group.broadcast(memory, 0).wait
         return wait
 
     def await_keys(self, keys: list[str], failure: str) -> list[str]:
-        """The keys that are still missing at the end of the time limit, or none. Raises TransportError where ``failure`` is there."""
+        """Wait for ``keys`` and return those still missing at the timeout. Raises TransportError if the key ``failure`` is set."""
         until = time.monotonic() + self.address.timeout
         look = time.monotonic() + _LOOK
         while missing := [key for key in keys if not self.store.check([key])]:
@@ -105,7 +105,10 @@ class _Channel:
         return missing
 
     def _gone(self, patience: float = 0.0) -> str:
-        """Which receiver of this machine has ended; "" where none has, ``patience`` seconds long: a process ends after its connections."""
+        """Describe a receiver on this machine whose process has exited, or return "" after ``patience`` seconds.
+
+        A process exits shortly after its connections close, so callers that saw one close should allow some patience.
+        """
         until = time.monotonic() + patience
         while True:
             for index in range(self.address.receivers):
@@ -119,10 +122,10 @@ class _Channel:
 
     @contextmanager
     def publish(self, number: int) -> Iterator[None]:
-        """What fails within is told the others and ends the channel."""
+        """Report an error raised inside to the other ranks, and close the channel."""
         if self.broken:
             raise TransportError(
-                f"this channel broke before ({self.broken}): make a new sender and have the receivers connect to it"
+                f"this channel broke before ({self.broken}): create a new sender and connect the receivers to it"
             )
         try:
             yield
@@ -144,18 +147,18 @@ class _Channel:
         self.leave()
 
     def _explain(self, number: int, error: BaseException) -> str:
-        """Who is to blame, as far as the store and the processes of this machine say."""
+        """Describe the cause of an error, as far as the store and the processes of this machine show it."""
         cause = str(error).splitlines()[0]
         try:
             if gone := self._gone(_LOOK):
                 return f"{gone}: {cause}"
-            told = self.store.get(_failure(number)).decode() if self.store.check([_failure(number)]) else ""
+            reported = self.store.get(_failure(number)).decode() if self.store.check([_failure(number)]) else ""
         except RuntimeError:
-            return f"the sender went away: it closed the channel, ended or was killed ({cause})"
-        return f"publish {number} ended early: {told or cause}"
+            return f"the sender went away: it closed the channel, exited or was killed ({cause})"
+        return f"publish {number} ended early: {reported or cause}"
 
     def leave(self) -> None:
-        """Close the group's connections, which the others notice."""
+        """Abort the process group, which makes pending operations of the other ranks fail."""
         group, self.group = self.group, None
         self._buffers = []
         if group is not None:
@@ -164,7 +167,7 @@ class _Channel:
 
 
 class BroadcastSender:
-    """``host`` is this machine's address as receivers reach it; ``device`` is where buckets are packed: a GPU's with NCCL."""
+    """``host`` is this machine's address as seen by receivers; ``device`` is where buckets are packed: a GPU with NCCL, else the CPU."""
 
     def __init__(
         self,
@@ -178,16 +181,16 @@ class BroadcastSender:
         timeout: float = TIMEOUT,
     ) -> None:
         if receivers < 1:
-            raise ValueError(f"a channel with {receivers} receivers sends to nobody; there has to be at least one")
+            raise ValueError(f"found {receivers} receivers; a sender needs at least one")
         device = device or torch.device("cuda" if backend == "nccl" else "cpu")
         if (device.type == "cuda") != (backend == "nccl"):
-            raise ValueError(f"{backend} does not broadcast from {device}: gloo packs buckets on the CPU, nccl on a GPU")
+            raise ValueError(f"{backend} does not broadcast from {device}: set device to the CPU for gloo, to a GPU for nccl")
         self.receivers = receivers
         store = dist.TCPStore(host, port, None, True, timeout=_WORD, wait_for_workers=False)
         self._address = BroadcastAddress(backend, host, store.port, receivers, aligned(bucket_size), timeout)
         self._channel = _Channel(self._address, 0, store, device)
         self._number = 0
-        self._busy = threading.Lock()  # with a publish, or with the end
+        self._busy = threading.Lock()  # held during a publish and while closing
 
     @property
     def address(self) -> BroadcastAddress:
@@ -202,7 +205,7 @@ class BroadcastSender:
             self._channel.store.set(f"begin/{self._number}", "")
             self._channel.form()
             self._send(buckets(manifest, self._address.bucket_size), manifest, tensors)
-            self._await("taken", "take the last bucket")
+            self._await("taken", "read the last bucket")
 
     def _await(self, word: str, doing: str) -> None:
         keys = [f"{word}/{self._number}/{index}" for index in range(self.receivers)]
@@ -213,25 +216,23 @@ class BroadcastSender:
     def _compare(self, wanted: str) -> None:
         for index in range(self.receivers):
             if self._channel.store.get(f"ready/{self._number}/{index}").decode() != wanted:
-                raise TransportError(
-                    f"receiver {index}: its manifest is not the sender's: both sides have to be given the same one"
-                )
+                raise TransportError(f"receiver {index}: its manifest is not the sender's: pass the same manifest on both sides")
 
     def _send(self, cut: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
         channel, given, waits = self._channel, matched(manifest, tensors), deque[Callable[[], object]]()
         memory = channel.buffers(cut)
         for number, bucket in enumerate(cut):
-            if len(waits) == 2:  # the buffer's last bucket has to have left
+            if len(waits) == 2:  # wait until this buffer's previous bucket is sent
                 waits.popleft()()
             for placed in bucket.tensors:
                 view(memory[number % 2], placed).copy_(next(given)[1].detach())
             waits.append(channel.travel(memory[number % 2][: bucket.size]))
-        next(given, None)  # raises where there is a tensor too many
+        next(given, None)  # raises if there are more tensors than in the manifest
         for wait in waits:
             wait()
 
     def close(self) -> None:
-        """From any thread: a publish in another one ends first, with a TransportError."""
+        """Close from any thread. A publish in progress in another thread fails first, with a TransportError."""
         self._channel.broken = self._channel.broken or "it was closed"
         self._channel.leave()
         with self._busy:
@@ -240,7 +241,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """Rank ``index`` + 1. What it yields lies in its buffers."""
+    """Receives as rank ``index`` + 1. The tensors it yields may be views of its buffers."""
 
     def __init__(self, address: BroadcastAddress, index: int, device: torch.device) -> None:
         self.index, self.device = index, device
@@ -294,7 +295,7 @@ def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
 
 
 def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
-    """With waits that block and raise, instead of a watchdog that ends the process: the engine's, at a receiver."""
+    """Create an NCCL group with blocking waits that raise. The default watchdog would abort the process, a receiver's engine."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -310,7 +311,7 @@ def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
 
 
 def _own_address(address: BroadcastAddress) -> str:
-    """This machine's address on the way to the sender."""
+    """Return the address of this machine's interface that reaches the sender."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,4 +1,4 @@
-"""One sender and the engines that listen to it."""
+"""Transfers of weights from one sender to several engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from strop.weights.base import EngineDied, Manifest, Receipt, TransportError, WeightHolder
 from strop.weights.export import Exporter, Marks
 
-GRACE = 30.0  # seconds in which the others may end, after one side of a transfer failed
+GRACE = 30.0  # seconds that the other participants have to finish after one side of a transfer failed
 
 
 class Channel:
-    """Made for the engines that are sent to, and made anew where these are others, or after a failure."""
+    """A connection between an exporter and engines. It is reopened for other engines and after a failure."""
 
     def __init__(self, exporter: Exporter) -> None:
         self.exporter = exporter
@@ -22,7 +22,10 @@ class Channel:
     async def transfer(
         self, engines: Sequence[WeightHolder], version: int, manifest: Manifest, *, held: bool
     ) -> tuple[Marks, list[Receipt]]:
-        """All receive while one sends. Where one fails the others are told, and nobody waits for who will not come."""
+        """Send one publish to all ``engines`` and return the sender's fingerprints and the engines' receipts.
+
+        If one side fails, the channel is closed, so that the others fail too instead of waiting.
+        """
         await self._connect(engines)
         sending = asyncio.create_task(self.exporter.send(held=held))
         loading = [asyncio.create_task(engine.load(manifest, version)) for engine in engines]
@@ -32,7 +35,7 @@ class Channel:
         return await sending, [await task for task in loading]
 
     async def _failure(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
-        """What went wrong, once nobody is at work any more."""
+        """Close the channel, wait for all tasks to end, and return the error that caused the failure."""
         await self.close()
         _, stuck = await asyncio.wait(tasks, timeout=GRACE)
         for task in stuck:
@@ -41,7 +44,7 @@ class Channel:
         return min((end for end in ends if isinstance(end, BaseException)), key=_rank)
 
     async def _connect(self, engines: Sequence[WeightHolder]) -> None:
-        """Exactly these engines listen."""
+        """Connect exactly these engines to a new sender, unless they are connected already."""
         if self._connected and self._connected == tuple(engines):
             return
         self._connected = ()
@@ -60,7 +63,7 @@ class Channel:
 
 
 def _rank(error: BaseException) -> int:
-    """A process that died is the cause of what the others say, and a broken channel the consequence of anything else."""
+    """Rank errors by how likely they are the cause: a dead process first, a broken channel after any other error."""
     for place, kind in ((0, EngineDied), (2, TransportError), (3, asyncio.CancelledError)):
         if isinstance(error, kind):
             return place

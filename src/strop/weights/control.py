@@ -1,8 +1,8 @@
-"""Small messages between the processes of one machine, over a Unix socket.
+"""Control messages between processes of one machine, over a Unix socket.
 
-The socket is also what tells that the other side is gone: when a process ends, however it ends, its end of the connection does. (Unless a
-fork of it holds the connection open: so the process itself is looked for too, where the system says which one it is.) On Linux the socket
-has no file; elsewhere it lies in a folder that only this user can enter.
+The socket also shows when the other side is gone: its end of the connection closes when its process ends, however it ends. A fork may keep
+the connection open, so the process itself is checked too, where the system reports its pid. On Linux the socket has no file; elsewhere it
+is in a folder that only this user can access.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pathlib import Path
 
 from strop.weights.base import TransportError
 
-_PERIOD = 0.5  # seconds between looks at whether a silent process still lives
+_PERIOD = 0.5  # seconds between liveness checks of a silent process
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A receiver's first word."""
+    """A receiver's first message."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The memory that buckets will lie in; the transport says what ``handle`` is."""
+    """The shared memory for buckets; ``handle`` is specific to the transport."""
 
     size: int
     handle: bytes = b""
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Begin:
-    number: int  # of the publish, from 1: nothing of an older one is taken for it
+    number: int  # of the publish, from 1; tells its messages from those of older ones
     digest: str  # of the manifest
 
 
@@ -57,7 +57,7 @@ class Ready:
 class Filled:
     number: int
     bucket: int
-    start: int  # byte of the segment
+    start: int  # byte offset in the segment
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """Whoever says it does not go on with this publish."""
+    """The side that sends this message has aborted the publish."""
 
     number: int
     reason: str
@@ -78,7 +78,7 @@ Message = Hello | Segment | Begin | Ready | Filled | Taken | Abandoned
 
 
 class Link:
-    """One end of a connection. ``who`` is the other end, as messages call it."""
+    """One end of a connection. ``peer`` is how error messages name the other end."""
 
     def __init__(self, end: socket.socket, who: str, timeout: float) -> None:
         self.pid = _peer(end)[0]
@@ -93,7 +93,7 @@ class Link:
             raise self.gone() from None
 
     def receive(self, doing: str) -> Message:
-        """The next message. Raises TransportError where none comes within the time limit; ``doing`` is what is waited for."""
+        """Return the next message. Raises TransportError after the time limit; ``doing`` is what the peer is expected to do."""
         until = time.monotonic() + self.timeout
         while not self._poll(min(_PERIOD, max(0.0, until - time.monotonic()))):
             if not alive(self.pid):
@@ -103,7 +103,7 @@ class Link:
         return self.take()
 
     def take(self) -> Message:
-        """A message that has arrived."""
+        """Return a message that has arrived. Raises TransportError if the peer is gone."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, OSError):
@@ -111,7 +111,7 @@ class Link:
         return message
 
     def pending(self) -> bool:
-        """Whether a message, or the news of the other side's end, has arrived."""
+        """Whether a message, or the end of the connection, has arrived."""
         return self._poll(0.0)
 
     def _poll(self, seconds: float) -> bool:
@@ -121,21 +121,21 @@ class Link:
             raise self.gone() from None
 
     def gone(self) -> TransportError:
-        return TransportError(f"{self.who} went away: it closed the channel, ended or was killed")
+        return TransportError(f"{self.who} went away: it closed the channel, exited or was killed")
 
     def close(self) -> None:
         self.connection.close()
 
 
 class Hub:
-    """The sender's end of all connections: receivers come, and come again after they were restarted.
+    """The sender's end of all connections. Receivers may reconnect after a restart.
 
-    One thread uses it at a time; another may ``stop`` it, which ends what the first is waiting for.
+    Only one thread may use it at a time; another may call ``stop``, which ends any wait of the first.
     """
 
     def __init__(self, receivers: int, timeout: float) -> None:
         if receivers < 1:
-            raise ValueError(f"a channel with {receivers} receivers sends to nobody; there has to be at least one")
+            raise ValueError(f"found {receivers} receivers; a sender needs at least one")
         self.receivers, self.timeout = receivers, timeout
         self.links: dict[int, Link] = {}
         self._stopped = threading.Event()
@@ -145,7 +145,7 @@ class Hub:
         self._socket.listen(max(16, 2 * receivers))
 
     def gather(self) -> None:
-        """Have a connection with every receiver. Raises TransportError that names the missing ones."""
+        """Wait until every receiver is connected. Raises a TransportError that names the missing ones."""
         self._forget_the_past()
         until = time.monotonic() + self.timeout
         while True:
@@ -157,7 +157,7 @@ class Hub:
             raise TransportError(f"{_names(missing)} of {self.receivers} did not connect within {self.timeout:g} s")
 
     def _forget_the_past(self) -> None:
-        """Drop the connections of receivers that are gone, and words about earlier publishes."""
+        """Drop the connections of receivers that are gone, and messages about earlier publishes."""
         for index, link in list(self.links.items()):
             try:
                 while link.pending():
@@ -167,7 +167,7 @@ class Hub:
                 del self.links[index]
 
     def _accept(self, seconds: float) -> bool:
-        """Take one receiver in; False where none came."""
+        """Accept one connection. Return False if none arrived in time."""
         self._socket.settimeout(seconds)
         try:
             end, _ = self._socket.accept()
@@ -179,7 +179,7 @@ class Hub:
             return True
         link = Link(end, "a receiver", self.timeout)
         with suppress(TransportError):
-            hello = link.receive("say which one it is")
+            hello = link.receive("send its index")
             if isinstance(hello, Hello) and 0 <= hello.index < self.receivers:
                 link.who = link.who.replace("a receiver", f"receiver {hello.index}")
                 if (before := self.links.pop(hello.index, None)) is not None:
@@ -192,7 +192,7 @@ class Hub:
             link.send(message)
 
     def hear(self, awaited: Iterable[int], doing: str) -> list[tuple[int, Message]]:
-        """Messages of any of these receivers, at least one. Raises TransportError where one is gone, or none says anything in time."""
+        """Return at least one message from these receivers. Raises TransportError if one is gone or none sends a message in time."""
         links = {index: self.links[index] for index in awaited}
         until = time.monotonic() + self.timeout
         while True:
@@ -207,7 +207,7 @@ class Hub:
                 raise TransportError(f"{_names(sorted(links))} did not {doing} within {self.timeout:g} s")
 
     def stop(self) -> None:
-        """Whoever waits, in another thread, gets a TransportError soon."""
+        """Make a wait in another thread fail with a TransportError."""
         self._stopped.set()
 
     def _refuse_stopped(self) -> None:
@@ -225,18 +225,18 @@ class Hub:
 
 
 def reach(path: str, index: int, receivers: int, timeout: float) -> Link:
-    """A receiver's connection to the sender. Raises TransportError where there is none, ValueError for an index that it does not expect."""
+    """Connect a receiver to the sender. Raises TransportError if there is none, ValueError if ``index`` is out of range."""
     if not 0 <= index < receivers:
-        raise ValueError(f"receiver {index} of {receivers}: they are counted from 0; make the sender for as many as there are")
+        raise ValueError(f"receiver {index} of {receivers}: indices start at 0; create the sender with the number of receivers")
     end = socket.socket(socket.AF_UNIX)
     try:
         end.connect(path)
     except OSError as error:
         end.close()
         raise TransportError(
-            f"there is no sender at {path.lstrip(chr(0))!r} on this machine ({error}): it ended or closed"
+            f"there is no sender at {path.lstrip(chr(0))!r} on this machine ({error}): it exited or closed the channel"
         ) from None
-    if _peer(end)[1] not in (None, os.getuid()):  # the sender ended, and somebody else took its name
+    if _peer(end)[1] not in (None, os.getuid()):  # the sender exited, and another user bound the same name
         end.close()
         raise TransportError(f"another user's process answers in the sender's place at {path.lstrip(chr(0))!r}")
     link = Link(end, "the sender", timeout)
@@ -245,7 +245,7 @@ def reach(path: str, index: int, receivers: int, timeout: float) -> Link:
 
 
 def alive(pid: int | None) -> bool:
-    """Whether the process runs; True where that cannot be known."""
+    """Whether the process runs; True if that cannot be determined."""
     if pid is None:
         return True
     try:
@@ -254,14 +254,14 @@ def alive(pid: int | None) -> bool:
         return False
     except OSError:
         return True
-    try:  # one that was killed stays in the table until its parent asks how it ended
+    try:  # a killed process stays in the process table as a zombie until its parent waits for it
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):
         return True
 
 
 def machine() -> str:
-    """Where a process's number means the same process: host name, and on Linux this start of the system and the container."""
+    """Return an id of the pid namespace: host name, and on Linux also boot id and container. Equal pids under it are the same process."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -269,7 +269,7 @@ def machine() -> str:
 
 
 def _peer(end: socket.socket) -> tuple[int | None, int | None]:
-    """Process and user at the other end, where the system says."""
+    """Return (pid, user id) of the process at the other end, None where the system does not report them."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
     pid, user, _group = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
@@ -277,7 +277,7 @@ def _peer(end: socket.socket) -> tuple[int | None, int | None]:
 
 
 def _place() -> tuple[Path | None, str]:
-    """A folder to remove in the end, if there is one, and the socket's name."""
+    """Return a new socket address, with the folder to remove at the end, if it has one."""
     if sys.platform == "linux":
         return None, f"\0strop-weights-{secrets.token_hex(16)}"
     folder = Path(tempfile.mkdtemp(prefix="strop-"))

@@ -1,7 +1,7 @@
-"""Weights through GPU memory that processes of one machine share: the sender packs buckets on its GPU, and receivers read them there.
+"""Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, and receivers on the same machine read them there.
 
-A receiver on the same GPU reads what it yields where it lies; one on another GPU of the machine copies it over. Both have to see the
-sender's GPU (``CUDA_VISIBLE_DEVICES``), under whatever number. Buckets and words about them go as in ``ring``.
+A receiver on the same GPU yields views of that memory; a receiver on another GPU copies the tensors over. Both must see the sender's GPU
+(``CUDA_VISIBLE_DEVICES``), under any index. The protocol is that of ``ring_buffer``.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class CudaIpcAddress:
-    """Where the sender of this machine is found."""
+    """Address of a sender on this machine."""
 
-    path: str  # of its socket
+    path: str  # of its Unix socket
     receivers: int
     bucket_size: int  # bytes
     timeout: float  # seconds
 
     def connect(self, index: int, device: torch.device) -> CudaIpcReceiver:
-        """Raises TransportError where the sender is gone, ValueError where ``device`` is no GPU."""
+        """Raises TransportError if the sender is gone, ValueError if ``device`` is not a GPU."""
         if device.type != "cuda":
             raise ValueError(
-                f"{device} cannot read another process's GPU memory; connect with a GPU, or send through host memory"
+                f"{device} cannot read another process's GPU memory; set device to a GPU, or use the host-memory transport"
             )
         return CudaIpcReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
 
 
 class CudaIpcSender(RingSender):
-    """``device`` is where buckets are packed: where the learner's weights are. Takes ``slots`` x ``bucket_size`` bytes there, more where a
-    tensor is larger than a bucket."""
+    """``device`` is the learner's GPU, where buckets are packed. Allocates ``slots`` x ``bucket_size`` bytes there, more if a tensor is
+    larger than a bucket."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class CudaIpcSender(RingSender):
         timeout: float = TIMEOUT,
     ) -> None:
         if device.type != "cuda":
-            raise ValueError(f"{device} is no GPU: send from there through host memory")
+            raise ValueError(f"{device} is not a GPU: use the host-memory transport")
         super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
         self.device = device
 
@@ -69,7 +69,7 @@ class CudaIpcSender(RingSender):
         from torch.multiprocessing.reductions import reduce_tensor
 
         assert self._memory is not None
-        _, arguments = reduce_tensor(self._memory)  # anew for each receiver: it counts who has the memory
+        _, arguments = reduce_tensor(self._memory)  # once per receiver: torch counts the references to the memory
         link.send(Segment(self._memory.numel(), pickle.dumps(_Handle(_uuid(self._memory.device), arguments))))
 
     def _write(self, place: Tensor, tensor: Tensor) -> None:
@@ -80,7 +80,7 @@ class CudaIpcSender(RingSender):
 
 
 class CudaIpcReceiver(RingReceiver):
-    """Yields the sender's memory itself where it is on the same GPU: nothing may be written there."""
+    """On the sender's GPU, yields views of the sender's memory, which must not be written to."""
 
     def _take_over(self, segment: Segment) -> Tensor:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
@@ -88,10 +88,10 @@ class CudaIpcReceiver(RingReceiver):
         handle: _Handle = pickle.loads(segment.handle)
         visible = [number for number in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", number)) == handle.gpu]
         if not visible:
-            self.link.close()  # so that the sender need not wait
+            self.link.close()  # so that the sender does not wait for this receiver
             raise TransportError(
                 f"receiver {self.index} does not see the sender's GPU {handle.gpu}: add it to CUDA_VISIBLE_DEVICES of the generator, "
-                "or send through host memory"
+                "or use the host-memory transport"
             )
         memory: Tensor = rebuild_cuda_tensor(*handle.on(visible[0]))
         return memory
@@ -107,13 +107,13 @@ class CudaIpcReceiver(RingReceiver):
 
 @dataclass(frozen=True)
 class _Handle:
-    """What it takes to have the sender's memory in another process."""
+    """A picklable handle to open the sender's memory in another process."""
 
-    gpu: str  # which GPU, whatever its number there
+    gpu: str  # UUID; the index of a GPU may differ between processes
     arguments: tuple[Any, ...]  # of torch's rebuild_cuda_tensor
 
     def on(self, number: int) -> tuple[Any, ...]:
-        """The arguments where the GPU has this number."""
+        """Return the arguments with the GPU's index in this process."""
         return (*self.arguments[:6], number, *self.arguments[7:])
 
 

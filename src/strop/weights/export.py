@@ -1,4 +1,4 @@
-"""The learner's end of a publish: what is sent, in which order, through which sender."""
+"""The learner's end of a publish: the tensors to send, their order, and the sender."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from strop.weights.manifest import large_in_the_middle, manifest_of
 from strop.weights.source import Distinct, Outgoing, Snapshot, Weight, distinct, weights_of
 
 MakeSender = Callable[[int], Sender]
-"""For a number of receivers."""
+"""Create a sender for a number of receivers."""
 
 Content = Literal["weights", "last", "base"]
-"""The learner's weights as they are now; those of the last publish once more; those that low-rank adapters stand on."""
+"""The learner's current weights, those of the last publish again, or the base weights of LoRA adapters."""
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """What the next ``send`` will send."""
+    """The tensors that the next ``send`` will send."""
 
     manifest: Manifest
-    aliases: Mapping[str, str]  # the name of a tied tensor, which is not sent -> the name of the one it is tied to
+    aliases: Mapping[str, str]  # name of a tied tensor, which is not sent -> name of the tensor it is tied to
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Fingerprints by name: of what was sent, and of the same with its zeros made positive, if they were asked for."""
+    """Fingerprints by tensor name: as sent, and with -0.0 replaced by 0.0 for comparison with what an engine reads back."""
 
     sent: Mapping[str, int]
-    held: Mapping[str, int]
+    held: Mapping[str, int]  # empty unless requested
 
 
 @dataclass(frozen=True)
 class SentAdapters:
-    """Low-rank adapters as they are now."""
+    """LoRA adapters to load into engines."""
 
     files: AdapterFiles
-    marks: Mapping[str, int]  # fingerprints, as an engine holds them
+    marks: Mapping[str, int]  # fingerprints in an engine's representation
 
 
 class Exporter(Protocol):
-    """The learner's end as the driver of a publish sees it."""
+    """The learner's end of a publish, as the weight publisher sees it."""
 
     async def prepare(self, content: Content) -> Shipment: ...
 
     async def open(self, receivers: int) -> ChannelAddress:
-        """A new sender, in place of the one before."""
+        """Replace the previous sender by a new one and return its address."""
         ...
 
     async def send(self, *, held: bool) -> Marks:
-        """What was prepared, to every receiver; returns when all have taken it. Raises TransportError."""
+        """Send the prepared tensors to every receiver. Returns when all have read them. Raises TransportError."""
         ...
 
     async def adapters(self, *, again: bool) -> SentAdapters:
-        """``again``: those of the last publish."""
+        """Return the current adapters, or with ``resend`` those of the last publish."""
         ...
 
     async def close(self) -> None:
-        """End the sender; a ``send`` in progress fails at once."""
+        """Close the sender. A ``send`` in progress fails immediately."""
         ...
 
 
 class AdapterSource(Protocol):
-    """A learner that trains adapters alone."""
+    """The adapters of a learner that trains only adapters."""
 
     def base(self) -> Iterable[Weight]:
-        """The weights that the adapters stand on, which do not change."""
+        """Return the base weights, which do not change."""
         ...
 
     def files(self) -> AdapterFiles: ...
 
     def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
-        """The fingerprints of the adapters as an engine of this type holds them."""
+        """Return fingerprints of the adapters as an engine of this data type stores them."""
         ...
 
 
 class WeightExport:
-    """The learner's end in the process that sends."""
+    """The learner's end of a publish in the sending process. Its methods block."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class WeightExport:
         adapters: AdapterSource | None = None,
         sends: bool = True,
     ) -> None:
-        """``dtype``: in which engines hold weights. ``keep_copy``: an engine may start anew while the learner has gone on. ``sends`` false:
-        another rank does, and this one takes part in gathering."""
+        """``dtype``: the data type of the engines' weights. ``keep_snapshot``: keep a copy of the last publish, for engines that restart
+        after the learner has moved on. ``is_sender`` False: another rank sends; this one only takes part in gathering."""
         self.make_sender = make_sender
         self.sends = sends
         self.keep_copy = keep_copy
@@ -136,11 +136,11 @@ class WeightExport:
         outgoing = Outgoing(self._ready.weights, self._manifest(), held=held)
         sender = self._sender
         try:
-            if sender is None and self.sends:  # another thread closed it, since a receiver refused what was to come
+            if sender is None and self.sends:  # closed by another thread, since an engine failed before the transfer
                 raise TransportError("the channel was closed before anything was sent")
             if sender is not None:
                 sender.send(outgoing.manifest, outgoing)
-        finally:  # whatever became of the sending, all ranks gather to the end
+        finally:  # gathering is collective: finish it on all ranks even if sending failed
             _take_all(self._ready.weights[outgoing.taken :])
         return Marks(outgoing.sent_marks, outgoing.held_marks)
 
@@ -162,7 +162,7 @@ def _take_all(weights: Sequence[Weight]) -> None:
 
 
 class LocalExporter:
-    """The learner of this process. What blocks runs in a thread."""
+    """An ``Exporter`` over the learner of this process. Blocking calls run in a thread."""
 
     def __init__(self, export: WeightExport) -> None:
         self.export = export
@@ -191,7 +191,7 @@ def local_exporter(
     keep_copy: bool = False,
     adapters: AdapterSource | None = None,
 ) -> LocalExporter:
-    """For a model that lies whole in this process; ``tensors`` gives its weights under canonical names."""
+    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names."""
     return LocalExporter(
         WeightExport(lambda: weights_of(tensors()), make_sender, dtype=dtype, keep_copy=keep_copy, adapters=adapters)
     )

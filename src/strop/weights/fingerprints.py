@@ -1,14 +1,14 @@
-"""Fingerprints of tensors that can be added up over shards: the proof that weights arrived.
+"""Fingerprints of tensors that add up over shards, to verify that weights arrived.
 
-A tensor is read as a table of bytes: a row for each index of its first dimension, the rest flattened (a vector has one element a row, a
-scalar is one row). With a coefficient for each global row and one for each global column of bytes,
+A tensor is read as a table of bytes: one row for each index of its first dimension, the other dimensions flattened (a vector has one
+element per row, a scalar is one row). With a coefficient for each global row and one for each global byte column,
 
-    F = sum over i, k of a(i) b(k) byte(i, k)   modulo 2^64,   bytes from -128 to 127,
+    F = sum over i, k of a(i) b(k) byte(i, k)   modulo 2^64,   bytes from -128 to 127.
 
-so shards of rows, of columns, or of both have fingerprints that add up to that of the whole when each is told where it begins. All
-coefficients are odd and pseudo-random: a single changed byte changes F with certainty, and any other change goes unseen with a chance of
-about 2^-56. It is a sum of integers, so every device, number of threads and order of addition gives the same number. It is no signature:
-whoever knows the coefficients can forge one.
+The fingerprints of shards (rows, columns, or both) add up to that of the whole tensor, if each is computed with its offsets. All
+coefficients are odd and pseudo-random: a single changed byte always changes F, and any other change goes undetected with a probability of
+about 2^-56. F is a sum of integers, so it does not depend on device, number of threads or order of addition. It is not a cryptographic
+signature: anyone who knows the coefficients can forge one.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 MODULUS = 1 << 64
-_DIGITS = 8  # b(k) is cut into digits to base 2^8, each an int8
-_WIDEST = 1 << 17  # byte columns of one product: 2^17 x 128 x 64 fits an int32
-_NARROW = 32  # below so many byte columns a matrix product is more work than the plain formula
-_CHUNK = 1 << 20  # bytes that are copied or widened at a time, so that they stay in the cache
+_DIGITS = 8  # b(k) is split into digits to base 2^8, each an int8
+_WIDEST = 1 << 17  # maximum byte columns of one matrix product: 2^17 x 128 x 64 fits an int32
+_NARROW = 32  # with fewer byte columns a matrix product is slower than the plain formula
+_CHUNK = 1 << 20  # bytes that are copied or widened at a time, to stay in the CPU cache
 _CUDA_CHUNK = 1 << 26
-_TALLEST = 1 << 16  # rows at a time, whose coefficients are kept
+_TALLEST = 1 << 16  # maximum rows at a time, which bounds the cached coefficients
 
 
 def fingerprint(tensor: Tensor, *, rows: int = 0, columns: int = 0) -> int:
-    """The fingerprint of a tensor's bits, from 0 to 2^64 - 1.
+    """Return the fingerprint of a tensor's bits, from 0 to 2^64 - 1.
 
-    ``tensor`` may be a shard: ``rows`` is the global index of its first row (of its first dimension), ``columns`` that of its first column,
-    counted in elements of the other dimensions, flattened. What is cut along an inner dimension is the sum of its pieces that are columns.
-    +0.0 and -0.0 differ, and so do two NaNs with different bits. Any dtype of one byte or more; complex ones as their parts.
+    ``tensor`` may be a shard: ``rows`` is the global index of its first row (first dimension), ``columns`` that of its first column, in
+    elements of the flattened other dimensions. For a shard along an inner dimension, add up its contiguous column ranges. +0.0 and -0.0
+    differ, as do NaNs with different bits. Supports any dtype of one byte or more; complex tensors are viewed as real ones.
     """
     table = _table(tensor.detach())
     start, total = columns * tensor.element_size(), 0
@@ -44,17 +44,17 @@ def fingerprint(tensor: Tensor, *, rows: int = 0, columns: int = 0) -> int:
 
 
 def positive_zeros(tensor: Tensor) -> Tensor:
-    """The same numbers with -0.0 as 0.0, for the fingerprints of what is read back: a product with the identity cannot tell them apart."""
+    """Replace -0.0 by 0.0, for weights that are read back: a product with the identity cannot tell the two apart."""
     return tensor + 0.0 if tensor.is_floating_point() else tensor
 
 
 def combine(parts: Iterable[int]) -> int:
-    """The fingerprint of the whole from those of its shards, each taken with its offsets."""
+    """Return the fingerprint of a whole tensor from those of its shards, each computed with its offsets."""
     return sum(parts) % MODULUS
 
 
 def _table(tensor: Tensor) -> Tensor:
-    """[rows, bytes of a row] int8; a view where the memory allows it."""
+    """Return the tensor as [rows, bytes per row] int8, as a view if its strides allow one."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype is torch.bool:
@@ -66,11 +66,11 @@ def _table(tensor: Tensor) -> Tensor:
 
 
 def _fingerprint(table: Tensor, rows: int, start: int) -> int:
-    """Of [R, K] bytes whose first byte has the global index (rows, start)."""
+    """Return the fingerprint of bytes [R, K]; the first one has the global index (rows, start)."""
     by_matrix_product = table.device.type == "cpu" and table.shape[1] >= _NARROW and _has_int8_products()
     step = min(_TALLEST, max(1, (_CUDA_CHUNK if table.is_cuda else _CHUNK) // max(1, table.shape[1])))
     if by_matrix_product and table.is_contiguous():
-        step = max(step, 4096)  # nothing is copied: only eight sums for each row are kept
+        step = max(step, 4096)  # no copy is made here: only eight sums per row need memory
     total = 0
     for top in range(0, table.shape[0], step):
         part = table[top : top + step]
@@ -80,13 +80,13 @@ def _fingerprint(table: Tensor, rows: int, start: int) -> int:
 
 
 def _by_definition(part: Tensor, start: int, coefficients: Tensor) -> int:
-    """Row by row the sum over k of b(k) byte(i, k), then the sum of those with ``coefficients`` [R]: on any device."""
+    """Sum b(k) byte(i, k) over k for each row, then the rows weighted by ``coefficients`` [R]. Works on any device."""
     sums = (part * _column_coefficients(start, part.shape[1], part.device)).sum(1)
     return int((sums * coefficients).sum())
 
 
 def _by_product(part: Tensor, start: int, coefficients: Tensor) -> int:
-    """The same from an int8 matrix product with the digits of b, which reads the bytes as they lie, at the speed of memory."""
+    """Compute the same by an int8 matrix product with the digits of b, which reads the bytes in place at memory bandwidth."""
     sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1]))  # [R, digits] int32, exact
     digits: list[int] = torch.mv(sums.long().t(), coefficients).tolist()
     return sum(value << 8 * place for place, value in enumerate(digits))
@@ -94,7 +94,7 @@ def _by_product(part: Tensor, start: int, coefficients: Tensor) -> int:
 
 @lru_cache(maxsize=1)
 def _has_int8_products() -> bool:
-    """Whether this build multiplies int8 matrices exactly."""
+    """Whether this build of torch multiplies int8 matrices exactly."""
     left = torch.full((3, 64), -128, dtype=torch.int8)
     right = torch.full((64, _DIGITS), -64, dtype=torch.int8)
     try:
@@ -103,11 +103,11 @@ def _has_int8_products() -> bool:
         return False
 
 
-# ---- coefficients, from the global index alone ----
+# ---- coefficients, computed from the global index ----
 
 
 def _mix(index: Tensor, seed: int) -> Tensor:
-    """splitmix64 of each index, as int64 that wraps around."""
+    """Return splitmix64 of each index, in wrapping int64 arithmetic."""
     found = (index + seed) * -7046029254386353131
     found = (found ^ _shift_right(found, 30)) * -4658895280553007687
     found = (found ^ _shift_right(found, 27)) * -7723592293110705685
@@ -115,7 +115,7 @@ def _mix(index: Tensor, seed: int) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Without the sign."""
+    """Logical right shift of int64."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -126,15 +126,15 @@ def _shifts() -> Tensor:
 
 @lru_cache(maxsize=256)
 def _row_coefficients(start: int, count: int, device: torch.device) -> Tensor:
-    """a(start .. start + count): [count] int64, odd."""
+    """Return a(start .. start + count), [count] int64, all odd."""
     return (_mix(torch.arange(start, start + count), 0x5EED) | 1).to(device)
 
 
 @lru_cache(maxsize=64)
 def _column_digits(start: int, count: int) -> Tensor:
-    """b(start .. start + count) to base 256: [count, 8] int8 from -64 to 63, the first one odd.
+    """Return the digits of b(start .. start + count) to base 256, [count, 8] int8 from -64 to 63, the first one odd.
 
-    Half of what an int8 holds: instruction sets that add two products into 16 bits do not saturate either.
+    Half of the int8 range, so that instructions that add two products into 16 bits do not saturate.
     """
     mixed = _mix(torch.arange(start, start + count), 0xB17E)
     digits = (mixed[:, None] >> _shifts()) & 127
@@ -144,5 +144,5 @@ def _column_digits(start: int, count: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _column_coefficients(start: int, count: int, device: torch.device) -> Tensor:
-    """b(start .. start + count): [count] int64, odd."""
+    """Return b(start .. start + count), [count] int64, all odd."""
     return (_column_digits(start, count).long() << _shifts()).sum(1).to(device)

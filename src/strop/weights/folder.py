@@ -1,15 +1,15 @@
-"""Weights through a folder that sender and receivers both see: the last resort, which works wherever a checkpoint does.
+"""Weight transport through a shared folder: the last resort, which works wherever checkpoints do.
 
-    FOLDER/CHANNEL/owner.json            who sends: machine and process
+    FOLDER/CHANNEL/owner.json            the sender: machine and process
     FOLDER/CHANNEL/3.writing/            publish 3 while it is written; then renamed
-    FOLDER/CHANNEL/3/manifest.json       its tensors, and in which file each is
+    FOLDER/CHANNEL/3/manifest.json       its tensors and the file of each
     FOLDER/CHANNEL/3/00000.safetensors
     FOLDER/CHANNEL/3/taken_0             receiver 0 has read everything
-    FOLDER/CHANNEL/3/refused_1           receiver 1 has not, and why
-    FOLDER/CHANNEL/failed_4              publish 4 was given up, and why
+    FOLDER/CHANNEL/3/refused_1           receiver 1 failed, and why
+    FOLDER/CHANNEL/failed_4              publish 4 was aborted, and why
 
-A publish is there whole or not at all, because a folder is renamed in one go. It is deleted when all have taken it; what a killed sender
-left is deleted by the next one on its machine.
+A publish appears atomically, by renaming its folder. It is deleted after all receivers have read it; the folders of a killed sender are
+deleted by the next sender on its machine.
 """
 
 from __future__ import annotations
@@ -34,36 +34,37 @@ from strop.weights.manifest import Bucket, buckets, digest, matched
 
 FILE_SIZE = 1 << 30
 TIMEOUT = 600.0
-_PERIOD = 0.02  # seconds between looks into the folder
+_PERIOD = 0.02  # seconds between polls of the folder
 
 
 @dataclass(frozen=True)
 class FolderAddress:
-    """Where the sender writes, as the receivers see it."""
+    """Path of the sender's folder, as receivers see it."""
 
     channel: str
     receivers: int
     timeout: float  # seconds
 
     def connect(self, index: int, device: torch.device) -> FolderReceiver:
-        """Raises TransportError where the folder is not there, ValueError for an index that the sender does not expect."""
+        """Raises TransportError if the folder does not exist, ValueError if ``index`` is out of range."""
         if not 0 <= index < self.receivers:
             raise ValueError(
-                f"receiver {index} of {self.receivers}: they are counted from 0; make the sender for as many as there are"
+                f"receiver {index} of {self.receivers}: indices start at 0; create the sender with the number of receivers"
             )
         if not Path(self.channel).is_dir():
             raise TransportError(
-                f"there is no sender's folder {self.channel}: it closed, or this machine does not see the folder"
+                f"there is no sender's folder {self.channel}: the sender closed, or the folder is not visible on this machine"
             )
         return FolderReceiver(self, index, device)
 
 
 class FolderSender:
-    """``file_size`` bytes a file, which also is what is held in memory; ``timeout`` seconds for all receivers to take a publish."""
+    """Writes files of up to ``file_size`` bytes, each of which is assembled in memory. Receivers have ``timeout`` seconds to read a
+    publish."""
 
     def __init__(self, folder: Path, receivers: int, *, file_size: int = FILE_SIZE, timeout: float = TIMEOUT) -> None:
         if receivers < 1:
-            raise ValueError(f"a channel with {receivers} receivers sends to nobody; there has to be at least one")
+            raise ValueError(f"found {receivers} receivers; a sender needs at least one")
         self.receivers, self.file_size, self.timeout = receivers, file_size, timeout
         _remove_orphans(folder)
         self.channel = folder.absolute() / f"channel_{secrets.token_hex(8)}"
@@ -71,7 +72,7 @@ class FolderSender:
         _write_whole(self.channel / "owner.json", json.dumps({"machine": machine(), "process": os.getpid()}))
         self.number = 0
         self._closed = threading.Event()
-        self._busy = threading.Lock()  # with a publish, or with the end
+        self._busy = threading.Lock()  # held during a publish and while closing
 
     @property
     def address(self) -> FolderAddress:
@@ -88,7 +89,7 @@ class FolderSender:
                 partial.rename(whole)
                 self._wait(whole)
             except BaseException as error:
-                with suppress(OSError):  # the folder may be why
+                with suppress(OSError):  # the folder may be the cause of the error
                     _write_whole(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
                 raise
             finally:
@@ -105,7 +106,7 @@ class FolderSender:
         cut = buckets(manifest, self.file_size)
         for number, bucket in enumerate(cut):
             _write_file(folder / _file(number), bucket, given)
-        next(given, None)  # raises where there is a tensor too many
+        next(given, None)  # raises if there are more tensors than in the manifest
         files = {placed.entry.name: _file(number) for number, bucket in enumerate(cut) for placed in bucket.tensors}
         (folder / "manifest.json").write_text(json.dumps({"digest": digest(manifest), "files": files}))
 
@@ -119,17 +120,17 @@ class FolderSender:
 
         if not _until(lambda: not missing(), self.timeout):
             names = ", ".join(map(str, missing()))
-            raise TransportError(f"receiver {names} of {self.receivers} did not take {folder} within {self.timeout:g} s")
+            raise TransportError(f"receiver {names} of {self.receivers} did not read {folder} within {self.timeout:g} s")
 
     def close(self) -> None:
-        """From any thread: a publish in another one ends first, with a TransportError."""
+        """Close from any thread. A publish in progress in another thread fails first, with a TransportError."""
         self._closed.set()
         with self._busy:
             shutil.rmtree(self.channel, ignore_errors=True)
 
 
 class FolderReceiver:
-    """Reads file by file, tensor by tensor."""
+    """Reads a publish file by file, tensor by tensor."""
 
     def __init__(self, address: FolderAddress, index: int, device: torch.device) -> None:
         self.channel, self.timeout, self.index, self.device = Path(address.channel), address.timeout, index, device
@@ -142,8 +143,8 @@ class FolderReceiver:
             yield from self._read(folder, manifest)
             (folder / f"taken_{self.index}").touch()
         except OSError as error:
-            raise TransportError(f"{folder} went away while it was read ({error}): the sender gave it up or closed") from error
-        except BaseException as error:  # also where the reader reads no further
+            raise TransportError(f"{folder} went away while it was read ({error}): the sender aborted or closed") from error
+        except BaseException as error:  # also GeneratorExit, if the caller stops iterating
             with suppress(OSError):
                 reason = "its reader stopped" if isinstance(error, GeneratorExit) else str(error)
                 _write_whole(folder / f"refused_{self.index}", reason)
@@ -152,7 +153,7 @@ class FolderReceiver:
         self._taken = number
 
     def _await(self) -> int:
-        """The newest publish that was not taken yet. Raises TransportError where none comes."""
+        """Wait for the newest publish that was not read yet. Raises TransportError if none appears."""
         failed = self._failures()
         found: list[int] = []
 
@@ -160,9 +161,9 @@ class FolderReceiver:
             found[:] = [number for number in self._published() if number > self._taken]
             if not found and (new := self._failures() - failed):
                 number = max(new)
-                raise TransportError(f"the sender gave publish {number} up: {(self.channel / f'failed_{number}').read_text()}")
+                raise TransportError(f"the sender aborted publish {number}: {(self.channel / f'failed_{number}').read_text()}")
             if not found and not _owner_lives(self.channel):
-                raise TransportError(f"the sender of {self.channel} went away: it closed the channel, ended or was killed")
+                raise TransportError(f"the sender of {self.channel} went away: it closed the channel, exited or was killed")
             return bool(found)
 
         if not _until(arrived, self.timeout):
@@ -174,7 +175,7 @@ class FolderReceiver:
 
         written = json.loads((folder / "manifest.json").read_text())
         if written["digest"] != digest(manifest):
-            raise TransportError(f"its manifest is not that of {folder}: both sides have to be given the same one")
+            raise TransportError(f"its manifest is not that of {folder}: pass the same manifest on both sides")
         for name in dict.fromkeys(written["files"].values()):
             try:
                 with safe_open(folder / name, framework="pt", device=str(self.device)) as file:
@@ -182,7 +183,9 @@ class FolderReceiver:
                         if written["files"][entry.name] == name:
                             yield entry.name, file.get_tensor(entry.name)
             except SafetensorError as error:
-                raise TransportError(f"{folder / name} cannot be read ({error}): has the folder room for the weights?") from error
+                raise TransportError(
+                    f"{folder / name} cannot be read ({error}): check that the disk has room for the weights"
+                ) from error
 
     def _published(self) -> set[int]:
         return {int(path.name) for path in _listed(self.channel) if path.name.isdecimal()}
@@ -191,7 +194,7 @@ class FolderReceiver:
         return {int(path.name.removeprefix("failed_")) for path in _listed(self.channel) if path.name.startswith("failed_")}
 
     def _has_taken_the_newest(self) -> bool:
-        """A receiver that was restarted does not read again what its predecessor took."""
+        """Whether the newest publish was already read, by the predecessor of a restarted receiver."""
         return any((self.channel / str(number) / f"taken_{self.index}").exists() for number in self._published())
 
     def close(self) -> None:
@@ -235,7 +238,7 @@ def _until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def _owner_lives(channel: Path) -> bool:
-    """Whether the sender may still be there: a process of another machine always may, as long as its folder is."""
+    """Whether the sender may still be alive. On another machine it is assumed alive as long as its folder exists."""
     try:
         owner = json.loads((channel / "owner.json").read_text())
     except FileNotFoundError:
@@ -244,7 +247,7 @@ def _owner_lives(channel: Path) -> bool:
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Folders of senders of this machine that were killed."""
+    """Remove the folders of killed senders of this machine."""
     for channel in _listed(folder):
         if channel.name.startswith("channel_") and (channel / "owner.json").exists() and not _owner_lives(channel):
             shutil.rmtree(channel, ignore_errors=True)

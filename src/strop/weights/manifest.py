@@ -1,4 +1,4 @@
-"""What a publish consists of, and how it is cut into buckets; both sides compute the same from the same manifest."""
+"""Manifests and their split into buckets, which both sides compute from the same manifest."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from strop.weights.base import Manifest, NamedTensors, TensorEntry
 from strop.weights.source import Weight
 
-ALIGNMENT = 256  # bytes: cache lines, and what CUDA kernels like best
+ALIGNMENT = 256  # bytes: a multiple of cache lines, and what CUDA kernels prefer
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor and where it lies in its bucket."""
+    """A tensor and its position in a bucket."""
 
     entry: TensorEntry
     offset: int  # in bytes, aligned
@@ -25,24 +25,22 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are transferred together."""
 
     tensors: tuple[Placed, ...]
     size: int  # in bytes, a multiple of the alignment
 
 
 def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
-    """What sending ``tensors`` takes: floating ones in ``dtype`` (None: as they are), others as they are. Meta tensors will do.
+    """Return the manifest for sending ``tensors``, which may be meta tensors.
 
-    Raises ValueError where a name comes twice.
+    Floating-point tensors are sent in ``dtype`` (None: their own), others as they are. Raises ValueError for duplicate names.
     """
     entries: list[TensorEntry] = []
     seen: set[str] = set()
     for name, tensor in tensors:
         if name in seen:
-            raise ValueError(
-                f"two tensors are called {name}: canonical names are unique; name one of them otherwise or leave it out"
-            )
+            raise ValueError(f"two tensors are called {name}: canonical names must be unique; rename one of them or leave it out")
         seen.add(name)
         sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         entries.append(TensorEntry(name, sent, tuple(tensor.shape)))
@@ -50,9 +48,9 @@ def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
 
 
 def large_in_the_middle(weights: Sequence[Weight]) -> list[Weight]:
-    """The order to send in: neither side has anything to do while the other is at the first or the last bucket, so these must be small.
+    """Return the weights in the order to send them: small first and last buckets, since only one side is busy during those.
 
-    A tensor of more than a tenth of all goes to the middle; the others keep their order, in which an engine's layers are filled one by one.
+    Tensors of more than a tenth of the total size go to the middle. The others keep their order, so an engine's layers complete one by one.
     """
     sizes = [weight.like.numel() * weight.like.element_size() for weight in weights]
     limit = sum(sizes) / 10
@@ -63,9 +61,9 @@ def large_in_the_middle(weights: Sequence[Weight]) -> list[Weight]:
 
 
 def buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
-    """Cut in the manifest's order into buckets of at most ``size`` bytes. No tensor is cut: a larger one has a bucket of its own."""
+    """Split the manifest, in order, into buckets of at most ``size`` bytes. A larger tensor gets its own bucket; no tensor is split."""
     if size <= 0:
-        raise ValueError(f"a bucket of {size} bytes holds nothing; the size has to be positive")
+        raise ValueError(f"a bucket of {size} bytes holds nothing; the size must be positive")
     found: list[Bucket] = []
     current: list[Placed] = []
     filled = 0
@@ -79,24 +77,24 @@ def buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
 
 
 def aligned(size: int) -> int:
-    """The next multiple of the alignment."""
+    """Round up to the next multiple of the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def view(memory: Tensor, placed: Placed, start: int = 0) -> Tensor:
-    """The tensor that lies in ``memory`` (flat uint8), whose bucket begins at ``start``."""
+    """Return a view of one tensor of the bucket that begins at byte ``start`` of ``memory`` (flat uint8)."""
     begin, entry = start + placed.offset, placed.entry
     return memory[begin : begin + entry.size].view(entry.dtype).view(entry.shape)
 
 
 def digest(manifest: Manifest) -> str:
-    """A short text that is the same for equal manifests, in every process."""
+    """Return a hash that is the same for equal manifests, in every process."""
     text = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in manifest.entries)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def matched(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
-    """The manifest's entries with their tensors. Raises ValueError where they are not those of the manifest, in its order."""
+    """Yield the manifest's entries with their tensors. Raises ValueError if the tensors do not match the manifest and its order."""
     given = iter(tensors)
     for entry in manifest.entries:
         name, tensor = next(given, ("nothing", None))
@@ -104,8 +102,8 @@ def matched(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorE
             found = name if tensor is None else f"{name} {tuple(tensor.shape)}"
             raise ValueError(
                 f"the manifest says that {entry.name} {entry.shape} comes next, but {found} came: send the tensors that the manifest was "
-                "made of, in the same order"
+                "built from, in the same order"
             )
         yield entry, tensor
     if (left := next(given, None)) is not None:
-        raise ValueError(f"{left[0]} came after the manifest's last tensor: send the tensors that the manifest was made of")
+        raise ValueError(f"{left[0]} came after the manifest's last tensor: send the tensors that the manifest was built from")

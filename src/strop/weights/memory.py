@@ -1,8 +1,8 @@
-"""Weights through host memory that the processes of one machine share.
+"""Weight transport through shared host memory, between processes of one machine.
 
-The memory has no name: it is a file that exists only as long as somebody has it open, handed to the receivers over their connection. So
-it is gone when the processes are, however they ended; nobody has to clean up, and the size of /dev/shm does not limit it. The sender casts
-and copies a tensor in one go to where the receivers read it; they read it where it lies.
+The memory is an anonymous file whose descriptor is passed to the receivers over their connection. It is freed when the last process that
+has it open ends, so it needs no cleanup, and the size of /dev/shm does not limit it. The sender casts and copies each tensor into it in one
+operation; receivers read it in place.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """Where the sender of this machine is found."""
+    """Address of a sender on this machine."""
 
-    path: str  # of its socket
+    path: str  # of its Unix socket
     receivers: int
     bucket_size: int  # bytes
     timeout: float  # seconds
 
     def connect(self, index: int, device: torch.device) -> MemoryReceiver:
-        """Raises TransportError where the sender is gone."""
+        """Raises TransportError if the sender is gone."""
         return MemoryReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
 
 
 class MemorySender(RingSender):
-    """``bucket_size`` bytes are filled while up to ``slots`` - 1 other buckets are read; ``timeout`` seconds are waited for each word of a
-    receiver, which also is how long it may take to read one bucket, or to come."""
+    """Fills a bucket of ``bucket_size`` bytes while up to ``slots`` - 1 others are read. ``timeout`` is the limit in seconds for each
+    message of a receiver, and so for connecting and for reading one bucket."""
 
     def __init__(self, receivers: int, *, bucket_size: int = BUCKET_SIZE, slots: int = SLOTS, timeout: float = TIMEOUT) -> None:
         super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
         self._file = -1
-        self._streams: set[torch.cuda.Stream] = set()  # that copies to the bucket were given to
+        self._streams: set[torch.cuda.Stream] = set()  # streams with pending copies into the bucket
 
     @property
     def address(self) -> MemoryAddress:
@@ -87,7 +87,7 @@ class MemorySender(RingSender):
 
 
 class MemoryReceiver(RingReceiver):
-    """On the CPU it yields the shared memory itself: nothing may be written there."""
+    """On the CPU, yields views of the shared memory, which must not be written to."""
 
     def _take_over(self, segment: Segment) -> Tensor:
         try:
@@ -101,7 +101,7 @@ class MemoryReceiver(RingReceiver):
 
 
 def _nameless_file() -> int:
-    """A descriptor of memory that vanishes with the last process that has it."""
+    """Return a descriptor of an anonymous file, which is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("strop-weights", os.MFD_CLOEXEC)
     file, path = tempfile.mkstemp(prefix="strop-weights-")
@@ -110,8 +110,8 @@ def _nameless_file() -> int:
 
 
 def _mapped(file: int, size: int) -> Tensor:
-    """[size] uint8; unmapped with the last tensor that lies there."""
+    """Map the file as a tensor [size] uint8. It is unmapped with the last tensor that views it."""
     memory = mmap.mmap(file, size)
-    with suppress(AttributeError, OSError):  # fewer page faults, where the system allows it
+    with suppress(AttributeError, OSError):  # huge pages mean fewer page faults, where the system supports them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""The proof that an engine holds what the learner sent: version, fingerprints, canary (law 4).
+"""Verification that an engine holds the weights that the learner sent: version, fingerprints and canary (law 4).
 
-Three questions, each of which the others cannot answer:
+Three checks, none of which replaces another:
 
-- Did every byte arrive? Both ends take the fingerprint of each tensor as it is sent and as it arrives.
-- Does the engine compute with it? What it holds is read back out of its own layout under canonical names.
-- Does it then say what the learner says? A few tokens are sampled and the learner's log-probabilities of them compared: that covers what
-  cannot be read back, and everything beside weights (adapters that are not applied, caches of other weights).
+- Did every byte arrive? Both ends compute the fingerprint of each tensor, as sent and as it arrives.
+- Does the engine compute with it? Its weights are read back from its own layout, under canonical names.
+- Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared. This covers
+  weights that cannot be read back, and everything else (adapters that are not applied, prefix caches of older weights).
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from strop.weights.fingerprints import combine
 
 
 class ProofFailed(RuntimeError):
-    """An engine does not hold the weights that were published; the message names the tensor, or what else is stale."""
+    """An engine does not hold the published weights; the message names the tensor, or what else is stale."""
 
 
 @dataclass(frozen=True)
 class ProofSchedule:
-    """When the costly questions are asked; what arrived is compared every time."""
+    """When to run the expensive checks (read-back and canary). What arrived is compared at every publish."""
 
     mode: Literal["always", "first", "every_n"] = "every_n"
     every: int = 10
 
     def due(self, publishes: int) -> bool:
-        """``publishes`` went before this one."""
+        """Whether the expensive checks are due after ``publishes`` earlier publishes."""
         return self.mode == "always" or publishes == 0 or (self.mode == "every_n" and publishes % self.every == 0)
 
 
 def prove_version(name: str, receipt: Receipt, version: int) -> None:
     if receipt.version != version:
-        raise ProofFailed(f"{name} was sent weights of version {version}, and says that it holds version {receipt.version}")
+        raise ProofFailed(f"{name} was sent weights of version {version}, but reports that it holds version {receipt.version}")
 
 
 def prove_arrival(name: str, sent: Mapping[str, int], receipt: Receipt) -> None:
-    """Every process of the engine took every tensor as it was sent."""
+    """Raises VerificationFailed unless every process of the engine received every tensor as it was sent."""
     for tensor, mark in sent.items():
         arrived = receipt.received.get(tensor, ())
         if not arrived:
-            raise ProofFailed(f"{name} did not take {tensor}, which was sent")
+            raise ProofFailed(f"{name} did not load {tensor}, which was sent")
         for place, found in enumerate(arrived):
             if found != mark:
                 raise ProofFailed(f"{name}: {tensor} did not arrive as it was sent, in its process {place}{_whose(found, sent)}")
@@ -56,15 +56,18 @@ def prove_arrival(name: str, sent: Mapping[str, int], receipt: Receipt) -> None:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How much of a publish was proven by reading it back."""
+    """How much of a publish was verified by reading it back."""
 
-    proven: int
-    unread: tuple[str, ...]  # tensors that the engine cannot give back: their proof is their arrival, and the canary
+    proven: int  # number of tensors
+    unread: tuple[str, ...]  # tensors that cannot be read back; verified only by their arrival and the canary
 
 
 def prove_held(name: str, sent: Mapping[str, int], aliases: Mapping[str, str], held: Mapping[str, tuple[Held, ...]]) -> ReadBack:
-    """What the engine computes with is what was sent. ``sent`` are fingerprints of the tensors with their zeros made positive, ``aliases``
-    names of tied tensors -> the name under which they were sent."""
+    """Verify that the weights that the engine computes with are those that were sent.
+
+    ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the names
+    that they were sent under. Raises VerificationFailed.
+    """
     proven: set[str] = set()
     for tensor, parts in held.items():
         source = aliases.get(tensor, tensor)
@@ -82,7 +85,7 @@ def prove_held(name: str, sent: Mapping[str, int], aliases: Mapping[str, str], h
 
 
 def _alike(parts: Sequence[Held]) -> bool:
-    """Processes that hold the same region hold the same."""
+    """Whether all processes that hold the same region have the same fingerprint."""
     return len({part.region for part in parts}) == len(set(parts))
 
 
@@ -92,36 +95,38 @@ def _whose(found: int, sent: Mapping[str, int]) -> str:
 
 
 Score = Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[Sequence[Tensor]]]
-"""The learner's log-probabilities [L] of each answer to its prompt."""
+"""Return the learner's log-probabilities [L] of each sample, given its prompt."""
 
 
 @dataclass(frozen=True)
 class CanaryReport:
-    mean: float  # of the absolute differences of log-probabilities, in nats
+    mean: float  # absolute difference of log-probabilities, in nats
     largest: float
     tokens: int
 
 
 @dataclass(frozen=True)
 class Canary:
-    """A few prompts whose sampled tokens engine and learner must agree on."""
+    """A few fixed prompts to compare the log-probabilities of engine and learner on."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling
     score: Score
-    tolerance: float  # of the mean difference, in nats
+    tolerance: float  # maximum mean absolute difference, in nats
     seed: int = 0
 
     async def ask(self, engine: WeightHolder) -> CanaryReport:
-        """Each prompt was asked after earlier publishes too: had the engine kept keys and values of those weights, it would find them in
-        its prefix cache now. Raises ProofFailed."""
+        """Sample every prompt and compare log-probabilities with the learner's. Raises VerificationFailed.
+
+        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights were kept.
+        """
         answers = []
         for place, prompt in enumerate(self.prompts):
             answer = await engine.ask(prompt, sampling=self.sampling, seed=mix_seed(self.seed, place))
             if answer.cached:
                 raise ProofFailed(
-                    f"{engine.name} found {answer.cached} tokens of a prompt in its prefix cache right after new weights: they were "
-                    "computed by the weights before"
+                    f"{engine.name} found {answer.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
+                    "computed with older weights"
                 )
             answers.append(answer)
         learner = await self.score(self.prompts, answers)
@@ -129,10 +134,10 @@ class Canary:
         report = CanaryReport(float(differences.mean()), float(differences.max()), len(differences))
         if not report.mean <= self.tolerance:
             raise ProofFailed(
-                f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats in the mean "
+                f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats on average "
                 f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): "
-                "the engine samples from another distribution than the one that is trained. A tensor that it cannot give back may be "
-                "stale, an adapter may not be applied, or the two compute the model differently; policy.generation.vllm_cfg.precision="
-                "float32 tells rounding from the rest"
+                "the engine does not sample from the policy that is trained. A tensor that cannot be read back may be stale, an "
+                "adapter may not be applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 "
+                "to rule out rounding"
             )
         return report

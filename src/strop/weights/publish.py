@@ -1,4 +1,4 @@
-"""Weights sent to engines that hold their own, and proven to have arrived."""
+"""Publishing of the learner's weights to engines that hold their own copy, with verification."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_arriva
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    apart: bool = False  # engines have devices of their own, and go on while the learner works
-    in_flight: bool = False  # requests that run are stopped where they are and go on with the new weights
-    recompute: bool = False  # ... and read what they have so far again
-    learner_goes_on: bool = False  # while engines sample: one that starts anew is given the weights of the last publish
-    adapters: bool = False  # low-rank adapters are sent alone, over base weights that are sent once
+    apart: bool = False  # engines have their own devices, and keep sampling while the learner trains
+    in_flight: bool = False  # running requests are suspended, and continue with the new weights
+    recompute: bool = False  # with in_flight: suspended requests recompute their keys and values
+    learner_goes_on: bool = (
+        False  # the learner trains while engines sample; a restarted engine gets the weights of the last publish
+    )
+    adapters: bool = False  # send only LoRA adapters, over base weights that are sent once
     proof: ProofSchedule = field(default_factory=ProofSchedule)
-    attempts: int = 4  # at one publish, each after engines that died were started anew
+    attempts: int = 4  # per publish; dead engines are restarted before each
 
 
 @dataclass
 class _Tally:
-    """What one publish cost, in seconds, and what it proved."""
+    """Cost of one publish, and how much of it was verified."""
 
-    sending: float = 0.0
-    proving: float = 0.0
-    size: int = 0
-    read_back: int = 0
-    unread: int = 0
-    canary: float | None = None
+    sending: float = 0.0  # seconds
+    proving: float = 0.0  # seconds
+    size: int = 0  # bytes sent, to all engines
+    read_back: int = 0  # tensors
+    unread: int = 0  # tensors
+    canary: float | None = None  # mean difference, in nats
 
     def __str__(self) -> str:
         canary = "" if self.canary is None else f", and the canary differs by {self.canary:.2g} nats"
@@ -57,7 +59,7 @@ class _Tally:
 
 
 class PublishedWeights:
-    """``WeightSync`` for engines. A publish that fails in the middle leaves them paused, with weights of no version."""
+    """``WeightSync`` for engines. After a failed publish they stay paused, and their weights are undefined."""
 
     def __init__(
         self,
@@ -70,8 +72,8 @@ class PublishedWeights:
         drop: Callable[[WeightHolder], bool] = lambda engine: False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``exporter`` is the learner's end; ``published`` is told each version that all engines hold; ``drop`` says whether an engine
-        that cannot be started anew is done without."""
+        """``exporter`` is the learner's end. ``on_published`` is called with each version that all engines hold. ``drop_engine`` drops an
+        engine that cannot be restarted, and returns False if that is not allowed. ``note`` logs a line for the user."""
         self.engines = tuple(engines)
         self._drop = drop
         self.options = options
@@ -80,7 +82,7 @@ class PublishedWeights:
         self.exporter = exporter
         self.channel = Channel(exporter)
         self._canary = canary
-        self._based: set[int] = set()  # identities of the engines that hold the base which adapters stand on
+        self._based: set[int] = set()  # ids of the engines that have the base weights for adapters
         self._lock = asyncio.Lock()
         self._published = published
         self._note = note
@@ -89,7 +91,7 @@ class PublishedWeights:
         self._lent = False
 
     async def lend_to_learner(self) -> None:
-        """One that dies holds nothing back and no device: the next publish starts it."""
+        """Put engines that share the learner's device to sleep. One that dies is restarted by the next publish."""
         if self.options.apart:
             return
         self._lent = True
@@ -98,18 +100,18 @@ class PublishedWeights:
                 await engine.pause(keep_running=False)
                 await engine.sleep()
             except EngineDied as error:
-                self._note(f"{error}; it is started anew for the next publish")
+                self._note(f"{error}; it is restarted for the next publish")
 
     async def publish(self, version: int) -> Metrics:
         started = time.perf_counter()
         async with self._lock:
-            if self._failed is not None:  # for an engine that was started anew, whose requests were told so
+            if self._failed is not None:  # verification failed for a restarted engine, and so did its requests
                 raise self._failed
             tally = await self._persist(version)
         return tally.metrics(time.perf_counter() - started)
 
     async def _persist(self, version: int) -> _Tally:
-        """Publish, again where an engine died meanwhile."""
+        """Publish, and retry if an engine dies."""
         for _ in range(self.options.attempts - 1):
             try:
                 return await self._publish(version)
@@ -119,12 +121,12 @@ class PublishedWeights:
 
     async def _publish(self, version: int) -> _Tally:
         await self._start_the_dead()
-        with waiting("weight sync", on="engines that finish what they run", kind="weight_sync"):
+        with waiting("weight sync", on="engines to finish running requests", kind="weight_sync"):
             await asyncio.gather(*(engine.pause(keep_running=self.options.in_flight) for engine in self.engines))
         if self._lent:
             for engine in self.engines:
                 await engine.wake()
-            self._lent = False  # only now: where one dies on the way the others are still to be woken
+            self._lent = False  # only after all are awake: if one dies here, the retry must still wake the others
         tally = _Tally()
         await self._deliver(self.engines, version, tally, prove=self.options.proof.due(self.publishes))
         await asyncio.gather(*(engine.unpause(version) for engine in self.engines))
@@ -136,7 +138,7 @@ class PublishedWeights:
         return tally
 
     async def _start_the_dead(self) -> None:
-        """Those that cannot be started are dropped where that is allowed. Raises EngineLost where it is not."""
+        """Restart dead engines, and drop those that cannot be restarted. Raises EngineLost if dropping is not allowed."""
         for engine in self.engines:
             if engine.alive:
                 continue
@@ -148,20 +150,20 @@ class PublishedWeights:
                 self.engines = tuple(other for other in self.engines if other is not engine)
 
     async def revive(self, engine: WeightHolder) -> None:
-        """Start an engine that died and give it the weights of the last publish, proven like the first ones."""
+        """Restart an engine that died, and send it the weights of the last publish, with full verification."""
         async with self._lock:
             if engine.alive:
                 return
             await self._start(engine)
             if self.version < 0:
-                return  # the first publish will find it
+                return  # the first publish includes it
             try:
                 await engine.pause(keep_running=False)
                 await self._deliver([engine], self.version, _Tally(), prove=True, again=True)
                 await engine.unpause(self.version)
             except BaseException as error:
                 self._failed = error if isinstance(error, ProofFailed) else None
-                await engine.close()  # nobody may wait for an engine that holds nobody knows what
+                await engine.close()  # its weights are undefined; close it so that no request queues on it
                 raise
 
     async def _start(self, engine: WeightHolder) -> None:
@@ -173,18 +175,20 @@ class PublishedWeights:
     async def _deliver(
         self, engines: Sequence[WeightHolder], version: int, tally: _Tally, *, prove: bool, again: bool = False
     ) -> None:
-        """Send what is to be sent to ``engines`` and prove it; ``again`` is the last publish once more."""
+        """Send the weights or adapters to ``engines`` and verify them. ``resend``: send those of the last publish."""
         if self.options.adapters:
             await self._send_adapters(engines, version, tally, again=again)
         else:
             await self._send(engines, version, tally, prove=prove, content="last" if again else "weights")
-        if self.options.in_flight:  # before the canary, for whose sake the engine goes on, with the requests that were stopped
+        if self.options.in_flight:  # before the canary, since sampling it also resumes the suspended requests
             for engine in engines:
                 await engine.forget_prefixes(running=self.options.recompute)
-        silent = again and self.options.learner_goes_on  # the learner says nothing about the weights of the last publish any more
+        silent = (
+            again and self.options.learner_goes_on
+        )  # the learner no longer has the weights of the last publish to compare with
         if prove and self._canary is not None and not silent:
             started = time.perf_counter()
-            with waiting("weight sync", on="the canary's answers", kind="weight_sync"):
+            with waiting("weight sync", on="canary samples", kind="weight_sync"):
                 reports = [await self._canary.ask(engine) for engine in engines]
             tally.canary = max(report.mean for report in reports)
             tally.proving += time.perf_counter() - started
@@ -226,7 +230,7 @@ class PublishedWeights:
         if unread and not self._said_unread:
             self._said_unread = True
             self._note(
-                f"weights: {proven} of {proven + len(unread)} tensors are proven by reading them back out of {engine.name}; the others, "
+                f"weights: {proven} of {proven + len(unread)} tensors are verified by reading them back from {engine.name}; the others, "
                 f"such as {unread[0]}, by their arrival and by the canary"
             )
 

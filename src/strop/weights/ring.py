@@ -1,16 +1,16 @@
-"""A ring of buckets in memory that sender and receivers share: what host memory and CUDA IPC have in common.
+"""A ring buffer of buckets in memory shared by sender and receivers, the common part of the host-memory and CUDA IPC transports.
 
     sender                                            receiver
     Segment, Begin(number, digest)  ----------------->
                                     <-----------------  Ready(number)
     fills bucket 0
-    Filled(number, 0, start)        ----------------->  yields its tensors, as they lie there
+    Filled(number, 0, start)        ----------------->  yields its tensors, as views
     fills bucket 1 meanwhile
     Filled(number, 1, start)        ----------------->
-                                    <-----------------  Taken(number, 0): its place is free once all have said so
+                                    <-----------------  Taken(number, 0): its memory is free once all receivers have sent this
 
-Whatever goes wrong on one side reaches the other as ``Abandoned`` or as the end of the connection. Numbers grow with each publish, and
-words about an older one are dropped, so nothing that is left of an aborted publish is taken for new.
+An error on one side reaches the other as ``Abandoned`` or as the end of the connection. Numbers increase with each publish, and messages
+about an older one are dropped, so that remains of an aborted publish are never mistaken for the current one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Span(NamedTuple):
 
 
 class Ring:
-    """Places for buckets in a segment, freed in the order in which they were given."""
+    """Allocates memory for buckets in a segment, and frees it in the order of allocation."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used: deque[Span] = deque()
 
     def place(self, size: int) -> int | None:
-        """The start of ``size`` free bytes in one piece, which are used from now on; None where there are none yet."""
+        """Allocate ``size`` contiguous bytes and return their start. None if they are not free yet."""
         if (start := self._find(size)) is not None:
             self.used.append(Span(start, size))
         return start
@@ -56,47 +56,47 @@ class Ring:
         if not self.used:
             return 0 if size <= self.capacity else None
         oldest, newest = self.used[0].start, self.used[-1].end
-        if newest > oldest:  # free: from the newest to the end, and from 0 to the oldest
+        if newest > oldest:  # free: from the end of the newest to the capacity, and from 0 to the oldest
             if self.capacity - newest >= size:
                 return newest
             return 0 if oldest >= size else None
         return newest if oldest - newest >= size else None
 
     def free(self) -> None:
-        """The oldest one."""
+        """Free the oldest allocation."""
         self.used.popleft()
 
 
 class RingSender(ABC):
-    """``Sender`` over shared memory. A subclass says what memory that is, and how receivers come to have it."""
+    """``Sender`` over shared memory. Subclasses allocate the memory and send receivers a handle to it."""
 
     def __init__(self, receivers: int, *, bucket_size: int, slots: int, timeout: float) -> None:
         if slots < 1:
-            raise ValueError(f"{slots} buckets at a time carry nothing; with two or more both sides work at once")
+            raise ValueError(f"found slots={slots}; set at least one, or two so that both sides work at the same time")
         self.receivers, self.bucket_size, self.slots, self.timeout = receivers, aligned(bucket_size), slots, timeout
         self.hub = Hub(receivers, timeout)
-        self._busy = threading.Lock()  # with a publish, or with the end
+        self._busy = threading.Lock()  # held during a publish and while closing
         self.number = 0
         self._memory: Tensor | None = None  # flat uint8
-        self._holders: dict[int, Link] = {}  # who has the memory
+        self._holders: dict[int, Link] = {}  # connections of the receivers that have the memory
         self._ring = Ring(0)
-        self._released = 0  # buckets whose place is free again
-        self._taken: dict[int, int] = {}  # receiver -> buckets it has read
+        self._released = 0  # buckets that are free again
+        self._taken: dict[int, int] = {}  # receiver -> number of buckets it has read
 
     @abstractmethod
     def _allocate(self, size: int) -> Tensor:
-        """Memory to share: [size] uint8."""
+        """Return memory to share, [size] uint8."""
 
     @abstractmethod
     def _hand_over(self, link: Link) -> None:
-        """Send a ``Segment``, and what else it takes to have the memory at the other end."""
+        """Send a ``SharedSegment``, and whatever else the receiver needs to open the memory."""
 
     def _write(self, place: Tensor, tensor: Tensor) -> None:
-        """Cast and copy in one go."""
+        """Cast and copy in one operation."""
         place.copy_(tensor)
 
     def _written(self) -> None:
-        """Return when everything of the bucket is there."""
+        """Wait until all copies into the bucket are complete."""
         return
 
     @torch.no_grad()
@@ -115,11 +115,11 @@ class RingSender(ABC):
                 raise
 
     def _begin(self, manifest: Manifest, cut: tuple[Bucket, ...]) -> None:
-        """All receivers wait for the first bucket when this returns."""
+        """Start a publish. Returns when all receivers wait for the first bucket."""
         self.hub.gather()
         capacity = _capacity([bucket.size for bucket in cut], self.bucket_size, self.slots)
         if self._memory is None or self._memory.numel() < capacity:
-            self._memory, self._holders = None, {}  # given back before more is asked for
+            self._memory, self._holders = None, {}  # free the old memory before allocating more
             self._memory = self._allocate(capacity)
         self._ring = Ring(self._memory.numel())
         self._released, self._taken = 0, dict.fromkeys(range(self.receivers), 0)
@@ -143,7 +143,7 @@ class RingSender(ABC):
                 self._write(view(self._memory, placed, start), next(given)[1].detach())
             self._written()
             self.hub.tell(Filled(self.number, number, start))
-        next(given, None)  # raises where there is a tensor too many
+        next(given, None)  # raises if there are more tensors than in the manifest
 
     def _room(self, size: int) -> int:
         while (start := self._ring.place(size)) is None:
@@ -151,9 +151,9 @@ class RingSender(ABC):
         return start
 
     def _wait_for(self, count: int) -> None:
-        """Return when every receiver has read ``count`` buckets, and give their places free."""
+        """Wait until every receiver has read ``count`` buckets, and free them."""
         while late := [index for index, taken in self._taken.items() if taken < count]:
-            for index, message in self.hub.hear(late, f"take bucket {count}"):
+            for index, message in self.hub.hear(late, f"read bucket {count}"):
                 if self._is_current(message) and isinstance(message, Taken):
                     self._taken[index] = message.bucket + 1
         for _ in range(self._released, read := min(self._taken.values())):
@@ -161,7 +161,7 @@ class RingSender(ABC):
         self._released = read
 
     def _is_current(self, message: Message) -> bool:
-        """Whether it is about this publish. Raises TransportError where it says that there will be none."""
+        """Whether a message belongs to this publish. Raises TransportError if it says that a receiver aborted it."""
         if getattr(message, "number", 0) != self.number:
             return False
         if isinstance(message, Abandoned):
@@ -169,7 +169,7 @@ class RingSender(ABC):
         return True
 
     def close(self) -> None:
-        """From any thread: a publish in another one ends first, with a TransportError."""
+        """Close from any thread. A publish in progress in another thread fails first, with a TransportError."""
         self.hub.stop()
         with self._busy:
             self.hub.close()
@@ -177,7 +177,7 @@ class RingSender(ABC):
 
 
 class RingReceiver(ABC):
-    """``Receiver`` over shared memory; what it yields lies there."""
+    """``Receiver`` over shared memory. The tensors it yields may be views of that memory."""
 
     def __init__(self, link: Link, index: int, device: torch.device, bucket_size: int) -> None:
         self.link, self.index, self.device, self.bucket_size = link, index, device, bucket_size
@@ -185,10 +185,10 @@ class RingReceiver(ABC):
 
     @abstractmethod
     def _take_over(self, segment: Segment) -> Tensor:
-        """The sender's memory: [size] uint8."""
+        """Open the sender's memory, [size] uint8."""
 
     def _read(self) -> None:
-        """Return when nothing reads from the bucket any more."""
+        """Wait until all reads from the bucket are complete."""
         return
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
@@ -201,14 +201,14 @@ class RingReceiver(ABC):
                     yield placed.entry.name, view(self._memory, placed, start).to(self.device)
                 self._read()
                 self.link.send(Taken(number, count))
-        except BaseException as error:  # also where the reader reads no further
+        except BaseException as error:  # also GeneratorExit, if the caller stops iterating
             reason = "its reader stopped" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
             with suppress(TransportError):
                 self.link.send(Abandoned(number, f"receiver {self.index}: {reason}"))
             raise
 
     def _begin(self, manifest: Manifest) -> int:
-        """The number of the publish that begins; those that were given up meanwhile are passed over."""
+        """Wait for the next publish and return its number. Publishes that were aborted meanwhile are skipped."""
         while True:
             message = self.link.receive("begin to send")
             if isinstance(message, Segment):
@@ -216,21 +216,21 @@ class RingReceiver(ABC):
                 self._memory = self._take_over(message)
             elif isinstance(message, Begin):
                 if message.digest != digest(manifest):
-                    reason = "its manifest is not the sender's: both sides have to be given the same one"
+                    reason = "its manifest is not the sender's: pass the same manifest on both sides"
                     self.link.send(Abandoned(message.number, f"receiver {self.index}: {reason}"))
                     raise TransportError(f"receiver {self.index}: {reason}")
-                if not self.link.pending():  # nothing can follow but the end of a publish that nobody waits for any more
+                if not self.link.pending():  # a message here can only say that this publish was already aborted
                     self.link.send(Ready(message.number))
                     return message.number
 
     def _filled(self, number: int) -> int:
-        """Where the next bucket lies."""
+        """Wait for the next bucket and return its start."""
         while True:
             message = self.link.receive("fill the next bucket")
             if isinstance(message, Filled) and message.number == number:
                 return message.start
             if isinstance(message, Abandoned) and message.number == number:
-                raise TransportError(f"the sender gave publish {number} up: {message.reason}")
+                raise TransportError(f"the sender aborted publish {number}: {message.reason}")
 
     def close(self) -> None:
         self.link.close()
@@ -238,5 +238,5 @@ class RingReceiver(ABC):
 
 
 def _capacity(sizes: list[int], bucket_size: int, slots: int) -> int:
-    """Bytes of a segment: the whole model where that is less than the ring; else the largest bucket and ``slots`` - 1 usual ones."""
+    """Return the bytes of a segment: the whole model if that is smaller, else the largest bucket and ``slots`` - 1 of ``bucket_size``."""
     return max(1, min(sum(sizes), max([bucket_size, *sizes]) + (slots - 1) * bucket_size))

@@ -1,4 +1,4 @@
-"""Colocated in one process: the generator runs the learner's own module."""
+"""Weight sync within one process, where the generator runs the learner's own module."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from strop.metrics import Metrics
 
 
 class Sharing(Protocol):
-    """An engine on the learner's own module: nothing is sent to it, and it does not run while the learner does."""
+    """An engine on the learner's own module. It needs no transfer, and does not run while the learner trains."""
 
     async def drain(self) -> None:
         """Hold new requests and return when none is running."""
         ...
 
     def resume(self, version: int) -> None:
-        """Take up requests again, with the weights of ``version``."""
+        """Serve requests again, with the weights of ``version``."""
         ...
 
 
 class SharedWeights:
-    """Nothing is sent. A generator that keeps copies in a faster layout refreshes them when it resumes."""
+    """``WeightSync`` without a transfer. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
     def __init__(self, generators: Sequence[Sharing]) -> None:
         self.generators = generators

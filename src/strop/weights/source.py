@@ -1,4 +1,4 @@
-"""A learner's weights as they are sent: no tensor twice, in the engine's data type, with fingerprints taken on the way."""
+"""A learner's weights as they are sent: tied tensors once, in the engine's data type, fingerprinted on the way."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from strop.weights.fingerprints import fingerprint, positive_zeros
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One tensor of a learner, which may lie in pieces on several ranks until it is taken."""
+    """One tensor of a learner, which may be sharded over ranks until it is gathered."""
 
     name: str  # canonical
-    like: Tensor  # of its shape and data type; maybe on the meta device
-    take: Callable[[], Tensor]  # the whole of it; a collective of all ranks where it lies on several
-    storage: tuple[int, ...]  # equal for weights that are tied
+    like: Tensor  # has its global shape and data type; may be on the meta device
+    take: Callable[[], Tensor]  # returns the whole tensor; a collective of all ranks if it is sharded
+    storage: tuple[int, ...]  # equal for tied weights
 
 
 def weights_of(tensors: NamedTensors) -> list[Weight]:
-    """Those of a model in this process. Only what shares its memory whole, in the same shape, is tied; adapters merged on the fly are new
-    tensors each time."""
+    """Return the weights of an unsharded model in this process.
+
+    Tensors are tied if they share all their memory, with equal shape and strides. Adapters that are merged on the fly are new tensors each
+    time, so they are never tied.
+    """
     return [
-        Weight(name, tensor.detach(), _the(tensor.detach()), (tensor.data_ptr(), *tensor.shape, *tensor.stride()))
+        Weight(name, tensor.detach(), tensor.detach, (tensor.data_ptr(), *tensor.shape, *tensor.stride()))
         for name, tensor in tensors
     ]
-
-
-def _the(tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: tensor
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Distinct:
     """Weights without those that are tied to an earlier one."""
 
     weights: tuple[Weight, ...]
-    aliases: dict[str, str]  # the name of a tied tensor -> the name of the one it is tied to
+    aliases: dict[str, str]  # name of a tied tensor -> name of the tensor it is tied to
 
 
 def distinct(weights: Iterable[Weight]) -> Distinct:
@@ -58,14 +57,14 @@ def distinct(weights: Iterable[Weight]) -> Distinct:
 
 @dataclass
 class Outgoing:
-    """One publish on its way: an iterable that notes the fingerprints of what it gives."""
+    """The tensors of one publish: an iterable that gathers and casts them and records their fingerprints."""
 
     weights: Sequence[Weight]
     manifest: Manifest
-    held: bool  # also of the tensors with positive zeros, for what will be read back
+    held: bool  # also fingerprint the tensors with -0.0 replaced by 0.0, for comparison with what is read back
     sent_marks: dict[str, int] = field(default_factory=dict)
     held_marks: dict[str, int] = field(default_factory=dict)
-    taken: int = 0  # weights that were taken so far
+    taken: int = 0  # number of weights gathered so far
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         types = {entry.name: entry.dtype for entry in self.manifest.entries}
@@ -79,14 +78,14 @@ class Outgoing:
 
 
 class Snapshot:
-    """A copy of the weights of the last publish, for an engine that starts anew while the learner has gone on."""
+    """A CPU copy of the weights of the last publish, for engines that restart after the learner has moved on."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, weights: Sequence[Weight], dtype: torch.dtype) -> list[Weight]:
-        """Into the memory of the last one, in the types they are sent in."""
+        """Copy ``weights`` into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
         for weight in weights:
             wanted = dtype if weight.like.is_floating_point() else weight.like.dtype
             if weight.name not in self._tensors:

@@ -101,7 +101,7 @@ def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -
     [
         (Distillation(kl=Kl(weight=0.1, place="token_reward")), "put it in the loss"),
         (Distillation(kl=Kl(weight=0.1, place="reward")), "put it in the loss"),
-        (Distillation(drop_constant_groups=True), "rewards that are not learned from"),
+        (Distillation(drop_constant_groups=True), "rewards that have no weight in the loss"),
         (Distillation(advantage=ReverseKl(reward_weight=-1.0)), "reward_weight is -1.0"),
     ],
 )

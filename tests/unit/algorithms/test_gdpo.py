@@ -68,7 +68,7 @@ def test_an_environment_that_lacks_one_of_the_rewards_is_weighed_by_the_others()
 def test_rewards_must_be_named_and_exist() -> None:
     plan = Plan(group_size=4, environment_rewards=("correct", "format"))
     assert list(ALGORITHM.problems(plan)) == []
-    assert any("0 of them are named" in problem for problem in GDPO().problems(plan))
+    assert any("0 rewards have a weight" in problem for problem in GDPO().problems(plan))
     alone = GDPO(advantage=DecoupledRewards(weights={"correct": 1.0}))
     assert any("choose grpo" in problem for problem in alone.problems(plan))
     wrong = GDPO(advantage=DecoupledRewards(weights={"correct": 1.0, "formatt": 1.0}))

@@ -99,12 +99,12 @@ def test_a_long_rollout_is_multiplied_in_logarithms() -> None:
     ("kind", "options", "message"),
     [
         (Mis, {"low": 2.0, "high": 1.0}, r"w is kept in \[2.0, 1.0\]"),
-        (Mis, {"low": -1.0, "high": 1.0}, "where no ratio of probabilities can lie"),
+        (Mis, {"low": -1.0, "high": 1.0}, "which contains no ratio of probabilities"),
         (Icepop, {"high": 0.2}, r"\[0.5, 0.2\]"),
         (SequenceMaskTis, {"high": 0.5}, r"the geometric mean of w is kept in \[0.999, 0.5\]"),
         (SequenceMaskTis, {"cap": 0.0}, "cap is 0.0"),
         (Tis, {"cap": 0.0}, "the cap must be above 0"),
-        (Tis, {"cap": 1.0, "floor": 1.5}, "nor above the cap"),
+        (Tis, {"cap": 1.0, "floor": 1.5}, "or above the cap"),
     ],
 )
 def test_empty_ranges_are_refused(kind: type[Correction], options: dict[str, Any], message: str) -> None:

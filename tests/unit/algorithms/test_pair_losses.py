@@ -149,9 +149,9 @@ def test_a_hinge_that_is_satisfied_has_no_slope() -> None:
         (lambda: DPO(beta=0.0), "beta is 0.0: it must be above 0"),
         (lambda: SimPO(beta=-1.0), "beta is -1.0"),
         (lambda: SimPO(gamma=-0.1), "gamma is -0.1"),
-        (lambda: CDPO(label_smoothing=0.5), "below 0.5, where labels say nothing"),
+        (lambda: CDPO(label_smoothing=0.5), "below 0.5, at which labels contain no information"),
         (lambda: RobustDPO(label_smoothing=-0.1), "label_smoothing is -0.1"),
-        (lambda: DPO(preference_weight=0.0), "nothing is learned"),
+        (lambda: DPO(preference_weight=0.0), "at least one must be above 0"),
         (lambda: DPO(sft_weight=-1.0), "neither may be negative"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_pair_that_was_cut_is_refused() -> None:
     batch = batch_of(DPO())
     for sequences in ([0], [0, 2], [1, 2, 3]):
         part = select(batch, sequences)
-        with pytest.raises(ValueError, match="a learner must not cut one"):
+        with pytest.raises(ValueError, match="a learner must not split a group"):
             loss_of(DPO(), part.batch, torch.zeros(len(part.index)))
 
 
@@ -147,7 +147,7 @@ def test_a_group_that_is_no_pair_is_refused(count: int) -> None:
 def test_two_groups_of_four_are_not_four_pairs() -> None:
     """A batch packed for another algorithm: its rollouts are even in number, its groups are no pairs."""
     batch = pack([recorded([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
-    with pytest.raises(ValueError, match="not two rollouts"):
+    with pytest.raises(ValueError, match="does not have two rollouts"):
         loss_of(SimPO(), batch, torch.zeros(4))
 
 

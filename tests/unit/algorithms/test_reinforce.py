@@ -53,6 +53,6 @@ def test_older_samples_are_weighed_by_a_correction() -> None:
 
 def test_asking_it_for_a_ratio_is_refused() -> None:
     for algorithm in (REINFORCE(on_policy_ratio=True), REINFORCE(ratio_to="sampler")):
-        assert any("takes no ratio" in problem for problem in algorithm.problems(Plan()))
+        assert any("has no ratio" in problem for problem in algorithm.problems(Plan()))
     assert not Reinforce.takes_ratio
     assert list(replace(REINFORCE(), corrections=(Importance(),)).problems(Plan(max_staleness=3))) == []

@@ -85,9 +85,9 @@ def test_the_scores_of_a_pair_move_apart() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="a negative weight drives scores away from 0"):
         RewardModel(centering=-0.1)
-    with pytest.raises(ValueError, match="are about pairs, and kind regression fits scores one by one"):
+    with pytest.raises(ValueError, match="apply to pairs, but kind regression fits single scores"):
         RewardModel(kind="regression", use_margin=True)
     with pytest.raises(ValueError, match="a group of 3 rollouts"):
         pack([recorded([4], [5], [6], [7], rewards=(0.0,) * 3)], RewardModel())
-    with pytest.raises(ValueError, match="7 scores of 4 rollouts"):
+    with pytest.raises(ValueError, match="7 scores for 4 rollouts"):
         RewardModel().loss(ValueOutputs(torch.zeros(7)), pack(GROUPS, RewardModel()))

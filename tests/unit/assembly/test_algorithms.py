@@ -130,13 +130,13 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         ("gprpo", {}, "algorithm.name: 'gprpo' is neither one of Strop's algorithms nor module:Class; did you mean 'grpo'?"),
         ("GRPO", {}, "there are: apo_down"),
         ("strop.algorithms.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
-        ("strop.algorithms.grpo:GroupRelative", {}, "is no class of algorithm"),
+        ("strop.algorithms.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient:PolicyGradient", {}, "needs advantage, objective"),
-        ("strop.algorithms.preference:PairwisePreference", {}, "does not define compare, which an algorithm must"),
+        ("strop.algorithms.preference:PairwisePreference", {}, "does not define compare, which every algorithm must define"),
         ("grpo", {"clip_high": 0.3}, "algorithm.kwargs.clip_high: grpo has no such field"),
         ("grpo", {"objectiv": "clip"}, "did you mean 'objective'?"),
-        ("grpo", {"objective": "clp"}, "algorithm.kwargs.objective: 'clp' is no objective; did you mean 'clip'?"),
-        ("grpo", {"objective": "leave_one_out"}, "'leave_one_out' is no objective"),
+        ("grpo", {"objective": "clp"}, "algorithm.kwargs.objective: 'clp' is not a known objective; did you mean 'clip'?"),
+        ("grpo", {"objective": "leave_one_out"}, "'leave_one_out' is not a known objective"),
         ("grpo", {"objective": 3}, "found 3; give the part's name, or {name: .., option: ..}"),
         (
             "grpo",
@@ -149,7 +149,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         (
             "grpo",
             {"corrections": ["tis", "tiss"]},
-            "algorithm.kwargs.corrections.1: 'tiss' is no correction; did you mean 'tis'?",
+            "algorithm.kwargs.corrections.1: 'tiss' is not a known correction; did you mean 'tis'?",
         ),
         (
             "grpo",
@@ -203,7 +203,7 @@ def test_parts_and_algorithms_from_outside_are_named_as_file_and_class(outside: 
     assert type(found.advantage).__name__ == "Bounded" and found.advantage.bound == 2.0
     with pytest.raises(ValueError, match=r"algorithm\.kwargs\.advantage: Bounded needs bound"):
         make_algorithm("grpo", {"advantage": f"{outside}:Bounded"})
-    with pytest.raises(ValueError, match="is no objective"):
+    with pytest.raises(ValueError, match="is not a known objective"):
         make_algorithm("grpo", {"objective": f"{outside}:Bounded"})
     assert make_algorithm(f"{outside}:Needs", {"something": 3}).something == 3  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="Needs needs something"):
@@ -242,7 +242,7 @@ def test_a_run_is_described_with_every_model_in_it() -> None:
     assert described("ppo", "value.head_only=true")["critic"] == "a head on the policy"
     assert described("distillation", "teacher.environments=[arithmetic]")["teacher"] == "t, for arithmetic"
     itself = described("distillation", "teacher.model_name=self", "teacher.self_weights=current", "teacher.demonstration=x")
-    assert itself["teacher"] == "the policy (current), shown a demonstration"
+    assert itself["teacher"] == "the policy (current), given a demonstration"
 
 
 # --- flat keys ---------------------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
         (
             "grpo",
             "loss_fn.use_importance_sampling_correction=true loss_fn.truncated_importance_sampling_type=tis",
-            "needs its upper bound",
+            "needs an upper bound",
         ),
         ("grpo", "grpo.adv_estimator.name=group_relativ", "did you mean 'group_relative'?"),
         (
@@ -462,9 +462,9 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
         (
             "grpo",
             "loss_fn.reference_policy_kl_penalty=0.1 loss_fn.use_kl_in_reward=true loss_fn.use_on_policy_kl_approximation=true",
-            "loss_fn.use_on_policy_kl_approximation: an unbiased KL gradient belongs in the loss",
+            "loss_fn.use_on_policy_kl_approximation: unbiased applies to a KL term in the loss",
         ),
-        ("ppo", "algorithm.kwargs.value_clip=-1", "no value could move"),
+        ("ppo", "algorithm.kwargs.value_clip=-1", "the values could not change"),
         (
             "distillation",
             "distillation.overlong_filtering=true",
@@ -473,7 +473,7 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
         (
             "distillation",
             "algorithm.name=distillation distillation.use_dynamic_sampling=true",
-            "rewards that are not learned from",
+            "rewards that have no weight in the loss",
         ),
         ("dpo", "algorithm.name=simpo dpo.reference_policy_kl_penalty=0.1", None),
         (
@@ -482,7 +482,7 @@ def test_clamps_of_the_kl_term_reach_an_algorithm_that_has_one_of_its_own() -> N
             "dpo.reference_policy_kl_penalty: found 0.1, but orpo has no beta. Remove the key, or choose another algorithm.name",
         ),
         ("dpo", "algorithm.name=kto dpo.sft_loss_weight=0.1", "but kto has no sft_weight"),
-        ("dpo", "dpo.preference_loss_weight=0", "nothing is learned"),
+        ("dpo", "dpo.preference_loss_weight=0", "at least one must be above 0"),
     ],
 )
 def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, overrides: str, said: str | None) -> None:
@@ -497,7 +497,7 @@ def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, ov
 def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_for() -> None:
     name = "strop.algorithms.sft:SFT"
     settings = [Setting("loss_fn.beta", "beta", 0.1), Setting("loss_fn.aggregation", "aggregation", "sequence_mean")]
-    with pytest.warns(UserWarning, match=r"SFT has no use for loss_fn\.beta, which change nothing"):
+    with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; these keys have no effect"):
         assert make_algorithm(name, {}, settings) == SFT(aggregation="sequence_mean")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -510,16 +510,16 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("algorithm.name=gspo loss_fn.token_level_loss=true", "weighs long rollouts twice"),
+        ("algorithm.name=gspo loss_fn.token_level_loss=true", "gives long rollouts more weight"),
         ("algorithm.kwargs.corrections=[tis,tis]", "Tis and Tis each multiply by the ratio of learner to sampler"),
         ("algorithm.kwargs.corrections=[tis,importance]", "keep one of them"),
         ("algorithm.name=decoupled_ppo algorithm.kwargs.ratio_to=sampler", "it would count twice"),
         ("algorithm.name=dppo algorithm.kwargs.corrections=[tis]", "it would count twice"),
-        ("algorithm.kwargs.on_policy_ratio=true grpo.update_epochs=2", "set it to false, or make one step of a batch"),
-        ("algorithm.kwargs.on_policy_ratio=true policy.train_global_batch_size=256", "makes 2 optimizer steps"),
+        ("algorithm.kwargs.on_policy_ratio=true grpo.update_epochs=2", "set it to false, or run one optimizer step per batch"),
+        ("algorithm.kwargs.on_policy_ratio=true policy.train_global_batch_size=256", "there are 2 optimizer steps per batch"),
         ("algorithm.name=rloo grpo.num_generations_per_prompt=1", "raise num_generations_per_prompt"),
         ("algorithm.name=maxrl grpo.num_generations_per_prompt=1", "raise num_generations_per_prompt"),
-        ("algorithm.name=dapo grpo.num_generations_per_prompt=1", "compares the rollouts of a group"),
+        ("algorithm.name=dapo grpo.num_generations_per_prompt=1", "compares at least 2 rollouts of a group"),
         ("algorithm.name=pass_at_k algorithm.kwargs.advantage.k=32", "a group has 16"),
         ("algorithm.name=dr_grpo", "constant_length"),
         (
@@ -533,10 +533,10 @@ def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_fo
         ("algorithm.name=gdpo", "set the weights of at least two"),
         (
             "algorithm.name=gdpo algorithm.kwargs.advantage.weights.correct=1 algorithm.kwargs.advantage.weights.charm=1",
-            "GDPO weighs rewards that no environment gives: charm; there are correct",
+            "GDPO has weights for rewards that no environment returns: charm; available are correct",
         ),
-        ("algorithm.name=kl_cov", "nothing would be held"),
-        ("algorithm.kwargs.entropy_target=1.0", "no bonus"),
+        ("algorithm.name=kl_cov", "the term has no effect"),
+        ("algorithm.kwargs.entropy_target=1.0", "entropy_bonus is 0, so it has no effect"),
         ("grpo.advantage_clip_low=1 algorithm.kwargs.advantage_high=0", "which is empty"),
     ],
 )

@@ -30,23 +30,23 @@ def test_ranks_layout_and_engines_of_a_run_on_gpus() -> None:
     assert lines(*TWO_NODES, *sizes) == {
         "cluster": "2 nodes of a Ray cluster, 4 GPUs on each",
         "learner": "8 ranks on 2 nodes: 2 copies x 2 shards x 1 context x 2 tensor",
-        "engines": "8 engines of 1 device on nodes 0 to 1, on devices that train, in turns with the learner",
-        "hosts": "environments are in the driver's process",
+        "engines": "8 engines of 1 device on nodes 0 to 1, colocated with the learner",
+        "hosts": "environments run in the driver's process",
     }
 
 
 def test_on_cpus_processes_stand_for_gpus_and_one_engine_is_enough() -> None:
     found = lines(*TWO_NODES, "cluster.environment_hosts=1", on_cpu=True)
-    assert found["cluster"] == "2 nodes of a Ray cluster, 4 processes in a GPU's place on each"
+    assert found["cluster"] == "2 nodes of a Ray cluster, 4 CPU processes instead of GPUs on each"
     assert found["engines"].startswith("1 engine of 1 device on node 0")
-    assert found["hosts"] == "1 process for each environment, dealt out over 1 node"
+    assert found["hosts"] == "1 process for each environment, spread over 1 node"
 
 
 def test_engines_apart_are_on_devices_of_their_own() -> None:
     wide = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
     found = lines(*TWO_NODES, *APART, *wide)
     assert found["learner"].startswith("4 ranks on 2 nodes")
-    assert found["engines"] == "2 engines of 2 devices on nodes 0 to 1, on devices of their own"
+    assert found["engines"] == "2 engines of 2 devices on nodes 0 to 1, on their own devices"
     assert device_rows(division_of(config(*TWO_NODES, *APART, *wide), on_cpu=False), 2) == [
         ("0", "0-1", "engine 0: 2-3"),
         ("1", "0-1", "engine 1: 2-3"),
@@ -78,7 +78,7 @@ def test_more_engines_than_fit_are_refused() -> None:
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not divide the 3 devices"):
+    with pytest.raises(ValueError, match="do not divide the 3 training devices"):
         sizes_of(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
 
 

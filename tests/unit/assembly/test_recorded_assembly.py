@@ -229,7 +229,7 @@ def test_batches_of_validation_are_the_first_examples_that_can_be_used(tmp_path:
     entries = [f"data.train.dataset_name={rows}", f"data.validation.dataset_name={rows}", "sft.val_at_end=true"]
     some = config("sft", *entries, "sft.val_batches=2", "sft.val_global_batch_size=2")
     assert measured(some, policy, notes) == ["0!", "2!", "3!", "4!"]
-    assert notes.notes == ["2 examples of the validation data cannot be used (too long, most likely) and are left out"]
+    assert notes.notes == ["2 examples of the validation data are unusable (most likely too long) and are left out"]
     assert len(measured(config("sft", *entries), policy)) == 7
     assert len(measured(config("sft", *entries, "sft.val_batches=50"), policy)) == 7
 

@@ -211,7 +211,7 @@ def test_shares_are_contiguous_even_and_leave_no_group_out(groups: int, of: int)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["teacher.hosts=1"], "teacher.hosts: found 1, but processes of a teacher are Ray actors.*cluster.backend=ray"),
+        (["teacher.hosts=1"], "teacher.hosts: found 1, but teacher processes are Ray actors.*cluster.backend=ray"),
         (["teachers.second.model_name=x", "teachers.second.hosts=2"], "teachers.second.hosts: found 2"),
         ([RAY, "teacher.hosts=1", "teacher.model_name=self", "teacher.demonstration=x"], "teacher.hosts: .*model_name is self"),
         ([RAY, "cluster.roles.learner.num_gpus=1"], "cluster.roles.learner.num_gpus: found 1"),

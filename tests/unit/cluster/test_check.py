@@ -76,14 +76,14 @@ def test_nodes_that_are_alike_and_share_their_folder_are_well() -> None:
 def test_a_node_with_another_torch_is_named_with_both_versions_and_what_to_install() -> None:
     other = node(1, facts(versions=VERSIONS | {"torch": "2.12.0"}))
     finding = only(judge(survey(node(0), other, node(2))))
-    assert finding == Finding("node 1 (10.0.0.1)", "torch 2.12.0, and here it is 2.13.0", "Install torch 2.13.0 there.")
+    assert finding == Finding("node 1 (10.0.0.1)", "torch is 2.12.0 there, and 2.13.0 here", "Install torch 2.13.0 there.")
 
 
 @pytest.mark.parametrize(
     ("there", "here", "found", "fix"),
     [
-        ("", "0.32.0", "vllm is not there, and here it is 0.32.0", "Install vllm 0.32.0 there."),
-        ("0.32.0", "", "vllm 0.32.0, and here it is not installed", "Install vllm 0.32.0 here."),
+        ("", "0.32.0", "vllm is not installed there, and 0.32.0 here", "Install vllm 0.32.0 there."),
+        ("0.32.0", "", "vllm is 0.32.0 there, and not installed here", "Install vllm 0.32.0 here."),
     ],
 )
 def test_a_package_that_only_one_side_has_is_a_problem(there: str, here: str, found: str, fix: str) -> None:
@@ -102,7 +102,7 @@ def test_a_folder_that_is_not_shared_names_its_key_and_the_node() -> None:
 def test_a_folder_that_a_node_only_reads_is_a_problem() -> None:
     other = node(1, facts(folders={FOLDER: FolderSeen(True, "", 100.0, "Read-only file system")}))
     finding = only(judge(survey(node(0), other, written={FOLDER: frozenset({0})})))
-    assert "what it writes there does not reach the driver (Read-only file system)" in finding.found
+    assert "the driver does not see the files that it writes there (Read-only file system)" in finding.found
 
 
 def test_a_folder_that_the_driver_cannot_write_is_one_problem() -> None:
@@ -132,7 +132,7 @@ def test_gpus_that_ray_was_not_told_of_are_said_to_be_there() -> None:
 
 def test_gpus_that_only_ray_believes_in_are_a_problem() -> None:
     finding = only(judge(survey(node(0, gpus(0), gpus=8), on_cpu=False)))
-    assert finding.grave and "Ray gives away 8 GPUs, and nvidia-smi finds 0" in finding.found
+    assert finding.grave and "Ray schedules 8 GPUs, and nvidia-smi finds 0" in finding.found
 
 
 def test_gpus_of_two_kinds_are_a_warning_that_names_both() -> None:
@@ -205,10 +205,7 @@ def test_the_table_has_a_line_a_node_in_columns() -> None:
 
 def test_what_was_measured_is_in_plain_units() -> None:
     first, ring = link_rows(links(1e9, 2e8, 3e9, latency=2.5e-5, bandwidth=8.7e7))
-    assert (
-        first
-        == "gloo, 3 ranks on 3 nodes: an all-reduce of a few numbers takes 25 us, one of 16 MiB runs at 87 MB/s for each rank"
-    )
+    assert first == "gloo, 3 ranks on 3 nodes: an all-reduce of a few numbers takes 25 us, one of 16 MiB runs at 87 MB/s per rank"
     assert ring == "from node to node: 0-1 1.0 GB/s, 1-2 200 MB/s, 2-0 3.0 GB/s"
 
 

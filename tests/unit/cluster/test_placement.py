@@ -21,7 +21,7 @@ def test_nodes_of_the_largest_domain_come_first_and_together() -> None:
 def test_each_segment_lies_in_one_domain() -> None:
     chosen = choose_nodes(nodes("a", "b", "a", "b", "b"), 4, 8, on_cpu=False, segment=2)
     assert [node.domain for node in chosen] == ["b", "b", "a", "a"]
-    with pytest.raises(PlacementError, match="3 segments of as many nodes in one NVLink domain"):
+    with pytest.raises(PlacementError, match="3 segments of that many nodes in one NVLink domain"):
         choose_nodes(nodes("a", "b", "a", "b", "b", "c"), 6, 8, on_cpu=False, segment=2)
     with pytest.raises(PlacementError, match="does not divide"):
         choose_nodes(nodes("a", "a", "a"), 3, 8, on_cpu=False, segment=2)

@@ -64,29 +64,29 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
     [
         ("policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length = 512"),
         ("data.max_input_seq_length=513", "more than policy.max_total_sequence_length = 512"),
-        ("policy.sequence_packing.train_mb_tokens=100", "one rollout may have"),
-        ("checkpointing.metric_name=val:acuracy", "which no metric is called"),
-        ("checkpointing.metric_name=accuracy", "which no metric is called"),
+        ("policy.sequence_packing.train_mb_tokens=100", "a single rollout may have"),
+        ("checkpointing.metric_name=val:acuracy", "which is not the name of a metric"),
+        ("checkpointing.metric_name=accuracy", "which is not the name of a metric"),
         ("loss_fn.aggregation=constant_length", "divides by it"),
         ("loss_fn.sequence_level_importance_ratios=true", "token_level_loss=false"),
         ("grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold"),
-        ("policy.optimizer.kwargs={weight_decay: 0}", "there is no lr"),
+        ("policy.optimizer.kwargs={weight_decay: 0}", "it has no lr"),
         ("data.train.env_name=chess", "env has arithmetic"),
         ("data.train.prompt_file=no/such/prompt.txt", "there is no file no/such/prompt.txt"),
         ("data.train.dataset_name=no/such/tasks.jsonl", "there is no file no/such/tasks.jsonl"),
         ("~data.train", "nothing to train on"),
         ("policy.megatron_cfg.enabled=true", "Megatron Core learner backend is not in this version"),
-        ("policy.dtensor_cfg.enabled=false", "nothing would train"),
+        ("policy.dtensor_cfg.enabled=false", "which leaves no learner"),
         ("policy.dtensor_cfg.tensor_parallel_size=8", "8 ranks do not divide the one device"),
         ("policy.dtensor_cfg.context_parallel_size=2", "2 ranks do not divide the one device"),
-        ("policy.dtensor_cfg.sequence_parallel=True", "nobody to divide the sequence among"),
+        ("policy.dtensor_cfg.sequence_parallel=True", "no ranks to shard the sequence over"),
         ("policy.dtensor_cfg.cpu_offload=true", "this run has one"),
         ("policy.dynamic_batching.enabled=true", "sequence_packing.enabled=true"),
         ("policy.generation.backend=sglang", "SGLang generation backend is not in this version"),
         ("policy.generation.backend=megatron", "Megatron generation backend is not in this version"),
-        ("policy.generation.colocated.enabled=false", "runs on the learner's own module"),
-        ("cluster.gpus_per_node=0", "nothing would train"),
-        ("cluster.environment_hosts=2", "this run is one process"),
+        ("policy.generation.colocated.enabled=false", "runs on the learner's module"),
+        ("cluster.gpus_per_node=0", "which leaves no device to train"),
+        ("cluster.environment_hosts=2", "this run has no Ray"),
         ("cluster.segment_size=2", "does not divide cluster.num_nodes = 1"),
         ("policy.dtensor_cfg.expert_parallel_size=3", "divide the 1 ranks of one copy"),
         ("policy.dtensor_cfg.dp_replicate_size=2", "2 ranks do not divide the one device"),
@@ -127,12 +127,12 @@ def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["value.train_global_batch_size=4"], "the critic steps when the policy does"),
-        (["value.head_only=true", "value.dtensor_cfg.lora_cfg.enabled=true"], "which takes no adapters"),
-        (["value.optimizer.kwargs={weight_decay: 0}"], "value.optimizer.kwargs: there is no lr"),
+        (["value.train_global_batch_size=4"], "the critic takes its optimizer steps with the policy"),
+        (["value.head_only=true", "value.dtensor_cfg.lora_cfg.enabled=true"], "which has no adapters"),
+        (["value.optimizer.kwargs={weight_decay: 0}"], "value.optimizer.kwargs: it has no lr"),
         (
             ["value.sequence_packing.train_mb_tokens=100"],
-            "value.sequence_packing.train_mb_tokens: found 100, but one rollout may have",
+            "value.sequence_packing.train_mb_tokens: found 100, but a single rollout may have",
         ),
         (["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=2"], "several optimizer steps"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"], "sampled without dropout"),
@@ -162,7 +162,7 @@ def test_a_critic_may_repeat_the_policy_s_batch_size() -> None:
     ],
 )
 def test_a_kl_term_of_weight_zero_is_said_to_change_nothing(overrides: list[str], warned: bool) -> None:
-    assert any("it changes nothing: loss_fn.reference_policy_kl_penalty is 0" in text for text in accepted(*overrides)) == warned
+    assert any("it has no effect: loss_fn.reference_policy_kl_penalty is 0" in text for text in accepted(*overrides)) == warned
 
 
 def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pyte
     [
         ("grpo.val_period=10", "there is no validation data"),
         ("checkpointing.metric_name=val:accuracy", "the newest checkpoints are kept"),
-        ("policy.generation_batch_size=32", "it changes nothing"),
+        ("policy.generation_batch_size=32", "it has no effect"),
         ("policy.generation.vllm_cfg.tensor_parallel_size=4", "the torch engine does not read"),
         ("cluster.roles.learner.num_cpus=2", "this run is one process"),
         ("policy.dtensor_cfg.custom_parallel_plan=plans:MINE", "tensor_parallel_size is 1"),
@@ -189,7 +189,7 @@ def test_what_runs_otherwise_than_it_seems_is_a_warning(override: str, warning: 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("eval.num_tests_per_prompt=4", "would be the same"),
+        ("eval.num_tests_per_prompt=4", "would be equal"),
         ("eval.k_value=2", "samples of a task"),
         ("generation.max_new_tokens=4096", "generation.vllm_cfg.max_model_len = 2048"),
         ("cluster.num_nodes=2", "one machine"),
@@ -210,9 +210,9 @@ def test_a_saved_configuration_can_be_read_without_the_checks() -> None:
     [
         (["window=8"], "grpo.async_grpo.window: found 8, but grpo.async_grpo.order is fifo"),
         (["window=8", "order=drop_too_old"], "Set grpo.async_grpo.order=windowed"),
-        (["slots=65"], "rollouts would be trained on that are older than grpo.async_grpo.max_trajectory_age_steps=1"),
+        (["slots=65"], "the run would train on rollouts older than grpo.async_grpo.max_trajectory_age_steps=1"),
         (["slots=65", "order=windowed"], "Set it to 64 or less, or to null; or grpo.async_grpo.order=drop_too_old"),
-        (["slots=31"], "a step is made of 32 groups"),
+        (["slots=31"], "a step has 32 groups"),
     ],
 )
 def test_an_order_has_the_window_and_the_slots_it_can_have(overrides: list[str], reason: str) -> None:
@@ -225,7 +225,7 @@ def test_an_order_has_the_window_and_the_slots_it_can_have(overrides: list[str],
         ([], []),
         (["in_flight_weight_updates=true", "recompute_kv_cache_after_weight_updates=true"], ["the torch engine finishes"]),
         (["in_flight_weight_updates=true", "order=windowed", "window=3", "slots=48"], []),
-        (["in_flight_weight_updates=true", "order=windowed", "window=3"], ["windowed is fifo"]),
+        (["in_flight_weight_updates=true", "order=windowed", "window=3"], ["windowed is the same as fifo"]),
         (["in_flight_weight_updates=true", "order=drop_too_old", "slots=99"], []),
         (["max_trajectory_age_steps=0"], ["max_trajectory_age_steps=0 is synchronous training"]),
         (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.config import EvalRunConfig, GrpoRunConfig, yaml_text
-from strop.config.document import annotated_yaml, page
+from strop.config.document import RUNS, annotated_yaml, blocks, page
 from strop.config.keys import Key, walk
 from strop.config.model import Model
 
@@ -18,6 +18,23 @@ ROOTS = (GrpoRunConfig, EvalRunConfig)
 def test_the_committed_page_is_what_the_schema_generates() -> None:
     committed = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert committed == page(), "run: python -m strop.config.document > docs/configuration.md"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_page_has_every_key_of_a_run_and_says_nothing_twice(run: str) -> None:
+    found: dict[tuple[str, ...], list[str]] = {}  # what the tables say of a key, in the order of the page
+    for block in blocks():
+        for path in (path for path, runs in block.runs_of.items() if run in runs):
+            for key in block.keys:
+                found.setdefault((*path, *key.path), []).append(said_of(key))
+    assert {key.path: said_of(key) for key in walk(RUNS[run]) if len(key.path) > 1}.items() <= {
+        path: rows[-1] for path, rows in found.items()
+    }.items()
+    assert [path for path, rows in found.items() if len(set(rows)) < len(rows)] == []
+
+
+def said_of(key: Key) -> str:
+    return repr((key.type, key.default, key.required, key.field.description))
 
 
 @pytest.mark.parametrize("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)

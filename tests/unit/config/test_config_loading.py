@@ -59,7 +59,7 @@ def test_defaults_may_be_one_path_and_may_inherit_further(tmp_path: Path) -> Non
 def test_files_that_inherit_in_a_circle_are_named_in_order(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("defaults: run.yaml")
     message = failure(tmp_path, "defaults: other.yaml")
-    assert "circle" in message
+    assert "cycle" in message
     assert message.index("run.yaml") < message.index("other.yaml")
 
 
@@ -80,7 +80,7 @@ def test_broken_yaml_is_reported_with_line_and_column(tmp_path: Path) -> None:
 
 
 def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
-    assert "grpo.seed stands twice, first on line 2" in failure(tmp_path, "grpo:\n  seed: 1\n  seed: 2\n")
+    assert "grpo.seed occurs twice, first on line 2" in failure(tmp_path, "grpo:\n  seed: 1\n  seed: 2\n")
 
 
 def test_a_file_that_is_no_mapping_is_an_error(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_missing_interpolation_target_is_reported_with_the_nearest_key(tmp_pat
 
 def test_interpolations_that_lead_back_to_themselves_are_an_error(tmp_path: Path) -> None:
     message = failure(tmp_path, SMALL, "grpo.seed=${grpo.max_num_steps}", "grpo.max_num_steps=${grpo.seed}")
-    assert "leads back to itself" in message
+    assert "refers to itself" in message
 
 
 def test_an_unfinished_interpolation_is_an_error(tmp_path: Path) -> None:

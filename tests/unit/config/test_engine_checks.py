@@ -66,24 +66,24 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ([f"{G}temperature=0.001"], "vLLM samples at 0.01 instead"),
+        ([f"{G}temperature=0.001"], "vLLM raises temperatures between 0 and 0.01"),
         ([f"{G}val_temperature=0.009"], "policy.generation.val_temperature: found 0.009"),
-        ([f"{C}max_model_len=511"], "the engine would cut it before"),
+        ([f"{C}max_model_len=511"], "the engine would truncate it earlier"),
         ([f"{C}expert_parallel_size=2"], "Set it to 1, or both to 2"),
-        ([f"{C}pipeline_parallel_size=2"], "whose weights cannot be proven yet"),
+        ([f"{C}pipeline_parallel_size=2"], "it cannot verify their weights"),
         ([f"{W}transport=cuda_ipc", "policy.device=cpu"], "no GPU memory to share"),
-        ([f"{W}transport=cuda_ipc", APART], "does not see the learner's"),
-        ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first one is on the learner's GPU"),
+        ([f"{W}transport=cuda_ipc", APART], "cannot map the learner's memory"),
+        ([f"{W}transport=cuda_ipc", f"{C}num_engines=2"], "only the first of 2 engines is on the learner's GPU"),
         ([f"{W}transport=broadcast", "policy.device=cuda"], "NCCL does not connect two processes on one GPU"),
-        ([AHEAD, "policy.device=cuda"], "has to sleep then"),
-        ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "does not filter by min_p where it speculates"),
+        ([AHEAD, "policy.device=cuda"], "sleeps meanwhile"),
+        ([f"{C}speculation.method=ngram", f"{G}min_p=0.1"], "ignores min_p in speculative decoding"),
         ([f"{C}speculation.method=ngram", f"{C}speculation.prompt_lookup_min=9"], "no match has such a length"),
         ([APART, f"{G}colocated.resources.gpus_per_node=4"], "policy.generation.vllm_cfg.num_engines=4 or it to 1 or null"),
         (
             [APART, f"{C}tensor_parallel_size=2", f"{G}colocated.resources.gpus_per_node=3"],
             "Set it to 2 or null",
         ),
-        ([APART, f"{G}colocated.resources.num_nodes=2"], "this run is on one machine"),
+        ([APART, f"{G}colocated.resources.num_nodes=2"], "this run uses one machine"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], reason: str) -> None:
@@ -95,16 +95,16 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], r
     ("overrides", "said"),
     [
         ([f"{G}torch_cfg.max_num_seqs=8", f"{G}torch_cfg.cuda_graphs=false"], ["vLLM does not read policy.generation.torch_cfg"]),
-        ([f"{C}kv_cache_dtype=fp8"], ["rounded keys and values change the distribution"]),
+        ([f"{C}kv_cache_dtype=fp8"], ["rounded keys and values change the sampling distribution"]),
         ([f"{C}tensor_parallel_size=2", f"{C}expert_parallel_size=2"], ["the weights of experts are not read back"]),
         ([f"{W}proof=first", f"{W}proof_every=5"], ["proof is first, and it is the period of every_n"]),
         ([f"{W}folder=weights"], ["transport is auto, which writes no files"]),
-        ([f"{W}transport=folder", f"{W}bucket_mb=8"], ["has files of its own size"]),
+        ([f"{W}transport=folder", f"{W}bucket_mb=8"], ["chooses the size of its files"]),
         ([f"{C}sleep_level=1", APART], ["never sleeps"]),
-        ([f"{C}sleep_level=1", "policy.device=cpu"], ["gives nothing up"]),
+        ([f"{C}sleep_level=1", "policy.device=cpu"], ["frees no memory"]),
         ([f"{C}speculation.num_speculative_tokens=2"], ["speculation.method is null"]),
         ([f"{C}speculation.method=ngram", f"{C}speculation.model_name=draft"], ["speculation.method is ngram"]),
-        ([f"{G}colocated.resources.gpus_per_node=1"], ["generation has no devices of its own"]),
+        ([f"{G}colocated.resources.gpus_per_node=1"], ["generation shares the devices that train"]),
     ],
 )
 def test_what_changes_nothing_with_vllm_or_not_what_it_seems_to_is_said(overrides: list[str], said: list[str]) -> None:

@@ -151,7 +151,7 @@ def test_a_recipe_loads_and_one_warning_names_what_was_left_out(section: str) ->
     loaded = load(section)
     assert isinstance(loaded.config, TrainingRunConfig)
     first, *others = map(str, loaded.warnings)
-    assert first.startswith("keys of NeMo-RL that change nothing here were left out: ")
+    assert first.startswith("ignored keys of NeMo-RL that have no effect here: ")
     left_out = {"logger.mlflow", "logger.swanlab", "policy.megatron_cfg.optimizer", "policy.sequence_packing.algorithm"}
     assert left_out <= set(first.split(": ")[1].split(", "))
     assert not any("NeMo-RL" in warning for warning in others)
@@ -188,24 +188,24 @@ def test_what_is_saved_with_a_run_of_any_kind_loads_back_equal(section: str, tmp
         ("rm", "policy.activation_checkpointing_enabled=true", "Use policy.dtensor_cfg.activation_checkpointing"),
         ("ppo", "ppo.seq_logprob_error_threshold=2.0", "It is not in this version"),
         ("ppo", "ppo.async_ppo.max_generation_failures=3", "Use max_errors_in_a_row"),
-        ("ppo", "value.dtensor_cfg.tensor_parallel_size=2", "a multiple of 2 devices has to train"),
-        ("ppo", "value.dtensor_cfg.context_parallel_size=2", "a multiple of 2 devices has to train"),
+        ("ppo", "value.dtensor_cfg.tensor_parallel_size=2", "a multiple of 2 devices must train"),
+        ("ppo", "value.dtensor_cfg.context_parallel_size=2", "a multiple of 2 devices must train"),
         ("ppo", "value.dtensor_cfg.sequence_parallel=true", "Set it to false"),
         ("ppo", "value.dtensor_cfg.cpu_offload=true", "Set it to false"),
         ("ppo", "value.dtensor_cfg.enabled=false", "Set value.dtensor_cfg.enabled=true"),
         ("ppo", "value.megatron_cfg.enabled=true", "Set value.megatron_cfg.enabled=false"),
         ("ppo", "value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=true"),
-        ("ppo", "value.train_global_batch_size=8", "the critic steps when the policy does"),
+        ("ppo", "value.train_global_batch_size=8", "the critic takes its optimizer steps with the policy"),
         ("ppo", "policy.generation.backend=megatron", "Set policy.generation.backend to vllm, or to torch"),
         ("ppo", "policy.generation.refit_transport=nixl", "Use policy.generation.weight_sync.transport"),
         ("ppo", "policy.generation.vllm_cfg.use_deep_gemm=true", "not FP8"),
         ("ppo", "policy.generation.vllm_cfg.num_last_layers_in_bf16=2", "not FP8"),
         ("ppo", "policy.generation.vllm_cfg.distributed_executor_backend=ray", "Use policy.generation.vllm_kwargs"),
         ("distillation", "policy.dynamic_batching.enabled=true", "without padding"),
-        ("distillation", "on_policy_distillation.enabled=true", "is strop distillation"),
-        ("dpo", "sft.max_num_steps=3", "A run with this section is strop sft"),
-        ("sft", "teacher.model_name=m", "A run that learns from a teacher is strop distillation"),
-        ("dpo", "value.model_name=m", "A run with a critic is strop ppo"),
+        ("distillation", "on_policy_distillation.enabled=true", "Use strop distillation"),
+        ("dpo", "sft.max_num_steps=3", "Use strop sft for a run with this section"),
+        ("sft", "teacher.model_name=m", "Use strop distillation for a run with a teacher"),
+        ("dpo", "value.model_name=m", "Use strop ppo for a run with a critic"),
     ],
 )
 def test_a_key_that_asks_for_something_else_says_what_to_do(section: str, key: str, said: str) -> None:

@@ -60,9 +60,9 @@ def test_every_key_arrives_in_the_options() -> None:
     [
         (
             {"target_modules": ["q_proj"], "match_all_linear": True},
-            "target_modules names q_proj, and match_all_linear=true takes",
+            "target_modules is q_proj, but match_all_linear=true selects",
         ),
-        ({"match_all_linear": False}, "leave no layer for an adapter"),
+        ({"match_all_linear": False}, "selects no layer"),
         ({"dropout": 1.0}, "less than 1"),
         ({"dim": 0}, "greater than or equal to 1"),
         ({"lora_A_init": "zeros"}, "'xavier' or 'uniform'"),

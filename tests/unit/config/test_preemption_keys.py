@@ -30,7 +30,7 @@ def test_any_other_form_is_refused_with_its_key(text: str) -> None:
 
 @pytest.mark.parametrize(("off", "key"), [("enabled=false", "enabled"), ("save_period=0", "save_period")])
 def test_a_time_to_save_by_is_refused_where_nothing_is_saved(off: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"nothing is saved: checkpointing\.{key} is"):
+    with pytest.raises(ConfigError, match=rf"no checkpoints are saved: checkpointing\.{key} is"):
         loaded(f"{BY}='00:01:00:00'", f"checkpointing.{off}")
 
 

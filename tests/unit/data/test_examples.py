@@ -90,7 +90,7 @@ def test_messages_get_the_system_prompt_unless_they_have_their_own(tmp_path):
 
 def test_a_prompt_file_for_messages_is_an_error(tmp_path):
     (tmp_path / "prompt.txt").write_text("Q: {question}")
-    with pytest.raises(DataError, match="'messages' holds messages, but prompt_file words plain questions"):
+    with pytest.raises(DataError, match="'messages' holds messages, but prompt_file applies only to plain questions"):
         messages_of(tmp_path, {"messages": TALK}, prompt_file=str(tmp_path / "prompt.txt"))
 
 
@@ -130,18 +130,18 @@ BAD = {"role": "bot", "content": "19"}
         ({"messages": "hello"}, "'messages' is 'hello', not a list of messages"),
         ({"messages": None}, "'messages' is None"),
         ({"messages": ["hello"]}, "message 1 is 'hello', not an object"),
-        ({"messages": [{"text": "hello"}]}, r"message 1 has the keys \['text'\]; a message has role and content"),
-        ({"messages": [TALK[0], BAD]}, f"message 2 is by 'bot', which is no known role; write one of {', '.join(ROLES)}"),
-        ({"messages": [TALK[0], {"role": ["user"], "content": "a"}]}, "which is no known role"),
+        ({"messages": [{"text": "hello"}]}, r"message 1 has the keys \['text'\]; a message needs role and content"),
+        ({"messages": [TALK[0], BAD]}, f"message 2 has the unknown role 'bot'; write one of {', '.join(ROLES)}"),
+        ({"messages": [TALK[0], {"role": ["user"], "content": "a"}]}, "has the unknown role"),
         ({"messages": [TALK[0], {"role": "assistant", "content": None}]}, "message 2 holds None, which is not text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, TALK[1]]}, "only conversations of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, TALK[1]]}, "only text conversations"),
         ({"messages": [{"role": "user", "content": []}, TALK[1]]}, "which is not text"),
         ({"messages": [TALK[0], {**TALK[1], "tool_calls": [{"name": "f"}]}]}, "has 'tool_calls', which would be lost"),
         ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hm"}]}, "has 'reasoning_content', which would be lost"),
-        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, "has the weight 0"),
-        ({"messages": TALK[:1]}, "no message of the assistant's that answers another"),
-        ({"messages": TALK[1:]}, "no message of the assistant's that answers another"),
-        ({"messages": [TALK[0], {"role": "assistant", "content": " \n"}]}, "everything the assistant says is empty"),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, "has weight 0"),
+        ({"messages": TALK[:1]}, "no assistant message that replies to another"),
+        ({"messages": TALK[1:]}, "no assistant message that replies to another"),
+        ({"messages": [TALK[0], {"role": "assistant", "content": " \n"}]}, "all assistant messages are empty"),
         ({"turns": TALK}, r"has no key 'messages'; its keys are \['turns'\]\. Set messages_key"),
     ],
 )
@@ -154,13 +154,13 @@ def test_a_row_that_cannot_be_taught_is_an_error_that_names_it(row, message, tmp
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": " ", "completion": "19"}, "'prompt' is empty; there is nothing to answer"),
-        ({"prompt": "a", "completion": ""}, "everything the assistant says is empty"),
+        ({"prompt": " ", "completion": "19"}, "'prompt' is empty; a prompt needs a question"),
+        ({"prompt": "a", "completion": ""}, "all assistant messages are empty"),
         ({"prompt": "a", "completion": True}, "'completion' is True, neither text nor a list of messages. Set output_key"),
         ({"prompt": "a", "completion": TALK}, "begins with a message by 'user'"),
-        ({"prompt": "a", "completion": TALK[:1]}, "has no message of the assistant's; a completion needs one"),
-        ({"text": "a"}, r"has the keys \['text'\], and it is not known which .*Set messages_key, or input_key and output_key"),
-        ({"prompt": "a", "text": "b"}, "it is not known which of them make a conversation"),
+        ({"prompt": "a", "completion": TALK[:1]}, "has no assistant message; a completion needs one"),
+        ({"text": "a"}, r"has the keys \['text'\], and it is unclear which .*Set messages_key, or input_key and output_key"),
+        ({"prompt": "a", "text": "b"}, "it is unclear which of them make a conversation"),
     ],
 )
 def test_columns_that_make_no_conversation_are_errors(row, message, tmp_path):
@@ -204,5 +204,5 @@ def test_rows_of_a_table_are_read_when_they_are_asked_for(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": TALK}, {"messages": TALK[:1]}]), path)
     examples = conversations(DataSource(dataset_name=str(path)))
     assert examples[0].messages == TAUGHT
-    with pytest.raises(DataError, match=r"rows\.parquet, row 2: 'messages' has no message of the assistant's"):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2: 'messages' has no assistant message"):
         examples[1]

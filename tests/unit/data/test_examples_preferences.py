@@ -79,34 +79,37 @@ def test_prompts_are_worded_and_get_the_system_prompt(tmp_path):
     assert pair_of(tmp_path, row, **options).prompt == (system("Add."), user("Q: 12 + 7?"))
     whole = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
     assert pair_of(tmp_path, whole, system_prompt="Add.").prompt == (system("Add."), user("12 + 7?"))
-    with pytest.raises(DataError, match="'chosen' holds messages, but prompt_file words plain questions"):
+    with pytest.raises(DataError, match="'chosen' holds messages, but prompt_file applies only to plain questions"):
         pair_of(tmp_path, whole, prompt_file=str(tmp_path / "prompt.txt"))
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the chosen and the rejected completion are the same"),
+        ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the chosen and the rejected completion are equal"),
         ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "are the same conversation"),
-        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [GOOD, AGAIN]}, "the chosen and the rejected completion are the same"),
-        ({"chosen": [ASK, GOOD], "rejected": [AGAIN, BAD]}, "'chosen' and 'rejected' must be the same .* they part at message 1"),
-        ({"chosen": [ASK, GOOD, AGAIN, GOOD], "rejected": [ASK, GOOD, ASK, GOOD]}, "they part at message 3"),
-        ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, AGAIN, BAD]}, "they part at message 3"),
-        ({"chosen": "x", "rejected": "y"}, "has no prompt, and .* do not begin with one. Set input_key"),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [GOOD, AGAIN]}, "the chosen and the rejected completion are equal"),
+        (
+            {"chosen": [ASK, GOOD], "rejected": [AGAIN, BAD]},
+            "'chosen' and 'rejected' must be the same .* they differ from message 1 on",
+        ),
+        ({"chosen": [ASK, GOOD, AGAIN, GOOD], "rejected": [ASK, GOOD, ASK, GOOD]}, "they differ from message 3 on"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, AGAIN, BAD]}, "they differ from message 3 on"),
+        ({"chosen": "x", "rejected": "y"}, "has no prompt column, and .* do not begin with a prompt. Set input_key"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt"),
         ({"chosen": [ASK, GOOD], "rejected": [BAD]}, "has no prompt"),
         ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": [BAD]}, "'chosen' begins with a message by 'user'"),
         ({"prompt": [AGAIN], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "'chosen' begins with a message by 'user'"),
-        ({"prompt": [ASK], "chosen": [ASK], "rejected": [BAD]}, "'chosen' has no message of the assistant's"),
+        ({"prompt": [ASK], "chosen": [ASK], "rejected": [BAD]}, "'chosen' has no assistant message"),
         ({"prompt": "", "chosen": "x", "rejected": "y"}, "'prompt' is empty"),
         ({"prompt": "a", "chosen": "x", "rejected": None}, "'rejected' is None, neither text nor a list"),
-        ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": -1}, "the margin is -1, as if the rejected one were better"),
+        ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": -1}, "the margin is -1, which means that the rejected"),
         ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": "big"}, "the margin is 'big', not a number"),
         ({"prompt": "a", "chosen": "x", "rejected": "y", "margin": float("nan")}, "the margin is nan, not a number"),
         ({"prompt": "a", "chosen": "x"}, r"has the keys \['chosen', 'prompt'\].*Set chosen_key and rejected_key"),
         (
             {"context": [ASK], "response1": "x", "response2": "x", "overall_preference": 1},
-            "are the same; there is nothing to prefer",
+            "are equal, so there is no preference",
         ),
         ({"context": [ASK], "response1": "x", "response2": "y", "overall_preference": "?"}, "not a number from -3 to 3"),
     ],
@@ -218,9 +221,9 @@ def test_a_pair_gives_two_judged_completions(row, tmp_path):
         ({"prompt": "a", "completion": "b", "label": "good"}, {}, "'label' is 'good', not true or false. Set label_key"),
         ({"prompt": "a", "completion": "b", "label": None}, {}, "'label' is None, not true or false"),
         ({"prompt": "a", "completion": "b", "label": 2}, {}, "'label' is 2, not true or false"),
-        ({"prompt": "a", "completion": "b"}, {}, "it is not known which of them make a judged completion"),
-        ({"completion": "b", "label": True}, {}, "is the completion alone, and there is no prompt. Set input_key"),
-        ({"messages": [ASK], "label": True}, {}, "no message of the assistant's that answers another"),
+        ({"prompt": "a", "completion": "b"}, {}, "it is unclear which of them make an unpaired preference"),
+        ({"completion": "b", "label": True}, {}, "is a completion without a prompt. Set input_key"),
+        ({"messages": [ASK], "label": True}, {}, "no assistant message that replies to another"),
         ({"prompt": "a", "completion": "b", "label": True}, {"label_key": "ok"}, "has no key 'ok'"),
     ],
 )

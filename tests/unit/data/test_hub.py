@@ -28,7 +28,7 @@ def unreachable(monkeypatch, tmp_path):
 def test_an_unreachable_hub_is_said_at_once_and_says_what_to_do(unreachable):
     began = time.monotonic()
     with pytest.raises(
-        DataError, match=r"could not be reached for the dataset 'openai/gsm8k' \(no route to host\).*local \.jsonl"
+        DataError, match=r"the hub is unreachable \(no route to host\), and the dataset 'openai/gsm8k'.*local \.jsonl"
     ):
         DataSource(dataset_name="gsm8k").rows()
     assert time.monotonic() - began < 10

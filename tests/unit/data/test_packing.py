@@ -159,7 +159,7 @@ def test_mini_batches_are_equal_counts_of_groups_in_order_with_totals_of_their_o
     assert [part.batch.totals for part in parts] == [Totals(10, 3, 2), Totals(11, 4, 2)]
     assert [part.batch.num_groups for part in parts] == [2, 2]
     assert described(parts[0].batch) == expected(groups[:2])
-    with pytest.raises(ValueError, match="4 groups cannot be cut into 3 equal mini-batches"):
+    with pytest.raises(ValueError, match="4 groups cannot be split into 3 equal mini-batches"):
         mini_batches(batch, 3)
 
 
@@ -176,7 +176,7 @@ def test_a_selection_of_a_selection_is_a_selection(shapes: list[GroupShape], dat
 
 
 def test_a_batch_of_empty_rollouts_is_refused() -> None:
-    with pytest.raises(ValueError, match="every rollout is empty"):
+    with pytest.raises(ValueError, match="all rollouts are empty"):
         pack([group_of(rollout_of([4, 5]))], grpo())
 
 
@@ -204,13 +204,13 @@ def test_without_recorded_sets_there_is_no_such_column() -> None:
 
 def test_turns_sampled_with_and_without_recording_do_not_go_into_one_batch() -> None:
     group = group_of(rollout_of([5, 6], recording([7, 8])), rollout_of([5, 6], sampled([7])))
-    with pytest.raises(ValueError, match=r"1 of the 2 turns .*keep_sampling_mask that the run was begun with"):
+    with pytest.raises(ValueError, match=r"1 of the 2 turns .*keep_sampling_mask of the run's beginning"):
         pack([group], grpo())
 
 
 def test_a_token_that_its_own_set_lacks_is_refused() -> None:
     wrong = replace(recording([7, 8], [9]), tokens=torch.tensor([7, 8]))
-    with pytest.raises(ValueError, match="not among those it is said to have been drawn from"):
+    with pytest.raises(ValueError, match="not among the recorded tokens that it was sampled from"):
         pack([group_of(rollout_of([5], wrong))], grpo())
 
 

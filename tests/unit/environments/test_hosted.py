@@ -267,7 +267,7 @@ def test_a_host_that_dies_again_at_once_is_an_error_of_the_rollout(threads: list
     there = remote(threads, "arithmetic", max_operand=3)
     threads[0].deaths += ["score", "score"]
     group = asyncio.run(group_of(there, 4, samples=1))
-    assert group.errors == ("HostDied: the host died in score",)
+    assert group.errors == ("HostDied: the server died in score",)
 
 
 @pytest.mark.parametrize("method", ["prompt", "respond", "score"])
@@ -279,7 +279,7 @@ def test_a_session_that_was_open_is_lost_with_its_host_and_the_rollout_says_so(
     task = there.tasks(DATA)[3]
     threads[0].deaths.append(method)
     group = asyncio.run(group_of(there, task, samples=3))
-    assert any("died while an episode had its session open there" in error for error in group.errors)
+    assert any("died during an episode's session" in error for error in group.errors)
     assert group.errors and all(error.startswith("SessionLost: ") for error in group.errors)
     assert asyncio.run(group_of(there, task)).errors == ()
 
@@ -311,7 +311,7 @@ def test_what_is_wrong_with_the_data_is_said_here(threads: list[HostThread]) -> 
     there = connect(threads[0].description, [threads[0].link])
     with pytest.raises(DataError, match="nowhere"):
         there.tasks(DataSource(dataset_name="nowhere.jsonl"))
-    with pytest.raises(EnvironmentConfigError, match="was not told of"):
+    with pytest.raises(EnvironmentConfigError, match="was created without the data source"):
         there.tasks(DataSource(size=1))
 
 

@@ -186,7 +186,7 @@ def test_the_adapters_cannot_be_switched_off_under_a_generating_engine() -> None
     network = Network(adapted_family("llama"))
     runner = cached_runner(network, prepack=True)
     runner.activate()
-    with pytest.raises(RuntimeError, match="the generator holds the model"), network.adapters_off():
+    with pytest.raises(RuntimeError, match="the engine is using the model"), network.adapters_off():
         pass
     runner.deactivate()
     with network.adapters_off():

@@ -204,7 +204,7 @@ def test_too_many_restarts_in_a_row_end_with_what_to_look_at(allowed: int) -> No
         failed = await asyncio.gather(*(ask(replicas, (1,), seed) for seed in range(3)), return_exceptions=True)
         for error in failed:
             assert isinstance(error, EngineDied)
-            assert f"started anew {allowed} times" in str(error) and "max_restarts" in str(error)
+            assert f"it was restarted {allowed} times" in str(error) and "max_restarts" in str(error)
         assert reviver.calls == allowed
 
     run(work())

@@ -126,7 +126,7 @@ def test_every_stop_token_is_avoided_and_the_next_best_taken(tokenizer: Any) -> 
     own = with_specials(tokenizer, pad="<pad>")
     assert set_pad_token(build_classifier("llama"), own, stop_ids=(PAD, END, 3)) == "<bos>", "which ends nothing either"
     own = with_specials(tokenizer, pad="<pad>")
-    with pytest.raises(ValueError, match="no special token to pad with besides those that end a rollout"):
+    with pytest.raises(ValueError, match="every special token of the tokenizer ends rollouts"):
         set_pad_token(build_classifier("llama"), own, stop_ids=(0, 1, 2, 3))
 
 

@@ -160,7 +160,7 @@ def test_adapters_of_a_bfloat16_model_are_float32() -> None:
 
 
 def test_a_second_set_of_adapters_is_refused() -> None:
-    with pytest.raises(ValueError, match="has adapters already"):
+    with pytest.raises(ValueError, match="already has adapters"):
         adapted(adapted_family("llama"))
 
 
@@ -221,7 +221,7 @@ def test_patterns_name_layers(targets: list[str], excluded: list[str], wanted: s
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' matches lm_head, which is the output layer"),
         (
             {"target_modules": ["embed_tokens"]},
-            "matches model.embed_tokens, which is a Embedding: adapters go on the linear layers",
+            "matches model.embed_tokens, which is a Embedding: only linear layers of the decoder can have adapters",
         ),
         ({"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]}, "of the 14 linear layers .* none is left"),
     ],
@@ -239,7 +239,7 @@ def test_experts_that_are_no_linear_layers_are_named_when_they_are_left_out_and_
     ):
         names = target_layers(model, LoraOptions())
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    with pytest.raises(ValueError, match=r"'gate_up_proj' matches the weight .*gate_up_proj, which is no linear layer"):
+    with pytest.raises(ValueError, match=r"'gate_up_proj' matches the weight .*gate_up_proj, which is not a linear layer"):
         target_layers(model, LoraOptions(target_modules=["gate_up_proj"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -336,7 +336,7 @@ def test_saved_adapters_are_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
         ({"dim": 4, "alpha": 16}, r"have r = 8, and this run's have 4; set dtensor_cfg\.lora_cfg\.dim"),
         ({"alpha": 16}, r"have lora_alpha = 32, and this run's have 16; set dtensor_cfg\.lora_cfg\.alpha"),
         ({"use_rslora": True}, "have use_rslora = False"),
-        ({"target_modules": ["q_proj"]}, "do not fit those of this run, which differ in .*mlp.down_proj"),
+        ({"target_modules": ["q_proj"]}, "do not fit those of this run; they differ in .*mlp.down_proj"),
     ],
 )
 def test_adapters_of_another_form_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_adapters_of_another_form_are_refused(options: dict[str, Any], message: 
 
 def test_adapters_of_another_base_are_loaded_with_a_warning(tmp_path: Path) -> None:
     save_adapters(adapted_family("llama", base="here/model"), tmp_path)
-    with pytest.warns(UserWarning, match="trained on here/model, and this run puts them on moved/model"):
+    with pytest.warns(UserWarning, match="trained on here/model, and this run adds them to moved/model"):
         load_adapters(adapted_family("llama", base="moved/model"), tmp_path)
 
 
@@ -438,7 +438,7 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     assert torch.allclose(scores(merged), scores(model), atol=1e-4)
     named = load_classifier(str(tmp_path / "adapters"))
     assert torch.equal(scores(named), scores(merged)) and named.config.pad_token_id == 3
-    with pytest.raises(ValueError, match="holds the adapters of a reward model, which is no language model"):
+    with pytest.raises(ValueError, match="has the adapters of a reward model, which is not a language model"):
         load_model(str(tmp_path / "adapters"))
 
 

@@ -66,7 +66,7 @@ def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
 
 def test_a_recurrent_model_falls_back_to_padded_rows_and_says_what_is_lost() -> None:
     with pytest.warns(
-        UserWarning, match=r"MambaForCausalLM cannot read packed rows .*prompts are computed once for every rollout"
+        UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"
     ):
         network = Network(build("mamba"))
     assert not network.packed
@@ -84,7 +84,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
         return output
 
     model.forward = shifted
-    with pytest.raises(ValueError, match="LlamaForCausalLM changes its logits after the output layer"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM transforms its logits after the output layer"):
         Network(model)
 
 

@@ -258,7 +258,7 @@ def test_a_turn_carries_what_its_tokens_were_drawn_from():
 def test_an_engine_that_cannot_record_what_it_kept_is_an_error_with_the_key_to_change():
     rollout = play(Talk(), says("1"), sampling=RECORDING)
     assert rollout.ending == Ending.ERROR
-    assert "FakeGenerator does not say which tokens it drew from" in str(rollout.error)
+    assert "FakeGenerator does not report the sampling mask" in str(rollout.error)
     assert "policy.generation.keep_sampling_mask" in str(rollout.error)
 
 

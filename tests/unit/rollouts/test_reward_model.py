@@ -106,7 +106,7 @@ def test_a_conversation_that_is_too_long_loses_its_beginning_and_that_is_said(
     judge = environment.judge()
     tokens = judge.template.whole(TALKS[1], trailing=False)
     assert found == pytest.approx(float(judge.scorer.read([tokens[-9:]])[0]), abs=1e-5)
-    assert "loses its beginning" in caplog.text
+    assert "is truncated on the left" in caplog.text
 
 
 def test_it_runs_in_a_process_of_its_own_as_here(folder: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def host_call(host: EnvironmentHost) -> Any:
 
 
 def test_a_language_model_is_refused_when_tasks_are_made(tiny_model_folder: Path) -> None:
-    with pytest.raises(EnvironmentConfigError, match=r"no trained layer for a score.*strop rm"):
+    with pytest.raises(EnvironmentConfigError, match=r"no trained score layer.*strop rm"):
         environment_of(tiny_model_folder).tasks(DataSource())
 
 
@@ -158,7 +158,7 @@ def test_a_classifier_with_several_labels_and_a_missing_folder_are_refused(tmp_p
     [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"wait_ms": -1.0}, "wait_ms is -1"),
-        ({"min_score": 1.0, "max_score": 1.0}, "min_score is 1.0 and max_score 1.0"),
+        ({"min_score": 1.0, "max_score": 1.0}, "min_score is 1.0 and max_score is 1.0"),
         ({"precision": "float16"}, "precision"),
     ],
 )

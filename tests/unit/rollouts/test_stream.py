@@ -333,7 +333,7 @@ def test_an_order_that_never_chooses_is_an_error_and_not_a_hang():
 
     async def play():
         stream = RolloutStream(World(slots=2, draw=random.Random(0)).run_group, slots=2, order=Undecided())
-        with pytest.raises(RuntimeError, match="Undecided hands out none of 2 groups, though all are finished"):
+        with pytest.raises(RuntimeError, match="Undecided chose none of 2 groups, although all are finished"):
             await stream.next()
 
     virtually(play())

@@ -221,7 +221,7 @@ def test_a_template_that_drops_earlier_reasoning_teaches_the_last_turn():
 def test_a_turn_that_the_template_rewrites_later_is_refused(said):
     template = ChatTemplate(tokenizer_of(QWEN3))
     with pytest.raises(
-        ConversationError, match=r"message 2 of 4 otherwise once the conversation goes on.*sft.only_unmask_final=true"
+        ConversationError, match=r"message 2 of 4 differently when more messages follow.*sft.only_unmask_final=true"
     ):
         template.conversation([user("12+7?"), assistant(said), user("sure?"), assistant("yes")])
 
@@ -261,14 +261,14 @@ def test_a_template_that_writes_replies_otherwise_is_refused():
 
 def test_a_template_that_ends_replies_in_more_than_one_way_is_refused():
     uneven = CHATML.replace("<|im_end|>\n{% endfor %}", "{{ '<|im_end|>\n' if message['content'] != 'b' else '!' }}{% endfor %}")
-    with pytest.raises(ConversationError, match="cannot be told where the reply ends"):
+    with pytest.raises(ConversationError, match="it is unclear where the reply ends"):
         ChatTemplate(tiny_tokenizer(template=uneven)).conversation([user("a"), assistant("b")])
 
 
 @pytest.mark.parametrize("messages", [[], [user("a")], [assistant("a")], [assistant("hello"), user("a")]])
 def test_a_conversation_in_which_nobody_is_answered_has_nothing_to_teach(messages):
     for template in (family("chatml"), plain_template()):
-        with pytest.raises(ConversationError, match="nothing to teach"):
+        with pytest.raises(ConversationError, match="no loss tokens"):
             template.conversation(messages)
 
 

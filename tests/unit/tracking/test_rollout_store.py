@@ -184,7 +184,7 @@ def test_errors_say_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="parquet, jsonl, none"):
         RolloutStore(tmp_path, "csv")  # type: ignore[arg-type]
     store = RolloutStore(tmp_path, "jsonl")
-    with pytest.raises(FileNotFoundError, match="there are none"):
+    with pytest.raises(FileNotFoundError, match="stored are none"):
         store.read(1)
     store.write(4, [])
     with pytest.raises(FileNotFoundError, match="1 steps, 4 to 4"):
@@ -202,5 +202,5 @@ def test_a_column_of_the_batch_is_cut_into_rollouts() -> None:
     parts = by_rollout(torch.arange(6.0), batch, [a_group()])
     assert {key: part.tolist() for key, part in parts.items()} == {(7, 0): [0.0, 1.0], (7, 1): [2.0, 3.0, 4.0, 5.0]}
     assert records_of(1, [a_group()], learner_logprobs=parts)[1].learner_logprobs == (2.0, 0.0, 0.0, 3.0, 4.0, 5.0)
-    with pytest.raises(ValueError, match="packed from others"):
+    with pytest.raises(ValueError, match="pass the groups that it was packed from"):
         by_rollout(torch.arange(6.0), batch, [a_group(), a_group(8)])

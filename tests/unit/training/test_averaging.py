@@ -157,7 +157,7 @@ def test_a_restart_begins_at_the_weights_of_that_moment() -> None:
 
 def test_the_average_of_other_weights_is_refused() -> None:
     saved = AveragedWeights(weights()[:1], decay=0.9).state_dict()
-    with pytest.raises(ValueError, match=r"the average of 1 weights, and this run trains 2, which differ in b"):
+    with pytest.raises(ValueError, match=r"the average of 1 weights and this run trains 2; they differ in b"):
         AveragedWeights(weights(), decay=0.9).load_state_dict(saved)
 
 

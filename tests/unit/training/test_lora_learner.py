@@ -170,7 +170,7 @@ def test_a_run_begins_at_its_reference() -> None:
 
 
 def test_a_network_without_adapters_is_not_its_own_reference() -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to switch off"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to disable"):
         AdapterOffScorer(Network(build("llama")), SAMPLING, score_tokens=100)
 
 
@@ -290,7 +290,7 @@ def test_adapters_and_whole_models_do_not_load_each_other(tmp_path: Path) -> Non
         ValueError, match=r"holds no adapters .* and this run trains adapters; set dtensor_cfg.lora_cfg.enabled=false"
     ):
         learner.load(tmp_path / "whole")
-    with pytest.raises(ValueError, match="holds adapters, and this run trains all of the model"):
+    with pytest.raises(ValueError, match="has adapters, and this run trains the full model"):
         whole.load(tmp_path / "adapters")
 
 

@@ -237,7 +237,7 @@ def test_the_hooks_go_with_the_masters() -> None:
 def test_a_second_learner_on_the_same_parameters_is_refused_at_its_first_gradient() -> None:
     module = layer()
     first, second = masters_of(module), masters_of(module)
-    with pytest.raises(RuntimeError, match="two learners hold master weights of the same parameters"):
+    with pytest.raises(RuntimeError, match="two learners have master weights of the same parameters"):
         backward(module, 0)
     assert first.named and second.named
 
@@ -279,5 +279,5 @@ def test_bfloat16_weights_with_float32_computation_are_refused() -> None:
     from strop.config.policy import PolicyConfig
 
     assert PolicyConfig(model_name="m", weights_dtype="bfloat16").precision == "bfloat16"
-    with pytest.raises(ValidationError, match="set precision=bfloat16 beside it, or weights_dtype=float32"):
+    with pytest.raises(ValidationError, match="set precision=bfloat16, or weights_dtype=float32"):
         PolicyConfig(model_name="m", weights_dtype="bfloat16", precision="float32")

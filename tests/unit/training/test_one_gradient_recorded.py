@@ -205,5 +205,5 @@ def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> No
 def test_a_learner_that_cuts_pairs_is_told_so(bench: Bench) -> None:
     batch = bench.batches([recorded([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
     learner = TorchLearner(bench.network(DPO()), Sampling(), TorchLearnerOptions(train_tokens=4))
-    with pytest.raises(ValueError, match="a learner must not cut one"):
+    with pytest.raises(ValueError, match="a learner must not split a group"):
         asyncio.run(learner.forward_backward(batch, DPO().loss))

@@ -223,7 +223,7 @@ def test_the_rate_of_a_group_is_the_one_its_parameters_move_with() -> None:
         ({"groups": [ParameterGroup(match=["haed"], lr=1.0)]}, r"policy\.optimizer\.groups\.0\.match: 'haed' matches none"),
         (
             {"groups": [ParameterGroup(match=["layers"], lr=1.0), ParameterGroup(match=["proj"], lr=2.0)]},
-            r"policy\.optimizer\.groups\.1: the groups before it have every parameter",
+            r"policy\.optimizer\.groups\.1: earlier groups contain every parameter",
         ),
     ],
 )

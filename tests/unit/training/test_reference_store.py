@@ -103,13 +103,13 @@ def test_a_computation_that_was_interrupted_leaves_no_file(tmp_path: Path) -> No
 def test_an_example_that_is_not_there_or_has_changed_is_an_error(tmp_path: Path) -> None:
     groups = random_groups(3)
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
-    with pytest.raises(LookupError, match="rollout 0 of data:3 in data is not among the examples when"):
+    with pytest.raises(LookupError, match="rollout 0 of data:3 in data was not among the examples when"):
         columns(store, random_groups(4))
     elsewhere = [replace(group, environment="other") for group in groups]
-    with pytest.raises(LookupError, match="rollout 0 of data:0 in other is not among"):
+    with pytest.raises(LookupError, match="rollout 0 of data:0 in other was not among"):
         columns(store, elsewhere)
     changed = recorded([4, 5], [6], [7], index=1)
-    with pytest.raises(LookupError, match=r"data:1 in data has other tokens than when .*Remove that file, and they are"):
+    with pytest.raises(LookupError, match=r"data:1 in data has other tokens than when .*Remove that file to compute them"):
         columns(store, [changed])
 
 
@@ -167,7 +167,7 @@ def test_a_batch_that_asks_about_other_places_is_refused(tmp_path: Path) -> None
     groups = random_groups(2)
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
     batch = pack(groups[:1], DPO())
-    with pytest.raises(ValueError, match="the batch asks about"):
+    with pytest.raises(ValueError, match="the batch predicts"):
         asyncio.run(store.columns(batch, groups))
 
 

@@ -145,7 +145,7 @@ def test_a_decay_without_an_end_says_what_to_set(name: str) -> None:
 @pytest.mark.parametrize("name", ["constant", "inverse_sqrt"])
 def test_a_schedule_without_an_end_needs_no_total_but_for_a_warm_up_ratio(name: str) -> None:
     make_schedule(name, {"warmup_steps": 5})
-    with pytest.raises(ValueError, match=r"total_steps: found null.*warmup_ratio is a share of it"):
+    with pytest.raises(ValueError, match=r"total_steps: found null.*warmup_ratio is a fraction of it"):
         make_schedule(name, {"warmup_ratio": 0.1})
 
 
@@ -162,11 +162,11 @@ def test_a_schedule_without_an_end_needs_no_total_but_for_a_warm_up_ratio(name: 
         ("cosine", {"warmup_ratio": 3}, r"kwargs\.warmup_ratio: found 3; it must be a number from 0 to 1"),
         ("cosine", {"min_ratio": None}, r"kwargs\.min_ratio: found None; it must be a number from 0 to 1$"),
         ("cosine", {"min_ratio": float("nan")}, r"kwargs\.min_ratio: found nan"),
-        ("cosine", {"warmup_steps": 5, "warmup_ratio": 0.1}, r"warmup_ratio: found 0\.1, and warmup_steps=5 too"),
+        ("cosine", {"warmup_steps": 5, "warmup_ratio": 0.1}, r"warmup_ratio: found 0\.1, but warmup_steps=5 is set too"),
         ("linear", {"warmup_steps": 20}, r"warmup_steps: found a warm-up of 20 steps, but total_steps is 20"),
         ("cosine_with_restarts", {"cycles": 0}, r"kwargs\.cycles: found 0"),
-        ("wsd", {"warmup_steps": 10, "decay_steps": 11}, r"decay_steps: a warm-up of 10 steps and a decay of 11 are more than"),
-        ("wsd", {"decay_steps": 5, "decay_ratio": 0.1}, r"decay_ratio: found 0\.1, and decay_steps=5 too"),
+        ("wsd", {"warmup_steps": 10, "decay_steps": 11}, r"decay_steps: a warm-up of 10 steps and a decay of 11 steps exceed"),
+        ("wsd", {"decay_steps": 5, "decay_ratio": 0.1}, r"decay_ratio: found 0\.1, but decay_steps=5 is set too"),
         ("wsd", {"decay": "exp"}, r"kwargs\.decay: found 'exp'.*linear, sqrt"),
     ],
 )

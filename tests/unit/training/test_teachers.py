@@ -196,7 +196,7 @@ def test_routing_gives_every_token_what_its_teacher_alone_would() -> None:
 
 
 def test_a_group_without_a_teacher_is_an_error_that_names_its_environment() -> None:
-    with pytest.raises(ValueError, match="no teacher is for the environment 'test': there are some for math"):
+    with pytest.raises(ValueError, match="the environment 'test' has no teacher: there are teachers for math"):
         columns(RoutedTeachers({"math": Constant(0.0)}), simple_groups((3, (4,))))
 
 
@@ -258,7 +258,7 @@ def test_what_the_environment_said_is_read_and_empty_rollouts_are_harmless() -> 
 def test_groups_that_are_not_the_batchs_and_empty_prompts_are_errors() -> None:
     groups = simple_groups((4, (3, 5)), (2, (6,)))
     shown = SelfTeacher(Constant(0.0), lambda group: [5])
-    with pytest.raises(ValueError, match="not those the batch was packed from"):
+    with pytest.raises(ValueError, match="the batch was not packed from these groups"):
         asyncio.run(shown.columns(batch_of(groups), groups[::-1]))
     with pytest.raises(ValueError, match="demonstration prompt of task 'task' is empty"):
         columns(SelfTeacher(Constant(0.0), lambda group: []), groups)
@@ -273,7 +273,7 @@ def test_one_tokenizer_is_one_vocabulary_whatever_the_padding_of_output_layers()
 def test_other_sizes_without_tokenizers_are_refused_and_so_is_a_student_that_says_what_the_teacher_cannot_read() -> None:
     with pytest.raises(ValueError, match="300 token ids and the teacher 310"):
         common_vocabulary(300, 310)
-    with pytest.raises(ValueError, match="ids from 307 on mean nothing to it"):
+    with pytest.raises(ValueError, match="does not know the ids from 307 on"):
         common_vocabulary(320, 307, (build_tokenizer(), build_tokenizer()))
 
 
@@ -282,7 +282,7 @@ def test_tokenizers_that_number_their_tokens_otherwise_are_refused() -> None:
     teacher.add_tokens(["<more>"])
     assert common_vocabulary(VOCABULARY, 320, (student, teacher)) == VOCABULARY, "the teacher may know more tokens"
     student.add_tokens(["<other>"])
-    with pytest.raises(ValueError, match="differ in 1 tokens, the first of them '<other>': it is 307 to the student and unknown"):
+    with pytest.raises(ValueError, match="differ in 1 tokens; the first is '<other>': 307 for the student and unknown"):
         common_vocabulary(320, 320, (student, teacher))
 
 
@@ -300,5 +300,5 @@ def test_tokenizers_that_cut_text_otherwise_are_refused() -> None:
             return {"input_ids": [token for letter in text for token in self.tokenizer(letter)["input_ids"]]}
 
     tokenizer = build_tokenizer()
-    with pytest.raises(ValueError, match="cut text differently"):
+    with pytest.raises(ValueError, match="split text differently"):
         common_vocabulary(VOCABULARY, VOCABULARY, (tokenizer, Characters(tokenizer)))

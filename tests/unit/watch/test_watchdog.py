@@ -62,7 +62,7 @@ def test_while_the_event_loop_stands_still_only_who_holds_it_is_to_blame() -> No
     waits = [stuck_environment(0), stuck_environment(1, running=True), stuck_environment(2, thread=2)]
     found = troubles(waits, Limits(), loop_thread=LOOP, silent=88.0)
     assert [[wait.number for wait in trouble.waits] for trouble in found] == [[2], [1]]
-    assert "holds the event loop since 88.0 s" in report_of(found[1], waits, 1)
+    assert "blocked the event loop for 88.0 s" in report_of(found[1], waits, 1)
 
 
 def test_a_loop_that_is_held_within_its_limit_is_no_trouble() -> None:
@@ -148,7 +148,7 @@ def test_a_blocked_event_loop_is_found_out_and_its_holder_named(tmp_path: Path, 
 
     with caplog.at_level(logging.WARNING):
         watched(tmp_path, work, limits=Limits(environment=0.2))
-    assert "environment Blocking" in caplog.text and "holds the event loop" in caplog.text
+    assert "environment Blocking" in caplog.text and "blocked the event loop" in caplog.text
     assert "environment Fine" not in caplog.text
     (stacks,) = tmp_path.glob("stacks_*.txt")
     assert "in holder" in stacks.read_text()

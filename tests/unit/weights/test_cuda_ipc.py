@@ -12,7 +12,7 @@ from strop.weights.cuda_ipc import CudaIpcAddress, CudaIpcSender, _Handle
 
 
 def test_both_ends_are_gpus() -> None:
-    with pytest.raises(ValueError, match="cpu is no GPU"):
+    with pytest.raises(ValueError, match="cpu is not a GPU"):
         CudaIpcSender(1, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="cpu cannot read another process's GPU memory"):
         CudaIpcAddress("nowhere", 1, 1, 1.0).connect(0, torch.device("cpu"))

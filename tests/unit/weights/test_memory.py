@@ -289,9 +289,9 @@ def test_wrong_tensors_and_other_manifests_are_refused_on_both_sides(sender: Mem
 
 
 def test_channels_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="sends to nobody"):
+    with pytest.raises(ValueError, match="found 0 receivers"):
         MemorySender(0)
-    with pytest.raises(ValueError, match="carry nothing"):
+    with pytest.raises(ValueError, match="found slots=0"):
         MemorySender(1, slots=0)
     sender = MemorySender(2)
     with pytest.raises(ValueError, match="receiver 2 of 2"):

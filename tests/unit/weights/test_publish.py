@@ -204,7 +204,7 @@ def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_el
     weights = publisher(Learner(), [engine], tmp_path, proof=ProofSchedule("first"))
     asyncio.run(weights.publish(0))
     engine.says = lambda version: version - 1
-    with pytest.raises(ProofFailed, match="version 1, and says that it holds version 0"):
+    with pytest.raises(ProofFailed, match="version 1, but reports that it holds version 0"):
         asyncio.run(weights.publish(1))
     asyncio.run(weights.close())
 

@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching on the learner's own Hugging Face module."""
+"""The embedded engine: continuous batching on the learner's Hugging Face module, or on a copy of it."""

@@ -1,7 +1,7 @@
-"""The embedded engine with weights of its own: where the learner is sharded, or elsewhere, there is no module to share.
+"""The embedded engine with its own copy of the model, for learners that are sharded or run elsewhere.
 
-The same continuous batching (``TorchEngine``) runs on a copy of the model that only generates. Weights come through a channel, as to any
-other engine, and are copied into the module in place, so whatever is tied there stays tied.
+The same continuous batching (``TorchEngine``) runs on a copy of the model that only generates. Weights arrive through a channel, as for any
+other engine, and are copied into the module in place, so tied weights stay tied.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ NO_VERSION = -1
 
 
 class ApartEngine:
-    """An ``Engine`` in the process that calls it. Requests wait until the first ``unpause``: it starts with weights of no version.
+    """An ``Engine`` in the calling process. It starts without weights, so requests wait until the first ``resume``.
 
-    Requests may stand still while weights change (``keep_running``). They go on from the keys and values they have, or read all again where
-    ``forget_prefixes(running=True)`` asks for it.
+    Running requests may be suspended while weights change (``keep_running``). They continue with the keys and values they have, or
+    recompute them after ``reset_prefix_cache(running=True)``.
     """
 
     receivers = 1
 
     def __init__(self, name: str, make_engine: Callable[[], TorchEngine], dtype: torch.dtype) -> None:
-        """``make_engine`` builds the model, whose weights need not be anybody's, and an engine on it; it is called at every start.
-        ``dtype`` is the type in which weights are sent (``PublishOptions.dtype``)."""
+        """``make_engine`` builds the model, with any weights, and an engine on it; it is called at every start. ``dtype`` is the data type
+        of the published weights."""
         self.name = name
         self.make_engine = make_engine
         self.dtype = dtype
         self.version = NO_VERSION
-        self._loaded = NO_VERSION  # the version of the weights in the module
+        self._loaded = NO_VERSION  # version of the weights in the module
         self._open = asyncio.Event()
         self._engine: TorchEngine | None = None
         self._receiver: Receiver | None = None
-        self._sent: dict[str, torch.dtype] = {}  # by name, the type in which it came
+        self._sent: dict[str, torch.dtype] = {}  # tensor name -> data type that it was sent in
 
     # --- starting and ending ----------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class ApartEngine:
         if engine is not None:
             await engine.close()
             del engine
-            gc.collect()  # a module that refers to itself would keep its memory until after the next one was built
+            gc.collect()  # a module with reference cycles would otherwise be freed only after the next one is built
 
     @property
     def alive(self) -> bool:
@@ -94,12 +94,12 @@ class ApartEngine:
         return Answer(tokens=found.tokens, logprobs=found.logprobs, cached=cached, kept=found.kept)
 
     async def _answer(self, engine: TorchEngine, answer: Awaitable[T]) -> T:
-        """Whatever goes wrong in a step ends the engine, and is nothing that a request did."""
+        """Await a completion. Raises EngineDied if the engine failed: an error in a step is not the fault of one request."""
         try:
             return await answer
         except Exception as error:
             if engine.failure is not None:
-                raise EngineDied(f"{self.name} stopped while it was generating: {type(error).__name__}: {error}") from error
+                raise EngineDied(f"{self.name} stopped while generating: {type(error).__name__}: {error}") from error
             raise
 
     # --- weights ----------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class ApartEngine:
             self._living().freeze()
         else:
             await self._living().drain()
-            self._living()  # what ended it ends the wait too
+            self._living()  # a failure of the engine ends the wait too
 
     async def load(self, manifest: Manifest, version: int) -> Receipt:
         engine = self._living()
@@ -133,7 +133,7 @@ class ApartEngine:
 
     @torch.no_grad()
     def _receive(self, engine: TorchEngine, manifest: Manifest) -> dict[str, tuple[int, ...]]:
-        """Copy one publish into the module; the fingerprints of what came."""
+        """Copy one publish into the module and return the fingerprints of the tensors that arrived."""
         if self._receiver is None:
             raise RuntimeError(f"{self.name}: no channel is connected")
         own = dict(base_weights(engine.runner.network.model))
@@ -147,28 +147,28 @@ class ApartEngine:
         return marks
 
     def _refuse_others(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
-        """Weights of another model. Raises RuntimeError."""
+        """Raises RuntimeError if the manifest is not that of this model, or would leave some of its weights unset."""
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         for entry in manifest.entries:
             if shapes.get(entry.name) != entry.shape:
                 found = f"has it as {shapes[entry.name]}" if entry.name in shapes else "has no tensor of that name"
                 raise RuntimeError(
-                    f"{self.name} is sent {entry.name} {entry.shape}, and its model {found}: build it from the learner's configuration"
+                    f"{self.name} is sent {entry.name} {entry.shape}, but its model {found}: build it from the learner's configuration"
                 )
         reached = {own[name].data_ptr() for name in manifest.names}
         if left := [name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in reached]:
             raise RuntimeError(
-                f"{self.name}: {', '.join(left[:3])} would keep values that nobody sent: they are neither sent nor "
-                "tied to what is; build it from the learner's configuration, where perhaps they are tied (tie_word_embeddings)"
+                f"{self.name}: {', '.join(left[:3])} would keep arbitrary values: they are neither sent nor tied to tensors that are; "
+                "build its model from the learner's configuration, where they may be tied (tie_word_embeddings)"
             )
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
-        """Into adapters of the same form, which ``make_engine`` put on its model. Raises RuntimeError where it has none."""
+        """Load into the adapters of the same configuration that ``make_engine`` added. Raises RuntimeError if the model has none."""
         engine = self._living()
         model = engine.runner.network.model
         if not low_rank_layers(model):
             raise RuntimeError(
-                f"{self.name} is sent adapters, and its model has none: make it with the learner's dtensor_cfg.lora_cfg"
+                f"{self.name} is sent adapters, but its model has none: build it with the learner's dtensor_cfg.lora_cfg"
             )
         self.version = self._loaded = NO_VERSION
         started = time.perf_counter()
@@ -183,7 +183,7 @@ class ApartEngine:
 
     @torch.no_grad()
     def _held(self, engine: TorchEngine) -> dict[str, tuple[Held, ...]]:
-        """In the types in which they came, which the module's may be wider than."""
+        """Fingerprint the weights in the data types that they were sent in; those of the module may be wider."""
         found: dict[str, tuple[Held, ...]] = {}
         for name, tensor in engine.runner.weights():
             sent = self._sent.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
@@ -196,7 +196,7 @@ class ApartEngine:
         engine = self._living()
         if self._loaded != version:
             raise RuntimeError(
-                f"{self.name} was to go on with weights of version {version}, and holds those of version {self._loaded}"
+                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded}"
             )
         engine.go_on()
         self.version = version
@@ -210,7 +210,7 @@ class ApartEngine:
             engine.runner.forget_prefixes()
 
     async def sleep(self) -> None:
-        """Keys and values that are kept, and what the allocator holds; weights and the cache of running requests stay."""
+        """Free cached prefixes and unused allocator memory. Weights and the key-value cache of the slots stay."""
         self._living().runner.forget_prefixes()
         if self._living().runner.network.device.type == "cuda":
             torch.cuda.empty_cache()

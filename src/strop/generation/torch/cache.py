@@ -1,4 +1,4 @@
-"""Key-value memory of the embedded engine: a fixed number of slots, and prompts kept for those who share them."""
+"""Key-value cache of the embedded engine: a fixed number of slots, and a store of shared prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.models.attention import AttentionSpec, causal_mask, masked_attention
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The geometry of a model's cache."""
+    """Shape of a model's key-value cache."""
 
     layers: int
     heads: int  # key-value heads
@@ -46,7 +46,7 @@ class SlotCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def read(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
-        """A copy of a slot's first ``len(tokens)`` positions."""
+        """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
         return Prefix(tokens, self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone())
 
@@ -65,14 +65,14 @@ class Prefix:
         return len(self.tokens)
 
     def shorter(self) -> Prefix | None:
-        """All but the last token, which is then read again for its logits."""
+        """Return the prefix without its last token, which must then be read again for its logits. None if nothing is left."""
         if self.length < 2:
             return None
         return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1])
 
 
 class PrefixStore:
-    """The prefixes used last, up to a number of tokens: prompts under their tokens, conversations under their session."""
+    """An LRU cache of prefixes, up to a number of tokens. Prompts are stored under their tokens, conversations under their session."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -93,9 +93,9 @@ class PrefixStore:
         self.held -= found.length if found is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
-        """The whole prompt if it is here, else the part of it that this session has been through.
+        """Return the whole prompt if it is stored, else the part of it that this session has read, else None.
 
-        What is found either has the logits after it or ends before the prompt does: there is something to go on from.
+        The result has the logits after it or is shorter than the prompt, so generation can continue from it.
         """
         for key in (tokens, session):
             found = self._entries.get(key)
@@ -105,13 +105,13 @@ class PrefixStore:
         return None
 
     def clear(self) -> None:
-        """Forget everything: the weights changed."""
+        """Drop all prefixes, after the weights changed."""
         self._entries.clear()
         self.held = 0
 
 
 class PrefillPlan:
-    """Attention of several prompts packed in a row, each after its own cached prefix; collects their keys and values."""
+    """Attention of several prompts packed into one row, each after its own cached prefix. Collects their keys and values."""
 
     def __init__(self, shape: CacheShape, lengths: list[int], prefixes: list[Prefix | None]) -> None:
         self.shape = shape
@@ -142,7 +142,7 @@ class PrefillPlan:
         return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
 
     def prefix(self, place: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
-        """What the ``place``-th prompt is, with its cached prefix in front."""
+        """Return the ``place``-th prompt as a prefix, its cached part included."""
         start = sum(self.lengths[:place])
         end = start + self.lengths[place]
         keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
@@ -157,7 +157,7 @@ class DecodePlan:
     """Attention of one new token for each of the first B slots; writes its key and value into the cache."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, span: int) -> None:
-        """``positions`` [B] of the new tokens; no position is ``span`` or more."""
+        """``positions`` [B] are those of the new tokens, all below ``span``."""
         self.cache = cache
         self.rows = torch.arange(len(positions), device=positions.device)
         self.positions = positions

@@ -1,6 +1,6 @@
-"""Drawing tokens from logits: one uniform number per token, by the inverse of the cumulative distribution.
+"""Sampling of tokens from logits: one uniform number per token, by inverting the cumulative distribution.
 
-The number depends on the request's seed and the token's position alone, so a request draws the same tokens whoever shares its batch.
+The number depends only on the request's seed and the token's position, so a request gets the same tokens whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BLOCK = 256
 @dataclass(frozen=True, eq=False)
 class Drawn:
     tokens: Tensor  # [B] int64
-    logprobs: Tensor  # [B] float32, under the distribution that was drawn from
-    entropies: Tensor  # [B] float32; zeros where it was not asked for
-    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32: what it was drawn from, where that is recorded
+    logprobs: Tensor  # [B] float32, under the sampling distribution
+    entropies: Tensor  # [B] float32; zeros unless ``Sampling.entropy``
+    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, ids it was sampled from, if recorded
 
 
 def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
-    """One token for each row of logits [B, V], each under its own options."""
+    """Sample one token for each row of logits [B, V], each with its own options."""
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
         return _draw(logits, samplings[0], numbers)
@@ -62,18 +62,18 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
 
 
 def _kept(scaled: Tensor) -> dict[int, Tensor]:
-    """The tokens of each row [B, V] that were not cut, by row, ascending, on the CPU."""
+    """Return the ids of each row [B, V] that the filters kept, by row, ascending, on the CPU."""
     row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(scaled)).tolist()
-    # Copies: a view would keep every row of this step in memory as long as any of them is needed.
+    # Clone: a view would keep all rows of this step in memory as long as one of them is referenced.
     return {place: tokens.clone() for place, tokens in enumerate(token.to("cpu", torch.int32).split(counts))}
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index at which the running sum of weights [B, V] exceeds uniform x total, and the totals, [B] each.
+    """Return the first index where the running sum of weights [B, V] exceeds uniform x total, and the totals, [B] each.
 
-    In two levels, blocks and then places in a block: the sum of a block is a parallel reduction, a running sum over V is not, and its
-    rounding grows with V.
+    Searches blocks first, then positions in a block: a block sum is a parallel reduction, while a running sum over V is sequential and
+    its rounding error grows with V.
     """
     rows, vocabulary = weights.shape
     padded = F.pad(weights, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else weights
@@ -85,12 +85,12 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _locate(weights: Tensor, uniforms: Tensor | None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(index whose interval of the running sum holds the wanted mass, what of it is left inside the interval, total mass), [B]."""
+    """Return (index whose interval of the running sum contains the wanted mass, remainder inside that interval, total mass), each [B]."""
     running = weights.cumsum(-1)
     total = running[:, -1]
     mass = uniforms * total if uniforms is not None else wanted
     assert mass is not None
-    # Rounding must not carry the mass to the very end, where an index of weight zero could be found.
+    # Rounding must not move the mass to the very end, where an index of weight zero could be selected.
     mass = torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
     before = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))

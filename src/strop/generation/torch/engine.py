@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave the running batch at every token.
 
-One step admits waiting requests into free slots (their prompts are read once, also when many share one) and then decodes one token for
-every running request. Between steps the event loop runs, so environments work while others generate. Everything is decided by the order
-of requests alone, never by a clock.
+One step admits waiting requests into free slots (a prompt shared by several requests is read once) and then decodes one token for every
+running request. The event loop runs between steps, so environments work while other requests generate. Scheduling depends only on the order
+of requests, never on a clock.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from strop.sampling import Sampling, pad_kept, uniform
 
 @dataclass(eq=False)
 class _Request:
-    """One request and what was sampled for it so far."""
+    """One request and the tokens sampled so far."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
     session: str
-    limit: int  # new tokens at most
+    limit: int  # maximum number of new tokens
     done: asyncio.Future[Completion]
-    ahead: bool = False  # of those that wait, and begun while they are held
+    ahead: bool = False  # goes before the waiting requests, and starts even while they are paused
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)  # of each token the [k] it was drawn from, if that is recorded
+    kept: list[torch.Tensor] = field(default_factory=list)  # for each token the [k] ids it was sampled from, if recorded
 
     @property
     def position(self) -> int:
-        """Where the token sampled last stands."""
+        """Position of the last sampled token."""
         return len(self.prompt) + len(self.tokens) - 1
 
 
 @dataclass
 class EngineCounters:
-    """What the engine has done since it was made; differences of two readings make rates."""
+    """Cumulative token counts since the engine was created. Differences of two readings give rates."""
 
-    asked_tokens: int = 0  # of prompts
-    prompt_tokens: int = 0  # that were read: the others were in memory
+    asked_tokens: int = 0  # prompt tokens of all requests
+    prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
 
 
 class TorchEngine:
-    """The embedded generator. Requests are served in this process, on the event loop that asks."""
+    """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
     def __init__(self, runner: Runner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096) -> None:
-        """``stop_ids`` end every request; ``prefill_tokens`` bounds the prompt tokens read between two decoding steps."""
+        """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps."""
         self.runner = runner
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
@@ -67,8 +67,8 @@ class TorchEngine:
         self.counters = EngineCounters()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._held = True  # nothing is begun, until the first publish
-        self._frozen = False  # what runs stands still too
+        self._held = True  # no request starts; until the first publish
+        self._frozen = False  # running requests are suspended too
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,7 +79,7 @@ class TorchEngine:
         return await self._ask(prompt, sampling, seed, session)
 
     async def answer_ahead(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
-        """The same ahead of the requests that wait, and while they are held. Those that stand still go on."""
+        """Generate before all waiting requests, even while the engine is paused. Suspended requests continue."""
         self._frozen = False
         return await self._ask(prompt, sampling, seed, ahead=True)
 
@@ -114,7 +114,7 @@ class TorchEngine:
         self.runner.deactivate()
 
     def freeze(self) -> None:
-        """Begin nothing and leave what runs where it is, with what it has read; the weights may then change under it."""
+        """Start no requests and suspend the running ones, with their keys and values. The weights may then change."""
         self._held = self._frozen = True
 
     def resume(self, version: int) -> None:
@@ -122,7 +122,7 @@ class TorchEngine:
         self.go_on()
 
     def take_up(self, version: int) -> None:
-        """The module's weights are those of ``version`` now."""
+        """Switch to the module's current weights, which are those of ``version``."""
         self.version = version
         self.runner.activate()
 
@@ -131,13 +131,13 @@ class TorchEngine:
         self._wake.set()
 
     def read_again(self) -> None:
-        """What runs reads all it has with the weights of now, and goes on from there."""
+        """Recompute keys and values of the running requests with the current weights."""
         for slot, request in enumerate(self._running):
             self.runner.prefill([Prompt(slot, (*request.prompt, *request.tokens[:-1]))])
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended it, if it has ended."""
+        """The error that stopped the engine, or None."""
         return self._failure
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ class TorchEngine:
                         self._idle.set()
                     self._wake.clear()
                     await self._wake.wait()
-                    await asyncio.sleep(0)  # let everyone who was woken with us hand in their requests first
+                    await asyncio.sleep(0)  # let other tasks that were woken at the same time submit their requests first
                     continue
                 self._idle.clear()
                 self._step()
@@ -165,11 +165,11 @@ class TorchEngine:
             self._fail(error)
 
     def _may_begin(self) -> bool:
-        """Whether the next of those that wait may."""
+        """Whether the next waiting request may start."""
         return bool(self._waiting) and (not self._held or self._waiting[0].ahead)
 
     def _fail(self, error: Exception) -> None:
-        """Nobody waits for an engine that has stopped."""
+        """Stop the engine and fail all its requests, so that no caller waits for them."""
         self._failure = error
         for request in (*self._running, *self._waiting):
             if not request.done.done():
@@ -185,7 +185,7 @@ class TorchEngine:
             self._decode()
 
     def _admit(self) -> None:
-        """Fill free slots from the queue, in order, within the prompt tokens of one step."""
+        """Fill free slots from the queue, in order, within the prompt tokens allowed per step."""
         prompts: list[Prompt] = []
         seen: set[tuple[int, ...]] = set()
         first, read = len(self._running), 0
@@ -213,7 +213,7 @@ class TorchEngine:
         self._append(running, logits)
 
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
-        """Draw the next token of each request and finish those that end with it."""
+        """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
         drawn = draw(logits, [request.sampling for request in requests], uniforms)
         columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist())
@@ -236,13 +236,13 @@ class TorchEngine:
             return True
         if not request.sampling.stop_strings:
             return False
-        # A token stands for at least one byte: a stop string begins at most as many tokens back as it has bytes.
+        # A token has at least one byte, so a stop string starts at most as many tokens back as it has bytes.
         reach = max(len(text.encode()) for text in request.sampling.stop_strings) + 4
         tail = self.tokenizer.decode(request.tokens[-reach:])
         return any(text in tail for text in request.sampling.stop_strings)
 
     def _finish(self, request: _Request, stopped: bool) -> None:
-        """Answer, and close the gap in the running batch: its last request moves into the freed slot."""
+        """Return the completion, and move the last running request into the freed slot."""
         if not request.done.done():
             request.done.set_result(
                 Completion(
@@ -265,7 +265,7 @@ class TorchEngine:
         self._running.pop()
 
     def _forget_cancelled(self) -> None:
-        """A caller that went away frees its slot."""
+        """Free the slots of requests that their callers cancelled."""
         for request in [request for request in self._running if request.done.cancelled()]:
             self._finish(request, False)
         self._waiting = deque(request for request in self._waiting if not request.done.cancelled())

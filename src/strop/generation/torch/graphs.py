@@ -1,7 +1,7 @@
-"""CUDA graphs for decoding: the launches of a whole step recorded once per batch size.
+"""CUDA graphs for decoding: the launches of a whole step are captured once per batch size.
 
-A decoding step of a small model is hundreds of short kernels; launching them costs more than running them. Batch sizes are rounded up
-to a power of two; the rows beyond the real batch compute on position 0 of unused slots, and their logits are dropped.
+A decoding step of a small model consists of hundreds of short kernels, which take longer to launch than to run. Batch sizes are rounded up
+to a power of two; the padding rows compute on position 0 of unused slots, and their logits are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Replays ``step(tokens [B], positions [B]) -> logits [B, V]``, which must work on static memory only."""
+    """Captures and replays ``step(tokens [B], positions [B]) -> logits [B, V]``, which must only use static memory."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], Tensor], slots: int, device: torch.device) -> None:
         self.step = step
@@ -47,7 +47,7 @@ class DecodeGraphs:
         positions = torch.zeros(size, dtype=torch.int64, device=self.device)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # libraries allocate their workspaces outside the recording
+        with torch.cuda.stream(stream):  # warm up: libraries allocate their workspaces before the capture
             for _ in range(2):
                 self.step(tokens, positions)
         torch.cuda.current_stream(self.device).wait_stream(stream)

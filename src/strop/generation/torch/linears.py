@@ -1,13 +1,13 @@
-"""Copies of the linear layers' weights in the form in which generating reads them fastest.
+"""Copies of the linear layers' weights in the layout that is fastest for decoding.
 
-A decoding step multiplies a few rows with every weight, so it is bound by reading weights. On a CPU oneDNN's own layout halves that
-time; in bf16 the copies also save casting float32 weights at every step. Refreshing them is one pass over the weights, at each publish.
-Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs nothing.
+A decoding step multiplies a few rows with every weight, so it is bound by memory bandwidth. On a CPU oneDNN's packed layout halves that
+time; in bf16 the copies also avoid casting float32 weights at every step. Refreshing the copies is one pass over the weights, at each
+publish. Where neither applies (float32 on a GPU) the module's own weights are used and a publish costs nothing.
 
-Adapters (LoRA) are in the copies, and the model itself never changes. In float32 they are merged, W + scale B A: one product a layer.
-In bf16 they stay beside the base, and a layer does what the learner's does, operation by operation. Merged weights would round what
-changed away until it exceeds half a last place, and would round elsewhere than the learner: on SmolLM2 log-probabilities then differ
-from the learner's by 0.04 a token (mean), beside the base by less than 1e-4.
+Adapters (LoRA) are part of the copies; the model itself never changes. In float32 they are merged, W + scale B A: one matrix product per
+layer. In bf16 they stay separate, and a layer computes the same operations as the learner's. Merging in bf16 would round small updates
+away and round differently from the learner: on SmolLM2 log-probabilities then differ from the learner's by 0.04 per token (mean), with
+separate adapters by less than 1e-4.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from strop.models.adapters import LowRank, low_rank_layers
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-ROWS = 32  # the batch for which oneDNN chooses its layout; others work too
+ROWS = 32  # batch size that oneDNN optimizes its layout for; other sizes work too
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer that can be computed from copies."""
+    """A layer that can be computed from copied weights."""
 
-    name: str  # in the model, as without adapters
-    module: nn.Module  # whose forward is routed
+    name: str  # canonical, as in a model without adapters
+    module: nn.Module  # its ``forward`` is replaced
     linear: nn.Linear
     adapter: LowRank | None = None
 
@@ -40,7 +40,7 @@ class _Layer:
 class _Weights:
     """y = weight x + bias + scale * up (down x)."""
 
-    weight: Tensor  # [outputs, inputs], or oneDNN's layout of it
+    weight: Tensor  # [outputs, inputs], or the same in oneDNN's layout
     bias: Tensor | None  # [outputs]
     down: Tensor | None = None  # [r, inputs]
     up: Tensor | None = None  # [outputs, r]
@@ -48,10 +48,10 @@ class _Weights:
 
 
 class FastLinears:
-    """Switches a model's nn.Linear modules, and those with adapters, between their own weights and fast copies."""
+    """Switches a model's nn.Linear modules, with or without adapters, between their own weights and fast copies."""
 
     def __init__(self, model: nn.Module, precision: torch.dtype, *, prepack: bool | None = None) -> None:
-        """``prepack`` None: on a CPU with oneDNN."""
+        """``prepack`` None: pack weights on a CPU with oneDNN."""
         parameter = next(model.parameters())
         self.layers = list(_layers(model))
         self.precision = precision
@@ -63,7 +63,7 @@ class FastLinears:
 
     @property
     def shared(self) -> bool:
-        """Whether generating reads the module's own weights."""
+        """Whether generation reads the module's own weights."""
         return not (self.prepack or self.cast)
 
     @torch.no_grad()
@@ -78,15 +78,15 @@ class FastLinears:
             layer.module.forward = self._forward(copy)  # type: ignore[method-assign, assignment]
 
     def switch_off(self) -> None:
-        """Give the modules back to the learner."""
+        """Restore the modules for the learner."""
         for layer in self.layers:
             layer.module.__dict__.pop("forward", None)
 
     @torch.no_grad()
     def stale(self) -> dict[str, Tensor]:
-        """The copies that are not what the module holds, by the canonical name of what they should be copies of.
+        """Return the copies that differ from the module's weights, by canonical name.
 
-        A copy beside which an adapter stands, or into which one is merged, goes by the name of the weight under it.
+        An adapter's matrices, and a copy with a merged adapter, have the name of the base weight.
         """
         found: dict[str, Tensor] = {}
         for layer, copy in zip(self.layers, self.copies, strict=False):
@@ -99,11 +99,11 @@ class FastLinears:
 
     @staticmethod
     def _read(copy: Tensor) -> Tensor:
-        """A copy in the usual layout: oneDNN gives back every bit."""
+        """Return a copy in the dense layout. Unpacking from oneDNN's layout is exact to the bit."""
         return copy.to_dense() if copy.is_mkldnn else copy
 
     def _weights(self, layer: _Layer) -> _Weights:
-        """What the layer multiplies with, in the model's precision."""
+        """Return the weights that the layer computes with, before the cast to the generation precision."""
         adapter, weight, bias = layer.adapter, layer.linear.weight, layer.linear.bias
         if adapter is None:
             return _Weights(weight, bias)
@@ -124,7 +124,7 @@ class FastLinears:
         if self.prepack and matrix:
             packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), ROWS)
             return packed
-        return tensor.clone() if old is None else old.copy_(tensor)  # in place: a captured CUDA graph reads this memory
+        return tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
 
     def _forward(self, copy: _Weights) -> Callable[[Tensor], Tensor]:
         linear: Linear = _packed_linear if self.prepack else nn.functional.linear
@@ -147,7 +147,7 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _layers(model: nn.Module) -> Iterator[_Layer]:
-    """Every nn.Linear, with its adapter if it has one; adapters on other layers (GPT-2's) run as they are."""
+    """Yield every nn.Linear, with its adapter if it has one. Adapters on other layer types (GPT-2's Conv1D) are left alone."""
     inside: set[int] = set()
     for adapter in low_rank_layers(model):
         inside |= {id(module) for module in adapter.module.modules()}

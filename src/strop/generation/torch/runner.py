@@ -1,4 +1,4 @@
-"""Forward passes of the embedded engine: prompts in, next-token logits out."""
+"""Forward passes of the embedded engine: tokens in, next-token logits out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
 
-SPAN_STEP = 32  # attention reads the cache in steps of this many positions
+SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request as the runner sees it: where it goes and what it has read."""
+    """A prompt and the slot that it is read into."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -29,51 +29,51 @@ class Prompt:
 
 
 class Runner(Protocol):
-    """Keeps the state of ``slots`` sequences; the running ones are always the first."""
+    """Runs the model for up to ``slots`` sequences. Running sequences always occupy the first slots."""
 
     network: Network
     slots: int
-    length: int  # positions a slot can hold
+    length: int  # maximum sequence length of a slot
 
     def unread(self, prompt: Prompt) -> int:
-        """How many tokens of a prompt would have to be read."""
+        """Return how many tokens of a prompt are not cached and would have to be computed."""
         ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
-        """Read whole prompts into their slots; logits after each, [B, V]."""
+        """Read whole prompts into their slots and return the logits after each, [B, V]."""
         ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Append one token to each of the first B slots; logits after each, [B, V]."""
+        """Append one token to each of the first B slots and return the logits after each, [B, V]."""
         ...
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Slot ``source`` becomes slot ``target``."""
+        """Move the first ``length`` positions of slot ``source`` to slot ``target``."""
         ...
 
     def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
-        """Remember a conversation for its next turn."""
+        """Store a conversation's prefix for its next turn."""
         ...
 
     def activate(self) -> None:
-        """New weights are in the module: forget what the old ones computed."""
+        """Prepare for generation with new weights: drop everything computed with the old ones."""
         ...
 
     def deactivate(self) -> None:
-        """Give the module back to the learner."""
+        """Restore the module for the learner."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What it computes with, by canonical name: the module's own where they are used or agree with the copies that are."""
+        """Yield the weights that generation computes with, by canonical name: stale copies where there are any, else the module's own."""
         ...
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of prompts and conversations."""
+        """Drop the stored prefixes of prompts and conversations."""
         ...
 
 
 class CachedRunner:
-    """Runs the learner's own module with a key-value cache of fixed size."""
+    """Runs a network with a key-value cache of fixed size."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class CachedRunner:
         prepack: bool | None = None,
         cuda_graphs: bool = True,
     ):
-        """Raises ValueError where the memory holds not even one sequence of ``length`` tokens."""
+        """Raises ValueError if ``memory_bytes`` cannot hold one sequence of ``length`` tokens."""
         self.network = network
         self.shape = cache_shape(network)
         capacity = int(memory_bytes // self.shape.bytes_per_token)  # tokens
@@ -125,7 +125,7 @@ class CachedRunner:
     def _read(
         self, prompts: list[tuple[int, ...]], found: dict[tuple[int, ...], Prefix | None]
     ) -> dict[tuple[int, ...], Prefix | None]:
-        """One forward pass over what is new in each prompt."""
+        """Run one forward pass over the uncached part of each prompt."""
         prefixes = [found[tokens] for tokens in prompts]
         skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
         lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
@@ -184,7 +184,8 @@ class CachedRunner:
 
 
 class RecomputeRunner:
-    """For models whose attention takes no plan: reads every sequence again at every token. Slow, and right for any causal LM."""
+    """For models whose attention cannot use the key-value cache: recomputes every sequence at every token. Slow, but correct for any
+    causal language model."""
 
     def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
         self.network = network
@@ -236,7 +237,7 @@ class RecomputeRunner:
 
 
 class _Recorder:
-    """A plan that only looks at what a model's layers hand to attention."""
+    """An attention plan that only records the key shapes of each layer."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
@@ -244,7 +245,8 @@ class _Recorder:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if key.shape != value.shape:
             raise ValueError(
-                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: the embedded engine needs them alike"
+                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: "
+                "the embedded engine needs keys and values of the same shape"
             )
         self.seen.append((spec.layer, key.shape[1], key.shape[2]))
         return query
@@ -252,7 +254,7 @@ class _Recorder:
 
 @torch.no_grad()
 def cache_shape(network: Network) -> CacheShape:
-    """The cache a model needs, read off one forward pass. Raises ValueError for layers that differ in shape."""
+    """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
     recorder = _Recorder()
     network.use_planned_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)

@@ -1,1 +1,1 @@
-"""vLLM as the generator: its asynchronous engine in processes of its own. Nothing outside this package imports vLLM."""
+"""vLLM as the generator: its asynchronous engine, in separate processes. Nothing outside this package imports vLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments from Strop's options, checked against the installed version."""
+"""vLLM engine arguments built from Strop's options and checked against the installed version."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OWN = {  # arguments that would break what Strop promises -> what to set instead
+OWN = {  # vLLM arguments that Strop sets itself -> what to set instead
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
     "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
     "dtype": "policy.generation.vllm_cfg.precision",
-    "logprobs_mode": "nothing: log-probabilities are of the distribution that sampled",
-    "worker_extension_cls": "nothing: Strop's own takes the weights",
-    "seed": "grpo.seed: every request has a seed of its own",
+    "logprobs_mode": "nothing: log-probabilities are those of the sampling distribution",
+    "worker_extension_cls": "nothing: Strop's worker extension loads the weights",
+    "seed": "grpo.seed: every request has its own seed",
     "max_model_len": "policy.generation.vllm_cfg.max_model_len",
     "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
     "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
     "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
     "speculative_config": "policy.generation.vllm_cfg.speculation",
     "enable_lora": "policy.dtensor_cfg.lora_cfg.enabled",
-    "quantization": "nothing: rollouts use the weights that are trained",
+    "quantization": "nothing: rollouts use the trained weights unquantized",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
 }
-CPU_BLOCK = 32  # tokens: vLLM's choice of 128 on a CPU leaves prompts shorter than that out of the prefix cache
+CPU_BLOCK = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """One vLLM engine."""
+    """Options of one vLLM engine."""
 
-    model: str  # a folder with config.json and the tokenizer's files; weights are read from it only with ``load_weights``
+    model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
     dtype: str
     max_model_len: int
     on_cpu: bool
@@ -50,18 +50,18 @@ class EngineOptions:
     prefix_caching: bool = True
     enforce_eager: bool = False
     max_logprobs: int = 20
-    adapter_rank: int | None = None  # low-rank adapters of at most this rank are sent beside the base
+    adapter_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
     speculative: Mapping[str, Any] | None = None  # vLLM's speculative_config
     sleep_level: int = 0
     startup_seconds: float = 600.0
-    further: Mapping[str, Any] = field(default_factory=dict)  # vLLM's own names
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the engine's processes
-    worker: str = "strop.generation.vllm.worker.StropWorker"  # mixed into vLLM's own
-    output: Path | None = None  # what they write; None: where this process writes
+    further: Mapping[str, Any] = field(default_factory=dict)  # further engine arguments, by vLLM's names
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engine's processes
+    worker: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
+    output: Path | None = None  # file for the output of the engine's processes; None: that of this process
 
 
 def engine_arguments(options: EngineOptions) -> Any:
-    """An ``AsyncEngineArgs``. Raises ValueError for an argument that the installed version does not have, or that is Strop's to set."""
+    """Return vLLM's ``AsyncEngineArgs``. Raises ValueError for arguments that vLLM does not have or that Strop sets itself."""
     from vllm import AsyncEngineArgs
 
     refuse_unknown(options.further, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
@@ -81,7 +81,7 @@ def engine_arguments(options: EngineOptions) -> Any:
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": options.max_logprobs,
         "worker_extension_cls": options.worker,
-        "generation_config": "vllm",  # the model's own sampling defaults must not change what is asked for
+        "generation_config": "vllm",  # ignore the model's own sampling defaults
         "disable_log_stats": False,
         "seed": 0,
     }
@@ -102,7 +102,7 @@ def engine_arguments(options: EngineOptions) -> Any:
 
 
 def _speculative(options: EngineOptions) -> dict[str, Any]:
-    """A draft model's weights come from its own folder or hub name: nobody sends it any."""
+    """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
     given = dict(options.speculative or {})
     if "model" not in given:
         return given
@@ -110,30 +110,26 @@ def _speculative(options: EngineOptions) -> dict[str, Any]:
 
 
 def refuse_unknown(further: Mapping[str, Any], known: list[str]) -> None:
-    """Raises ValueError for the first name that may not stand under ``vllm_kwargs``."""
+    """Raises ValueError for the first name that is not allowed under ``vllm_kwargs``."""
     for name in further:
         key = f"policy.generation.vllm_kwargs.{name}"
         if name in OWN:
-            raise ValueError(f"{key}: this argument of vLLM's is set by Strop; set {OWN[name]}")
+            raise ValueError(f"{key}: Strop sets this vLLM argument itself; set {OWN[name]}")
         if name not in known:
+            from vllm import __version__
+
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(
-                f"{key}: the installed vLLM ({_version()}) has no such engine argument"
+                f"{key}: the installed vLLM ({__version__}) has no such engine argument"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
 
 
 def _rank(rank: int) -> int:
-    """The next rank that vLLM has kernels for."""
+    """Round a LoRA rank up to the next one that vLLM has kernels for."""
     if rank > RANKS[-1]:
         raise ValueError(
-            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, and vLLM runs adapters up to rank {RANKS[-1]}: lower it, or set "
-            "policy.generation.weight_sync.adapters_alone=false, which sends merged weights"
+            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, but vLLM supports adapters up to rank {RANKS[-1]}: lower it, or set "
+            "policy.generation.weight_sync.adapters_alone=false to send merged weights"
         )
     return next(size for size in RANKS if size >= rank)
-
-
-def _version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

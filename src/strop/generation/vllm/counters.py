@@ -1,4 +1,4 @@
-"""What a vLLM engine has done, added up from the statistics it sends with its answers."""
+"""Cumulative statistics of a vLLM engine, summed from those that it sends with its outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 
 class EngineCounters:
-    """Sums since the engine was started."""
+    """Sums since the engine was started, and its current gauges."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = dict.fromkeys(
@@ -54,4 +54,4 @@ class _Logger(StatLoggerBase):  # type: ignore[misc]
                 sums["accepted_tokens"] += drafts.num_accepted_tokens
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing; the base class requires this method."""

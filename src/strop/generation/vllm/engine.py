@@ -1,7 +1,7 @@
-"""One vLLM engine as a generator that weights are sent to.
+"""One vLLM engine as a generator with weight updates.
 
-vLLM's front end lives here, on the event loop; scheduler and model run in processes that vLLM starts. Prompts carry the version of the
-weights as their cache salt, so that keys and values of other weights can never be taken for a prefix.
+vLLM's front end runs in this process, on the event loop; scheduler and model run in processes that vLLM starts. The cache salt of each
+prompt is the version of the weights, so a prefix computed with other weights is never reused.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NO_VERSION = -1
-ADAPTER = 1  # the number of the one adapter
-LOOK_EVERY = 0.5  # seconds, whether it still lives while it is waited for
-LAST_LINES = 12  # of an engine's output, in a message about its end
+ADAPTER = 1  # vLLM's integer id of the only adapter
+LOOK_EVERY = 0.5  # seconds between liveness checks during a call
+LAST_LINES = 12  # of an engine's output, in the message about its death
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    # On a CPU vLLM would bind every engine's threads to the same cores, overrule OMP_NUM_THREADS, and want a NUMA node for each rank.
+    # On a CPU vLLM would otherwise bind all engines to the same cores, override OMP_NUM_THREADS, and require a NUMA node for each rank.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
 class VllmEngine:
-    """An ``Engine``. Requests wait until the first ``unpause``: it starts with weights of no version."""
+    """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
 
     def __init__(self, name: str, options: EngineOptions, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class VllmEngine:
         self.stop_ids = tuple(stop_ids)
         self.receivers = options.tensor_parallel_size * options.pipeline_parallel_size
         self.version = NO_VERSION
-        self._loaded = NO_VERSION  # the version of the weights in its memory
+        self._loaded = NO_VERSION  # version of the weights in the engine's memory
         self._open = asyncio.Event()
         self._engine: Any = None
         self._numbers = itertools.count()
@@ -74,11 +74,11 @@ class VllmEngine:
                 f"{self.name} was not ready after {self.options.startup_seconds:g} s "
                 f"(policy.generation.vllm_cfg.startup_seconds){self._last_words()}"
             ) from None
-        except RuntimeError as error:  # vLLM's word for a process that ended while it started
+        except RuntimeError as error:  # what vLLM raises if a process exits during startup
             raise EngineDied(f"{self.name} did not start: {error}{self._last_words()}") from error
 
     def _last_words(self) -> str:
-        """The end of what its processes wrote."""
+        """Return the last lines of the output of the engine's processes, as the end of a message."""
         if self.options.output is None or not self.options.output.exists():
             return ""
         lines = self.options.output.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -106,9 +106,9 @@ class VllmEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             if engine.output_handler is not None:
-                engine.output_handler.cancel()  # or it reports as an error that the processes it listens to have ended
+                engine.output_handler.cancel()  # otherwise it logs an error when the engine's processes exit
             await asyncio.to_thread(engine.shutdown)
-            engine.shutdown = lambda timeout=None: None  # it would be called again as the interpreter ends, and complain
+            engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, which logs an error
         self._forget_adapter()
 
     # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class VllmEngine:
 
     async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
         params = self._params(prompt, sampling, seed)
-        await self._asked(self._living().resume_generation(), "while it was to answer the canary")
+        await self._asked(self._living().resume_generation(), "while sampling the canary")
         completed, cached = await self._answer(prompt, sampling, params)
         return Answer(tokens=completed.tokens, logprobs=completed.logprobs, cached=cached, kept=completed.kept)
 
@@ -156,14 +156,14 @@ class VllmEngine:
                 output = answer
         except (EngineDeadError, EngineGenerateError) as error:
             if engine.errored:
-                raise EngineDied(f"{self.name}: its process died while it was generating{self._last_words()}") from error
+                raise EngineDied(f"{self.name}: its process died while generating{self._last_words()}") from error
             raise
         if output is None:
-            raise EngineDied(f"{self.name} ended a request without an answer")
+            raise EngineDied(f"{self.name} ended a request without output")
         return output
 
     def _salt(self) -> str:
-        """Prompts with different ones share no keys and values."""
+        """Return the cache salt of the current weights. Prompts with different salts share no keys and values."""
         return f"weights of version {self._loaded}"
 
     def _living(self) -> Any:
@@ -183,7 +183,7 @@ class VllmEngine:
     async def pause(self, *, keep_running: bool) -> None:
         self._open.clear()
         mode = "keep" if keep_running else "wait"
-        await self._asked(self._living().pause_generation(mode=mode, clear_cache=not keep_running), "while it was to pause")
+        await self._asked(self._living().pause_generation(mode=mode, clear_cache=not keep_running), "while pausing")
 
     async def load(self, manifest: Manifest, version: int) -> Receipt:
         self.version = self._loaded = NO_VERSION
@@ -200,8 +200,8 @@ class VllmEngine:
         (folder / "adapter_model.safetensors").write_bytes(adapter.weights)
         (folder / "adapter_config.json").write_text(adapter.config)
         request = LoRARequest("policy", ADAPTER, str(folder), load_inplace=True)
-        if not await self._asked(self._living().add_lora(request), "while it took an adapter"):
-            raise RuntimeError(f"{self.name}: vLLM did not take the adapter")
+        if not await self._asked(self._living().add_lora(request), "while loading an adapter"):
+            raise RuntimeError(f"{self.name}: vLLM did not load the adapter")
         self._forget_adapter()
         self._adapter = folder
         received = {name: _whole(parts) for name, parts in (await self._read_back("strop_held_adapter", ADAPTER)).items()}
@@ -209,15 +209,18 @@ class VllmEngine:
         return Receipt(version=await self._label(version), received=received, seconds=seconds)
 
     async def _label(self, version: int) -> int:
-        """Tell the scheduler the version that it writes on every token from now on; returns what it says it is."""
-        await self._asked(self._living().update_weight_version(str(version)), "while it was told the version")
-        self._loaded = int(await self._asked(self._living().get_weight_version(), "while it was asked for its version"))
+        """Set the weight version that vLLM records with every sampled token. Return the version that it reports afterwards."""
+        await self._asked(self._living().update_weight_version(str(version)), "while setting the weight version")
+        self._loaded = int(await self._asked(self._living().get_weight_version(), "while reading the weight version"))
         return self._loaded
 
     async def use_own_weights(self, version: int) -> None:
-        """Go on with the weights that were read from ``options.model``, as ``version``: nobody publishes others."""
+        """Start serving with the weights read from ``options.model``, as ``version``, without a publish.
+
+        Raises RuntimeError unless ``options.load_weights`` is set.
+        """
         if not self.options.load_weights:
-            raise RuntimeError(f"{self.name} was started without reading weights, and was to use them")
+            raise RuntimeError(f"{self.name} was started with load_weights=False, so it has no weights of its own to use")
         await self._label(version)
         await self.unpause(version)
 
@@ -234,30 +237,30 @@ class VllmEngine:
     async def unpause(self, version: int) -> None:
         if self._loaded != version:
             raise RuntimeError(
-                f"{self.name} was to go on with weights of version {version}, and holds those of version {self._loaded}"
+                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded}"
             )
-        await self._asked(self._living().resume_generation(), "while it was to go on")
+        await self._asked(self._living().resume_generation(), "while resuming")
         self.version = version
         self._open.set()
 
     async def forget_prefixes(self, *, running: bool) -> None:
-        """Drop cached keys and values; with ``running`` also those of requests that were stopped half way, which read all again."""
-        await self._asked(self._living().reset_prefix_cache(reset_running_requests=running), "while it dropped its prefix cache")
+        """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed."""
+        await self._asked(self._living().reset_prefix_cache(reset_running_requests=running), "while resetting its prefix cache")
 
     async def sleep(self) -> None:
         if self.options.sleep_level and not self.options.on_cpu:
-            await self._asked(self._living().sleep(self.options.sleep_level, mode="wait"), "while it was to sleep")
+            await self._asked(self._living().sleep(self.options.sleep_level, mode="wait"), "while going to sleep")
 
     async def wake(self) -> None:
         if self.options.sleep_level and not self.options.on_cpu:
-            await self._asked(self._living().wake_up(), "while it was to wake")
+            await self._asked(self._living().wake_up(), "while waking up")
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of ``StropWorker`` on every rank."""
+        """Call a method of ``StropWorker`` on every rank and return the results."""
         return list(await self._asked(self._living().collective_rpc(method, args=arguments), f"in {method}"))
 
     async def _asked(self, call: Coroutine[Any, Any, T], when: str) -> T:
-        """The answer of its processes. vLLM itself waits for ever for one that dies before it answers."""
+        """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine, answer = self._engine, asyncio.ensure_future(call)
@@ -281,7 +284,7 @@ class VllmEngine:
 
 
 def _whole(parts: Sequence[Held]) -> tuple[int, ...]:
-    """The fingerprint of a tensor from those of its regions; one for each process where those that hold the same region differ."""
+    """Combine the fingerprints of a tensor's regions into one. If replicas of a region differ, return one fingerprint per process."""
     if len({part.region for part in parts}) < len(set(parts)):
         return tuple(part.fingerprint for part in parts)
     return (combine(part.fingerprint for part in set(parts)),)
@@ -289,7 +292,10 @@ def _whole(parts: Sequence[Held]) -> tuple[int, ...]:
 
 @contextmanager
 def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """What vLLM starts inherits ``changes``; what it does to this process's environment (preloaded libraries, thread counts) is undone."""
+    """Set environment variables for processes that vLLM starts, and restore this process's environment afterwards.
+
+    vLLM itself also changes the environment (preloaded libraries, thread counts); those changes are undone too.
+    """
     before = dict(os.environ)
     os.environ.update({**ENVIRONMENT, DRIVER: str(os.getpid()), **changes})
     try:
@@ -303,8 +309,8 @@ def own_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def unnamed_main() -> Iterator[None]:
-    """Processes that are started meanwhile do not import this program's script: it may lack the guard that keeps it from running again,
-    and they need nothing of it."""
+    """Keep processes started inside from importing the main script, which may lack an ``if __name__ == "__main__"`` guard. They do not need
+    it."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
     main.__spec__ = None
@@ -316,7 +322,7 @@ def unnamed_main() -> Iterator[None]:
 
 @contextmanager
 def output_to(file: Path | None) -> Iterator[None]:
-    """What processes that are started meanwhile write goes to ``file``: they are started by a small script that sees to it."""
+    """Redirect the output of processes started inside to ``file``, by starting Python through a small shell script. None: do nothing."""
     if file is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""An engine must not outlive its run: vLLM's processes go on for ever, with their memory, when the process that started them is killed."""
+"""End vLLM's processes with the run: when the process that started them is killed, they would otherwise run on and keep their memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from strop.weights.control import alive
 
-DRIVER = "STROP_DRIVER"  # environment variable: the process that started the engine
-PERIOD = 1.0  # seconds between looks
+DRIVER = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
+PERIOD = 1.0  # seconds between checks
 
 
 def end_with_driver() -> None:
-    """Watch the driver from a thread of a worker process; with it end this process, and the engine's core if that is another one."""
+    """Watch the driver from a thread of a worker process. When it ends, end this process and, if it is a separate one, the engine core."""
     if driver := os.environ.get(DRIVER):
         threading.Thread(target=_watch, args=(int(driver), os.getppid()), name="strop-guardian", daemon=True).start()
 

@@ -1,10 +1,10 @@
-"""Engines that start in seconds on a CPU: their processes are forks of one that has imported vLLM.
+"""Fast engine startup on a CPU: engine processes are forks of a process that has already imported vLLM.
 
-vLLM starts the core of an engine, and that its workers, as fresh interpreters, each of which imports torch's compiler and vLLM for eight
-seconds. Here a server process (Python's ``forkserver``) imports them once, without computing anything, and every core is a fork of it, and
-every worker a fork of its core. An engine that is started anew after its death is back in a quarter of the time.
+vLLM starts the core of an engine, and the core its workers, as fresh interpreters, each of which spends eight seconds on importing torch's
+compiler and vLLM. Here a server process (Python's ``forkserver``) imports them once, without computing anything. Every engine core is a
+fork of the server, and every worker a fork of its core. An engine that died restarts in a quarter of the time.
 
-Only on a CPU: what CUDA, or a library preloaded for it, makes of a fork is vLLM's business.
+Only on a CPU: with CUDA, or a library preloaded for it, how processes start is left to vLLM.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PRELOAD = [
     "vllm.model_executor.models.llama",
     "strop.weights.fingerprints",
 ]
-THREADS = "OMP_NUM_THREADS"  # read when the library is loaded: in the server, for all that come
+THREADS = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
 def start_server() -> None:
-    """Begin to import, beside whatever this process does next; nothing where the server runs already."""
+    """Start the fork server, which imports in the background. Does nothing if it already runs."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
@@ -37,7 +37,7 @@ def start_server() -> None:
 
 @contextmanager
 def forked_processes(output: Path | None) -> Iterator[None]:
-    """Cores that vLLM starts meanwhile are forks of the server, and write to ``output``."""
+    """Make engine cores that vLLM starts inside forks of the server. Their output goes to ``output``."""
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -52,7 +52,7 @@ def forked_processes(output: Path | None) -> Iterator[None]:
 
 
 class Core:
-    """Runs in the new process, in place of ``EngineCoreProc.run_engine_core``, with the environment that this one has when it is sent."""
+    """Replacement of ``EngineCoreProc.run_engine_core`` that runs in the new process, with this process's environment at pickling."""
 
     def __init__(self, output: Path | None) -> None:
         self.output = output
@@ -69,7 +69,7 @@ class Core:
 
         if self.output is not None:
             _write_to(self.output)
-        setproctitle.getproctitle()  # it finds the memory of the title by the environment as the process began with it
+        setproctitle.getproctitle()  # first call: it locates the title's memory through the original environment
         os.environ.clear()
         os.environ.update(self.environment)
         if threads := self.environment.get(THREADS):

@@ -1,8 +1,8 @@
-"""What a vLLM model computes with, read back under canonical names.
+"""Read the weights that a vLLM model computes with back under canonical names.
 
-vLLM fuses matrices (q, k, v into one), cuts them over tensor-parallel ranks, and on a CPU packs them into a kernel's own layout and throws
-the original away. The packed ones are read through the kernel itself: a product with the identity gives back every weight exactly, since
-all other terms of each sum are zero. So it is not a copy that is proven but what sampling uses.
+vLLM fuses matrices (q, k and v into one), shards them over tensor-parallel ranks, and on a CPU packs them into a kernel's layout and frees
+the original. Packed weights are read through the kernel itself: a product with the identity returns every weight exactly, since all other
+terms of each sum are zero. So verification covers the weights that sampling uses, not a copy of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-_ROWS_AT_ONCE = 1024  # of the identity: bounds the memory of a product
-_WRAPPED = ".base_layer"  # what a layer is called inside the one that adds adapters to it
+_ROWS_AT_ONCE = 1024  # of the identity per product, to limit memory
+_WRAPPED = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of one tensor: this process's share of it."""
+    """This process's shard of one tensor."""
 
     name: str  # canonical
     tensor: Tensor  # [rows, columns], or [n]
-    row: int = 0  # where it begins in the whole
-    column: int = 0
+    row: int = 0  # first row in the whole tensor
+    column: int = 0  # first column
 
     @property
     def region(self) -> tuple[int, int, int, int]:
@@ -43,7 +43,7 @@ class Piece:
 
 
 def pieces(model: Any, rank: int) -> Iterator[Piece]:
-    """Every tensor that can be read back, one at a time. What is quantised, or held by layers of another kind, is left out."""
+    """Yield a shard of every tensor that can be read back. Quantized tensors and unknown layer types are left out."""
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
     for found, module in model.named_modules():
@@ -57,7 +57,7 @@ def pieces(model: Any, rank: int) -> Iterator[Piece]:
 
 
 def _plain(path: str, module: nn.Module, done: set[int]) -> Iterator[Piece]:
-    """Norms and the like: whole on every rank. Only what is named as in the checkpoint."""
+    """Yield vectors such as those of norms, which are whole on every rank and named as in the checkpoint."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in done and parameter.dim() == 1:
             done.add(id(parameter))
@@ -93,7 +93,7 @@ def _linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, don
 
 
 def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
-    """(rows of q, k and v here, where each begins in its whole): keys and values are the same on several ranks where heads are few."""
+    """Return (number of rows of q, k and v, first row of each). With few key-value heads, several ranks hold the same keys and values."""
     q = module.num_heads * module.head_size
     k = module.num_kv_heads * module.head_size
     v = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
@@ -102,7 +102,7 @@ def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
 
 
 def _embedding(path: str, module: Any, done: set[int]) -> Iterator[Piece]:
-    """The rows of the checkpoint's vocabulary that are here; a head that is tied to an embedding is read as itself, under its own name."""
+    """Yield this rank's rows of the checkpoint's vocabulary. A head tied to the embedding is read separately, under its own name."""
     if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
         return
     shard = module.shard_indices
@@ -114,8 +114,11 @@ def _embedding(path: str, module: Any, done: set[int]) -> Iterator[Piece]:
 
 
 def low_rank_pieces(model: Any, manager: Any, adapter: int) -> Iterator[Piece]:
-    """A and B (multiplied with the scale) of every layer that ``adapter`` changes, out of the buffers that its kernels read: this process's
-    share, under the layer's canonical name and ``.A`` or ``.B``. None where it is not loaded."""
+    """Yield this process's shards of A and B (B multiplied by the scale) of every layer that ``adapter`` changes.
+
+    They are read from the buffers that the LoRA kernels use and named by the layer's canonical name and ``.A`` or ``.B``. Yields nothing if
+    the adapter is not loaded.
+    """
     if adapter not in manager.list_adapters():
         return
     packed = getattr(model, "packed_modules_mapping", {})
@@ -135,7 +138,7 @@ def low_rank_pieces(model: Any, manager: Any, adapter: int) -> Iterator[Piece]:
 
 
 def _rows_of(layer: Any) -> list[int]:
-    """Where this process's share of each B of a layer with adapters begins."""
+    """Return the first row of this process's shard of each B of a layer with adapters."""
     if not isinstance(layer.base_layer, ColumnParallelLinear):
         return [0]
     owners = getattr(layer, "output_ids", (layer.tp_rank,))
@@ -143,7 +146,7 @@ def _rows_of(layer: Any) -> list[int]:
 
 
 def _matrix(module: Any) -> Tensor:
-    """[out, in]: the weight as the layer's kernel uses it."""
+    """Return the weight that the layer's kernel uses, [out, in]."""
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
         return module.weight.detach()  # type: ignore[no-any-return]
@@ -160,7 +163,7 @@ def _matrix(module: Any) -> Tensor:
 
 
 def refresh_packed_copies(model: Any) -> None:
-    """Pack again what vLLM does not: after a reload a head that is tied to the embedding keeps the copy of the weights before."""
+    """Repack the heads that vLLM does not: after a reload, a head tied to the embedding keeps a packed copy of the old weights."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():

@@ -1,14 +1,14 @@
-"""Mistakes of the supported vLLM versions that change what is sampled or end an engine, put right in its worker processes.
+"""Patches for bugs of the supported vLLM versions that change the sampled distribution or crash an engine, applied in worker processes.
 
-A draft model is loaded as the policy is, whatever ``draft_load_config`` says: a policy that is sent its weights begins with made up ones,
-and so would the draft, which nobody sends any. The others are of the CPU build:
+A draft model is loaded with the policy's load format, whatever ``draft_load_config`` says. The policy starts with dummy weights, so the
+draft would too, but it never receives an update. The other bugs are in the CPU build:
 
-- It expands the temperature and top_k of a request to the places of its drafts in a copy that it throws away, and goes on with memory
-  nobody has written: sampled tokens then have another temperature, and log-probabilities of it.
-- It stops at a batch of filtered requests without a single draft.
-- A prompt that is read in several pieces takes a random number back after each but the last, in a way that only CUDA's generators know:
-  the first such request with a seed ends the engine.
-- Experts that are loaded again are not packed again, and their kernel reads the plain weights as packed ones.
+- Speculative decoding expands the temperature and top_k of a request to its draft positions in a temporary copy, and then uses
+  uninitialized memory: tokens are sampled with a wrong temperature, and their log-probabilities are wrong too.
+- A batch of requests with top-k or top-p and no draft tokens crashes.
+- Chunked prefill rewinds the random generator after each chunk but the last, with a method that only CUDA generators have: the first
+  chunked request with a seed crashes the engine.
+- Expert weights that are reloaded are not repacked, and their kernel reads the plain weights as packed ones.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _repair_drafts() -> None:
 
 
 def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """[B] values of requests -> [num_tokens], where request i ends before ``cu_num_tokens[i]``; one value is replaced by another."""
+    """Expand [B] values of requests to [num_tokens], replacing ``replace_from`` by ``replace_to``. Request i ends before
+    ``cu_num_tokens[i]``."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
@@ -66,7 +67,7 @@ def _repair_pieces_of_prompts() -> None:
 
     def sample_and_take_back(self: Any, *arguments: Any, **named: Any) -> Any:
         batch = self.input_batch
-        unread = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()  # requests whose token is thrown away
+        unread = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()  # their token will be discarded
         generators = [batch.generators[place] for place in unread if place in batch.generators]
         states = [generator.get_state() for generator in generators]
         output = sample(self, *arguments, **named)

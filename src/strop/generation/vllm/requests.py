@@ -1,4 +1,4 @@
-"""A request and its answer, in Strop's terms and in vLLM's."""
+"""Conversion of requests and completions between Strop and vLLM."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ from vllm.sampling_params import RequestOutputKind
 from strop.generation.base import Completion
 from strop.sampling import Sampling, pad_kept
 
-COLDEST = 0.01  # vLLM raises lower temperatures to this one without saying so in the log-probabilities
+COLDEST = (
+    0.01  # vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match
+)
 
 
 class Interrupted(RuntimeError):
-    """The engine ended the request before it was done: it has to be issued again."""
+    """The engine ended the request before it was complete; it must be issued again."""
 
 
 def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequence[int]) -> SamplingParams:
-    """``limit`` is how many tokens there is room for. Raises ValueError for what vLLM would sample otherwise than the learner computes."""
+    """Return vLLM's parameters for a request with room for ``limit`` new tokens.
+
+    Raises ValueError for options that vLLM would sample differently from what the learner computes.
+    """
     if 0 < sampling.temperature < COLDEST:
         raise ValueError(
-            f"temperature is {sampling.temperature}, and vLLM samples at {COLDEST} instead of anything between 0 and that: set it to 0 "
+            f"temperature is {sampling.temperature}, but vLLM raises positive temperatures below {COLDEST} to {COLDEST}: set it to 0 "
             f"(greedy) or to at least {COLDEST}"
         )
     if sampling.entropy:
-        raise ValueError("vLLM does not report the entropy of the distributions it samples from; leave Sampling.entropy off")
+        raise ValueError("vLLM does not report the entropy of the distributions it samples from; set Sampling.entropy=False")
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k or 0,
@@ -49,7 +54,7 @@ def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequ
 
 
 def completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> Completion:
-    """Raises Interrupted where vLLM did not finish the request."""
+    """Convert vLLM's output to a ``Completion``. Raises RequestInterrupted if vLLM did not finish the request."""
     sample = output.outputs[0]
     if sample.finish_reason not in ("stop", "length"):
         raise Interrupted(f"vLLM ended request {output.request_id} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
@@ -65,16 +70,16 @@ def completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> Com
 
 
 def _logprobs(flat: Any, length: int) -> Tensor:
-    """[L] float32; of each place the sampled token comes first."""
+    """Return the log-probabilities of the sampled tokens, [L] float32. vLLM lists the sampled token first at each position."""
     if flat is None or len(flat) != length:
         raise RuntimeError(f"vLLM reported {0 if flat is None else len(flat)} log-probabilities for {length} tokens")
     return torch.tensor([flat.logprobs[start] for start in flat.start_indices], dtype=torch.float32)
 
 
 def _versions(spans: Any, length: int) -> Tensor:
-    """[L] int32. Raises RuntimeError unless vLLM says of every token which weights sampled it."""
+    """Return the weight version of each token, [L] int32. Raises RuntimeError if vLLM does not report all of them."""
     if length and (not spans or spans[0].start != 0 or spans[-1].end < length):
-        raise RuntimeError(f"vLLM does not say which weights sampled these {length} tokens: {spans}")
+        raise RuntimeError(f"vLLM did not report the weight version of all {length} tokens: {spans}")
     versions = torch.full((length,), -1, dtype=torch.int32)
     for span in spans or ():
         versions[span.start : span.end] = int(span.version)
@@ -82,7 +87,7 @@ def _versions(spans: Any, length: int) -> Tensor:
 
 
 def _kept(flat: Any, tokens: Tensor) -> Tensor:
-    """[L, K] int32: the tokens that the filters left a probability, at each place."""
+    """Return the ids with positive probability after filtering, at each position, [L, K] int32."""
     rows = []
     for start, end, sampled in zip(flat.start_indices, flat.end_indices, tokens.tolist(), strict=True):
         found = {flat.token_ids[place] for place in range(start, end) if flat.logprobs[place] > float("-inf")}

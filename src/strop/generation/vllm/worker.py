@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker processes: taking weights, and saying what is held.
+"""The part of weight sync that runs in vLLM's worker processes: loading weights and fingerprinting them.
 
-vLLM mixes this class into its worker (``worker_extension_cls``) and calls its methods by name on every rank (``collective_rpc``). Values
-cross as pickled bytes, since vLLM's own encoding knows no dataclasses.
+vLLM mixes ``StropWorker`` into its worker class (``worker_extension_cls``) and calls its methods by name on every rank
+(``collective_rpc``). Values are passed as pickled bytes, since vLLM's encoding does not support dataclasses.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from strop.weights.fingerprints import fingerprint, positive_zeros
 
 end_with_driver()
 
-repair()  # vLLM imports this module in its workers, and calls nothing of a mixed-in class before it samples
+repair()  # at import: vLLM calls no method of a worker extension before it samples
 
 
 class StropWorker:
-    """Methods of a vLLM worker. ``self`` is one: it has ``rank``, ``device`` and ``model_runner``."""
+    """A mixin for vLLM's worker, which provides ``rank``, ``device`` and ``model_runner``."""
 
     rank: int
     device: torch.device
@@ -33,7 +33,7 @@ class StropWorker:
     _strop_receiver: Receiver | None = None
 
     def strop_connect(self, address: bytes, first: int) -> None:
-        """Weights come from ``address``; this process is its receiver number ``first`` + rank."""
+        """Connect to the sender at ``address`` as its receiver number ``first`` + rank."""
         self.strop_disconnect()
         channel: ChannelAddress = pickle.loads(address)
         self._strop_receiver = channel.connect(first + self.rank, self.device)
@@ -44,8 +44,11 @@ class StropWorker:
             self._strop_receiver = None
 
     def strop_load(self, manifest: bytes) -> bytes:
-        """Take one publish and use it. On a CPU nothing is touched before all of it has arrived; on a GPU there is no room for a second
-        copy, and a publish that breaks off leaves the engine unusable until the next one, which its caller sees to."""
+        """Receive one publish and load it into the model. Return the pickled (fingerprints, seconds).
+
+        On a CPU the model is unchanged until all tensors have arrived. On a GPU there is no memory for a second copy: an aborted publish
+        leaves the model unusable until the next one, and the caller must not resume before.
+        """
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
         wanted: Manifest = pickle.loads(manifest)
@@ -67,12 +70,12 @@ class StropWorker:
 
     @torch.no_grad()
     def strop_held(self) -> bytes:
-        """By name, the fingerprint of what this rank computes with, and where it lies in the whole tensor."""
+        """Return the pickled ``TensorFingerprint`` of this rank's shard of each tensor that it computes with, by name."""
         return pickle.dumps(_held(pieces(self.model_runner.get_model(), self.rank)))
 
     @torch.no_grad()
     def strop_held_adapter(self, adapter: int) -> bytes:
-        """The same of the low-rank matrices of ``adapter``; empty where it is not loaded."""
+        """Return the same for the LoRA matrices of ``adapter``; empty if it is not loaded."""
         runner = self.model_runner
         manager = getattr(runner, "lora_manager", None)
         if manager is None:
@@ -89,7 +92,8 @@ def _held(found: Iterable[Piece]) -> dict[str, Held]:
 
 
 def _kept(arriving: Any, marks: dict[str, int]) -> Any:
-    """Copies, since vLLM loads a layer only when all of its tensors are there, with their fingerprints put down."""
+    """Copy each arriving tensor and record its fingerprint. vLLM loads a layer only when all its tensors have arrived, so it needs
+    copies."""
     for name, tensor in arriving:
         copy = tensor.clone()
         marks[name] = fingerprint(copy)

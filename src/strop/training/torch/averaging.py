@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is often better than the last of them."""
+"""An exponential moving average (EMA) of the weights, which often evaluates better than the last weights."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from torch import Tensor, nn
 
 
 class AveragedWeights:
-    """average <- decay average + (1 - decay) weights after each optimizer step, in float32 (or float64, where the weights are).
+    """average <- decay * average + (1 - decay) * weights after each optimizer step, in float32 (float64 for float64 weights).
 
-    It starts at the weights, not at zero, and therefore needs no correction of a bias. Up to ``start_step`` it is the weights.
+    The average starts at the weights, not at zero, and needs no bias correction. Up to ``start_step`` it equals the weights.
     """
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], *, decay: float, start_step: int = 0) -> None:
-        """``named_parameters`` are followed: what the optimizer steps, which are the masters of bfloat16 weights.
+        """``named_parameters`` are the parameters to average: those that the optimizer steps, which are the masters of bfloat16 weights.
 
         Raises ValueError unless 0 <= decay < 1 and start_step >= 0.
         """
         if not 0 <= decay < 1:
             raise ValueError(
-                f"policy.ema.decay: found {decay}; it must be at least 0 and below 1, where nothing would be averaged"
+                f"policy.ema.decay: found {decay}; it must be at least 0 and below 1: at 1 nothing would be averaged"
             )
         if start_step < 0:
             raise ValueError(f"policy.ema.start_step: found {start_step}; it must be at least 0")
         self.decay = decay
         self.start_step = start_step
         self._followed = dict(named_parameters)
-        self._average = {name: torch.empty_like(weight, dtype=_wide(weight.dtype)) for name, weight in named_parameters}
+        self._average = {
+            name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+            for name, weight in named_parameters
+        }
         self.restart()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin at the weights as they are now."""
+        """Restart the average from the current weights."""
         self.steps = 0
         torch._foreach_copy_(list(self._average.values()), list(self._followed.values()))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights in. To be called after each optimizer step that was taken."""
+        """Update the average with the current weights. Call it after each optimizer step that was not skipped."""
         self.steps += 1
         averages, weights = list(self._average.values()), list(self._followed.values())
         if self.steps <= self.start_step:
@@ -52,9 +55,10 @@ class AveragedWeights:
 
     @contextmanager
     def swapped_in(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
-        """The average in place of a module's trained parameters, rounded to their precision; afterwards they are what they were.
+        """Replace a module's trained parameters by the average, rounded to their dtype; restore them on exit.
 
-        In place, so that whoever shares the module sees it; an engine that keeps copies of the weights must refresh them at both ends.
+        The swap is in place, so everything that shares the module sees it. An engine that keeps copies of the weights must refresh them on
+        entry and on exit.
         """
         kept = [parameter.detach().clone() for _, parameter in named_parameters]
         try:
@@ -72,18 +76,14 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` gave. Raises ValueError for the average of other parameters."""
+        """Restore a ``state_dict``. Raises ValueError for the average of other parameters."""
         saved: Mapping[str, Tensor] = state["average"]
         if saved.keys() != self._average.keys():
             odd = sorted(saved.keys() ^ self._average.keys())
             raise ValueError(
-                f"the checkpoint has the average of {len(saved)} weights, and this run trains {len(self._average)}, which differ in "
+                f"the checkpoint has the average of {len(saved)} weights and this run trains {len(self._average)}; they differ in "
                 f"{', '.join(odd[:3])}; start with another checkpointing.checkpoint_dir"
             )
         self.steps = int(state["steps"])
         for name, average in self._average.items():
             average.copy_(saved[name])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

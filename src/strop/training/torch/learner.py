@@ -1,4 +1,4 @@
-"""The learner in this process: a network, its optimizer and its schedule."""
+"""The PyTorch learner: a network, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from strop.types import Batch
 
 log = logging.getLogger(__name__)
 
-STEPS_BETWEEN_TRIMS = 10  # optimizer steps after which unused memory goes back to the system, on a CPU
+STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
 
 class TrainableNetwork(Protocol):
@@ -44,26 +44,26 @@ class TrainableNetwork(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLearnerOptions:
-    """How to train; models and precision belong to the network."""
+    """Options of training; the model and its precision belong to the network."""
 
     optimizer: str = "torch.optim.AdamW"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
-    no_decay: Sequence[str] = ()  # patterns of the names of parameters without weight decay
+    no_decay: Sequence[str] = ()  # name patterns of parameters without weight decay
     parameter_groups: Sequence[ParameterGroup] = ()
     schedule: Sequence[Mapping[str, Any]] = ()
-    total_steps: int | None = None  # optimizer steps of the run, where that is known: a schedule's default length
+    total_steps: int | None = None  # optimizer steps of the run if known: the default length of a schedule
     average_decay: float | None = None  # None: no moving average of the weights
-    average_start: int = 0  # optimizer steps until which the average is the weights
-    section: str = "policy"  # of the configuration, for messages
+    average_start: int = 0  # optimizer steps before averaging begins
+    section: str = "policy"  # section of the configuration, for messages
     max_grad_norm: float | None = 1.0  # None: no clipping
-    train_tokens: int = 8192  # tokens read by one micro-batch, forward and backward
-    score_tokens: int = 8192  # tokens read by one forward pass without gradient
+    train_tokens: int = 8192  # tokens of one micro-batch, forward and backward
+    score_tokens: int = 8192  # tokens of one forward pass without gradient
     activation_checkpointing: bool = False
-    whole_groups: bool = False  # a micro-batch never cuts a group: the loss compares its rollouts
+    whole_groups: bool = False  # never split a group across micro-batches: the loss compares its rollouts
 
 
 class FrozenScorer:
-    """A network that only scores: a reference policy. Its weights may wait on the CPU between uses."""
+    """A frozen network that only scores, such as a reference policy. ``offload`` keeps its weights on the CPU between uses."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class FrozenScorer:
         offload: bool = False,
         placement: Placement | None = None,
     ) -> None:
-        """Raises ValueError for ``offload`` on many ranks, where the placement keeps shards on the CPU or does not."""
+        """Raises ValueError for ``offload`` of a sharded network, whose parallelism decides where shards are kept."""
         if offload and placement is not None:
-            raise ValueError("a network on many ranks is not moved between uses; divide it with cpu_offload instead")
+            raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
         self.network = network
         self.sampling = sampling
         self.score_tokens = score_tokens
@@ -95,13 +95,13 @@ class FrozenScorer:
         return scores
 
     def score_shares(self, batch: Batch) -> Shares:
-        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
+        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
         return score_shares(self.placement, batch, self.sampling, self.score_tokens)
 
 
 @dataclass(frozen=True)
 class NetworkScorer:
-    """A network as it is at the moment it is asked, whoever trains it."""
+    """Scores with the current weights of a network that may be in training."""
 
     network: TrainableNetwork
     sampling: Sampling
@@ -112,18 +112,18 @@ class NetworkScorer:
         return assemble_outputs([self.score_shares(batch)], len(batch.target))
 
     def score_shares(self, batch: Batch) -> Shares:
-        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
+        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
         return score_shares(self.placement or OneDevice(self.network), batch, self.sampling, self.score_tokens)
 
 
 def score(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
-    """What a network on one device says of a whole batch, micro-batch by micro-batch."""
+    """Score a batch with a network on a single device, micro-batch by micro-batch."""
     return assemble_outputs([score_shares(OneDevice(network), batch, sampling, token_budget)], len(batch.target))
 
 
 @torch.no_grad()
 def score_shares(placement: Placement, batch: Batch, sampling: Sampling, token_budget: int) -> Shares:
-    """What this rank's part of a network says of its micro-batches."""
+    """Score this rank's micro-batches of a batch."""
     shares, _ = placement.shares(batch, token_budget)
     pieces = [(share, kept(placement.outputs(share.part.batch, sampling))) for share in shares]
     placement.collect()
@@ -132,17 +132,17 @@ def score_shares(placement: Placement, batch: Batch, sampling: Sampling, token_b
 
 
 class TorchLearner:
-    """One network and its optimizer. Gradients accumulate until ``step``; the loss decides what they are divided by.
+    """One network and its optimizer. Gradients accumulate until ``step``; the loss determines their normalization.
 
-    On many ranks each has a learner like this one, with a ``placement``; all of them are called alike and at the same time, each says
-    what it found of its share of a batch (``score_shares``, ``forward_backward_shares``, ``measure_shares``), and ``assemble`` puts
-    that together.
+    With several ranks, each rank has such a learner with a ``parallelism``, and all ranks make the same calls in the same order. Each rank
+    returns the results of its own micro-batches (``score_local``, ``forward_backward_local``, ``evaluate_loss_local``), and
+    ``assemble_result`` combines them.
     """
 
     def __init__(
         self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, placement: Placement | None = None
     ) -> None:
-        """``sampling`` is the one rollouts are drawn with: log-probabilities are of that distribution (law 3)."""
+        """``sampling`` are the parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3)."""
         self.network = network
         self.placement = placement or OneDevice(network)
         self.sampling = sampling
@@ -181,14 +181,14 @@ class TorchLearner:
         return assemble([self.measure_shares(batch, loss)], len(batch.target))
 
     def score_shares(self, batch: Batch) -> Shares:
-        """What this rank says of a batch: all there is to say on one device."""
+        """Score this rank's micro-batches: the whole batch on a single device."""
         return score_shares(self.placement, batch, self.sampling, self.options.score_tokens)
 
     def forward_backward_shares(self, batch: Batch, loss: LossFn) -> Shares:
-        """Add the gradient of the batch's loss to what there is; this rank's part of the answer."""
+        """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
         result = self._run(batch, loss, self.options.train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
-            for parameter in self.parameters:  # all idle: a zero gradient still moves the optimizer's momentum
+            for parameter in self.parameters:  # all losses have zero gradient: the step still updates the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
         return result
 
@@ -219,7 +219,7 @@ class TorchLearner:
     async def step(self) -> Metrics:
         limit = self.options.max_grad_norm
         norm = self.placement.clip(self.parameters, limit if limit is not None else float("inf"))
-        rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor, which the schedule changes in place
+        rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
         if torch.isfinite(norm):
             self.optimizer.step()
             self.masters.write_back()
@@ -239,16 +239,17 @@ class TorchLearner:
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, under their names in an ordinary model: adapters are merged in."""
+        """Yield all weights under their names in an ordinary model, with adapters merged in."""
         yield from self.placement.weights()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """What a LoRA run trains, under the names of PEFT's files; nothing where the model has no adapters."""
+        """Yield the adapters under the names of PEFT's files; nothing for a model without adapters."""
         yield from self.placement.adapters().items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """``weights/`` as a Hugging Face folder, or adapters in PEFT's format; ``ema/`` with their average; and ``optimizer.pt``
-        with what it takes to go on. On many ranks, all of which call it, pieces (``strop.training.torch.parallel.checkpoint``)."""
+        """Write ``weights/`` as a Hugging Face folder or as adapters in PEFT's format, ``ema/`` with their average, and ``optimizer.pt``
+        with the state needed to resume. On several ranks, all of which must call it, write shards
+        (``strop.learner.parallel.sharded_checkpoint``)."""
         if not isinstance(self.placement, OneDevice):
             return divided.save(self, folder, optimizer=optimizer)
         save_weights(self.model, folder / "weights")
@@ -265,7 +266,7 @@ class TorchLearner:
             torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, on any number of ranks, in place: whoever shares the module sees the restored weights."""
+        """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
         if not isinstance(self.placement, OneDevice) or divided.is_divided_checkpoint(folder):
             return divided.load(self, folder)
         load_weights(self.model, folder / "weights")
@@ -282,18 +283,18 @@ class TorchLearner:
         self.load_average(state.get("average"), path)
 
     def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
-        """Restore the average's state, if there is an average; without a state it begins anew, with a warning."""
+        """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""
         if self.average is None:
             return
         if state is not None:
             self.average.load_state_dict(state)
             return
-        log.warning("%s has no average of the weights (policy.ema): it begins at the weights of this checkpoint", path)
+        log.warning("%s has no average of the weights (policy.ema): it restarts from the weights of this checkpoint", path)
         self.average.restart()
 
 
 def save_weights(model: Any, folder: Path) -> None:
-    """A Hugging Face folder, or the adapters alone where there are any."""
+    """Write a Hugging Face folder, or only the adapters of a model that has them."""
     with quiet():
         if low_rank_layers(model):
             save_adapters(model, folder)
@@ -302,9 +303,9 @@ def save_weights(model: Any, folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill a module, in place, from what ``save_weights`` wrote. Raises ValueError unless every weight is there.
+    """Load what ``save_weights`` wrote into a module, in place. Raises ValueError unless every weight is present.
 
-    A weight that is tied to another is stored once.
+    Tied weights are stored once.
     """
     if low_rank_layers(model):
         return load_adapters(model, folder)
@@ -312,13 +313,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _nothing(outputs: Outputs) -> tuple[Tensor, Metrics]:
-    """The loss of a stand-in: its gradient is zero, and reaches every weight."""
+    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
     _, first = next(present(outputs))
     return first.sum() * 0.0, {}
 
 
 def _on(batch: Batch, device: torch.device) -> Batch:
-    """The columns a loss reads on the learner's device."""
+    """Move the columns that a loss reads to the learner's device."""
     if device.type == "cpu":
         return batch
     names = ("target", "sequence", "sampler_logprobs", "versions", "advantages", "mask", "group", "rewards")

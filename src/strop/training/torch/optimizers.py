@@ -1,7 +1,7 @@
-"""Optimizers and schedules by name, as a configuration spells them.
+"""Optimizers and learning-rate schedules by the names of a configuration.
 
-An optimizer is named by its class, torch's or another package's, with groups of parameters that have a learning rate or a weight
-decay of their own. A schedule is one of ``strop.training.torch.schedules``, or a class of torch.
+An optimizer is named by its class, of torch or another package, and may have parameter groups with their own learning rate or weight
+decay. A schedule is one of ``strop.learner.torch.schedules``, or a class of torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from strop.training.torch.schedules import follow, make_schedule
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
-# Packages with optimizers that are no part of Strop: what to install where one is asked for and missing.
+# Optional packages with optimizers; an error names the one to install.
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters with a learning rate or a weight decay of their own; None leaves the optimizer's."""
+    """Parameters with their own learning rate or weight decay; None keeps the optimizer's."""
 
-    match: Sequence[str]  # patterns of parameter names, as ``matches`` reads them
+    match: Sequence[str]  # patterns of parameter names, see ``matches_any``
     lr: float | None = None
     weight_decay: float | None = None
 
@@ -48,10 +48,10 @@ def make_optimizer(
     no_decay: Sequence[str] = (),
     section: str = "policy",
 ) -> Optimizer:
-    """``torch.optim.AdamW`` and its like by dotted name. Raises ValueError naming the argument it does not take.
+    """Create an optimizer by dotted name, such as ``torch.optim.AdamW``. Raises ValueError for an argument that it does not take.
 
-    Where the optimizer has a fused form and the configuration does not choose, the fused one is used: it passes over the weights once.
-    ``groups`` and ``no_decay`` are read by ``parameter_groups``.
+    Defaults to the fused implementation where the optimizer has one: it reads the weights once. See ``make_parameter_groups`` for
+    ``groups`` and ``no_decay``.
     """
     factory = _resolve(name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
@@ -72,10 +72,10 @@ def make_optimizer(
 def parameter_groups(
     named_parameters: NamedParameters, groups: Sequence[ParameterGroup], no_decay: Sequence[str], *, section: str = "policy"
 ) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them: first those without options of their own, then those of each group in turn.
+    """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
 
-    A parameter is of the first group that matches it. What ``no_decay`` matches is not decayed, whatever its group says.
-    Raises ValueError for a pattern that matches nothing and for a group that the ones before it leave nothing.
+    A parameter belongs to the first group that matches it. Parameters that match ``no_decay`` have no weight decay, whatever their group
+    sets. Raises ValueError for a pattern without a match, and for a group whose parameters all belong to earlier groups.
     """
     names = [name for name, _ in named_parameters]
     _refuse_idle(no_decay, names, f"{section}.optimizer.no_decay")
@@ -88,8 +88,8 @@ def parameter_groups(
     for place, group in enumerate(groups):
         if not {(place, False), (place, True)} & buckets.keys():
             raise ValueError(
-                f"{section}.optimizer.groups.{place}: the groups before it have every parameter that {list(group.match)} match; "
-                "put it before them, or remove it"
+                f"{section}.optimizer.groups.{place}: earlier groups contain every parameter that {list(group.match)} match; "
+                "move this group before them, or remove it"
             )
     return [
         {
@@ -103,18 +103,18 @@ def parameter_groups(
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name contains one of the patterns; one with ``*``, ``?`` or ``[`` is a shell pattern of the whole name."""
+    """Return whether a name contains one of the patterns; a pattern with ``*``, ``?`` or ``[`` must match the whole name."""
     return any(fnmatchcase(name, one) if any(sign in one for sign in "*?[") else one in name for one in patterns)
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Restore a saved state. Raises ValueError where it belongs to other parameters or to other groups of them."""
+    """Restore a saved state. Raises ValueError if it has other parameters or parameter groups."""
     saved, own = state["param_groups"], optimizer.param_groups
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     named = all("param_names" in group for group in (*saved, *own))
     if sizes[0] != sizes[1] or (named and [g["param_names"] for g in saved] != [g["param_names"] for g in own]):
         raise ValueError(
-            f"the optimizer's state was saved with groups of {sizes[0]} parameters, and this run has groups of {sizes[1]}"
+            f"the optimizer state was saved with groups of {sizes[0]} parameters, and this run has groups of {sizes[1]}"
             + (" with other names" if sizes[0] == sizes[1] else "")
             + "; set optimizer.no_decay and optimizer.groups as they were"
         )
@@ -124,10 +124,10 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def make_scheduler(
     schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, total_steps: int | None = None, section: str = "policy"
 ) -> LRScheduler | None:
-    """``[{name, kwargs}, ..., {milestones: [...]}]`` one after another, one entry alone, or none.
+    """Create the scheduler of ``[{name, kwargs}, ..., {milestones: [...]}]``: several stages in sequence, a single one, or None.
 
-    ``total_steps`` is the run's number of optimizer steps, None where it is not known. A named schedule that is not given its own
-    ends there, or at the milestone where the next stage takes over.
+    ``total_steps`` is the run's number of optimizer steps, or None if unknown. A named schedule without its own ``total_steps`` ends
+    there, or at the milestone where the next stage begins.
     """
     stages = [entry for entry in schedule if "name" in entry]
     milestones = [step for entry in schedule if "milestones" in entry for step in entry["milestones"]]
@@ -138,7 +138,7 @@ def make_scheduler(
             f"{section}.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
         )
     if total_steps is not None and milestones and milestones[-1] >= total_steps:
-        total_steps = None  # the last stage begins after the run: it has no length
+        total_steps = None  # the last stage begins after the end of the run
     lengths = [
         None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
     ]
@@ -159,7 +159,7 @@ def _stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: i
 
 
 def _refuse_unknown(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
-    """Raises ValueError for an argument that ``name`` does not take; ``first`` is the one that is not the configuration's."""
+    """Raises ValueError for an argument that ``name`` does not take; ``first`` is not allowed: Strop passes it."""
     for argument in sorted(given):
         if argument not in known or argument == first:
             raise ValueError(f"{key}.{argument}: {name} takes {sorted(set(known) - {first})}")
@@ -169,7 +169,7 @@ def _refuse_idle(patterns: Sequence[str], names: Sequence[str], key: str) -> Non
     for pattern in patterns:
         if not any(matches(name, [pattern]) for name in names):
             raise ValueError(
-                f"{key}: {pattern!r} matches none of the {len(names)} trained parameters, which are called like "
+                f"{key}: {pattern!r} matches none of the {len(names)} trained parameters, such as "
                 f"{', '.join(names[:3])}; correct it, or remove it"
             )
 

@@ -1,4 +1,4 @@
-"""The reference policy of a LoRA run: the policy itself, with its adapters off."""
+"""The reference policy of a LoRA run: the policy itself with its adapters disabled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from strop.types import Batch
 
 
 class AdapterOffScorer:
-    """Scores with the frozen base of a network that has adapters: to the last bit what a copy of the base says."""
+    """Scores with the frozen base of a network that has adapters: bitwise equal to a copy of the base."""
 
     def __init__(self, network: Network, sampling: Sampling, *, score_tokens: int, placement: Placement | None = None) -> None:
-        """Raises ValueError for a network without adapters, whose base is what is trained."""
+        """Raises ValueError for a network without adapters: its base is trained."""
         if not low_rank_layers(network.model):
             raise ValueError(
-                f"{type(network.model).__name__} has no adapters to switch off, so it cannot be its own reference; use a "
-                "FrozenScorer on a copy"
+                f"{type(network.model).__name__} has no adapters to disable, so it cannot be its own reference; use a "
+                "FrozenScorer with a copy"
             )
         self.network = network
         self.sampling = sampling
@@ -31,6 +31,6 @@ class AdapterOffScorer:
         return assemble_outputs([self.score_shares(batch)], len(batch.target))
 
     def score_shares(self, batch: Batch) -> Shares:
-        """What this rank says of a batch: a part of ``score``'s answer where there are many."""
+        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
         with self.network.adapters_off():
             return score_shares(self.placement, batch, self.sampling, self.score_tokens)

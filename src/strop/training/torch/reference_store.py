@@ -1,7 +1,7 @@
-"""Reference log-probabilities computed once, before training, and kept in a file: no reference model in memory afterwards.
+"""Reference log-probabilities computed once before training and stored in a file, so that no reference model stays in memory.
 
-An example is known by its data's name, its task's id and the number of its rollout, and by a fingerprint of its tokens: one that has
-changed since is an error, never a silently wrong number. The file names the weights it was computed with.
+An example is identified by the name of its data, its task id, its rollout number and a fingerprint of its tokens: an example that has
+changed since raises an error. The file records the weights it was computed with.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from strop.tracking.atomic import replacing
 from strop.training.base import Scorer, token_outputs
 from strop.types import Batch, Group, Rollout
 
-AT_ONCE = 64  # groups packed together: enough for the micro-batches to be full
+AT_ONCE = 64  # groups packed together: enough to fill the micro-batches
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceStore:
-    """Log-probabilities of recorded rollouts by who they are. A ``ColumnSource`` for the column ``reference_logprobs``."""
+    """Log-probabilities of recorded rollouts by their identity. A ``ColumnSource`` for the column ``reference_logprobs``."""
 
     path: Path
-    logprobs: Tensor  # float32, those of all rollouts one after another
-    places: Mapping[tuple[int, int], tuple[int, int]]  # (name, fingerprint) of a rollout -> first and last + 1 in ``logprobs``
+    logprobs: Tensor  # float32, of all rollouts, concatenated
+    places: Mapping[tuple[int, int], tuple[int, int]]  # (hash of name, fingerprint) of a rollout -> [start, end)
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """The column of the batch, [N] float32. Raises LookupError for an example that is not in the file or is not what it was."""
+        """Return the column of the batch, [N] float32. Raises LookupError for an example that is missing or has changed."""
         found = [self._of(group, rollout) for group in groups for rollout in group.rollouts]
         column = torch.cat(found) if found else torch.zeros(0)
         if len(column) != len(batch.target):
             raise ValueError(
-                f"the batch asks about {len(batch.target)} tokens, and its groups have {len(column)} that were taught: reference "
-                "log-probabilities belong to a batch with a place for each of them"
+                f"the batch predicts {len(batch.target)} tokens, and its groups have {len(column)} loss tokens: reference "
+                "log-probabilities need a batch that predicts each of them"
             )
         return {REFERENCE: column}
 
@@ -50,10 +50,10 @@ class ReferenceStore:
         place = self.places.get((_hash(name), fingerprint(rollout)))
         if place is None:
             known = any(found == _hash(name) for found, _ in self.places)
-            reason = "has other tokens than when" if known else "is not among the examples when"
+            reason = "has other tokens than when" if known else "was not among the examples when"
             raise LookupError(
-                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or how examples "
-                "are read has changed. Remove that file, and they are computed anew"
+                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the reading of "
+                "examples has changed. Remove that file to compute them again"
             )
         return self.logprobs[slice(*place)]
 
@@ -68,12 +68,11 @@ async def reference_store(
     data: str,
     share_prefixes: bool = True,
 ) -> ReferenceStore:
-    """What ``path`` holds; where there is no such file, what ``scorer`` says of every rollout of ``groups``, which is then written there.
+    """Load the store at ``path``; if the file does not exist, score every rollout of ``groups`` and write it.
 
-    ``groups`` are only read in the second case; those with errors are left out. Call it while the scorer has the weights that training
-    starts from, before a checkpoint is loaded. ``weights`` (see ``weights_fingerprint``) and ``data``, a description of where examples
-    come from and how they are read, must be those that the file was computed with. Raises ValueError where they are not. Interrupted, it
-    leaves no file.
+    ``groups`` is consumed only in the second case; groups with errors are skipped. Call this while the scorer has the initial weights of
+    training, before a checkpoint is loaded. ``weights`` (see ``model_fingerprint``) and ``data``, a description of the examples' source and
+    of how they are read, must be those that the file was computed with. Raises ValueError otherwise. An interrupted call leaves no file.
     """
     made_with = {"weights": weights, "data": data}
     if path.exists():
@@ -97,7 +96,7 @@ async def reference_store(
 
 
 def fingerprint(rollout: Rollout) -> int:
-    """64 bits that follow from a rollout's tokens and which of them are taught."""
+    """Return a 64-bit hash of a rollout's tokens and of which of them are loss tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for author, tokens in (("prompt", rollout.prompt), *((turn.author, turn.tokens) for turn in rollout.turns)):
         digest.update(f"{author} {len(tokens)} ".encode())
@@ -106,7 +105,7 @@ def fingerprint(rollout: Rollout) -> int:
 
 
 def weights_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
-    """A name for a model's weights, from the names and shapes of its parameters and up to ``samples`` entries of each."""
+    """Return a hash of a model's weights: names, shapes and about ``samples`` entries of each parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -149,8 +148,8 @@ def _read(path: Path, made_with: Mapping[str, str]) -> ReferenceStore:
     ]
     if differing:
         raise ValueError(
-            f"the reference log-probabilities in {path} were computed with other {' and '.join(differing)}; remove that file to have them "
-            "computed anew, or name another one"
+            f"the reference log-probabilities in {path} were computed with other {' and '.join(differing)}; remove that file to compute "
+            "them again, or set another one"
         )
     ends = lengths.cumsum(0).tolist()
     spans = zip([0, *ends[:-1]], ends, strict=True)

@@ -1,7 +1,7 @@
-"""A reward model that is asked about one conversation at a time and reads those of a few milliseconds together.
+"""A reward model that takes one conversation at a time and batches the requests of a few milliseconds.
 
 score(tokens) --+
-score(tokens) --+--> queue --> one thread: a padded batch -> scores [B] --> each caller its own
+score(tokens) --+--> queue --> one thread: a padded batch -> scores [B] --> one score per caller
 score(tokens) --+
 """
 
@@ -27,11 +27,11 @@ from strop.training.torch.master import round_weights
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerLimits:
-    """What is read at once."""
+    """Limits of one batch."""
 
     conversations: int = 32
-    tokens: int = 16384  # padding included; a longer conversation is read alone
-    wait: float = 0.005  # seconds that the first of a batch waits for others
+    tokens: int = 16384  # including padding; a longer conversation is a batch of its own
+    wait: float = 0.005  # seconds that the first request of a batch waits for others
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,32 @@ class Request:
 
 
 class RewardScorer:
-    """``model`` is a sequence classifier with one label, which nobody else changes. Callers may be on any event loop, and on several."""
+    """Scores conversations with a sequence classifier with one label and fixed weights. Callers may be on several event loops."""
 
     def __init__(self, model: Any, *, precision: torch.dtype = torch.float32, limits: ScorerLimits | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.precision = precision
         self.limits = limits or ScorerLimits()
         self.device = next(model.parameters()).device
-        self.batches = 0  # that were read
+        self.batches = 0  # batches scored so far
         self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._threads = torch.get_num_threads()
         threading.Thread(target=self._serve, name="strop-reward-model", daemon=True).start()
 
     async def score(self, tokens: Sequence[int]) -> float:
-        """Of a whole conversation. Raises ValueError for an empty one, and whatever the model raises."""
+        """Return the score of a whole conversation. Raises ValueError for an empty one, and any error of the model."""
         if not tokens:
-            raise ValueError("the conversation has no tokens, and a reward model scores its last one")
+            raise ValueError("the conversation has no tokens, and a reward model reads its score at the last token")
         request = Request(tokens)
         self._queue.put(request)
         return await asyncio.wrap_future(request.answer)
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """The score of each, [B] float32 on the CPU, from one pass."""
+        """Return the scores of several conversations, [B] float32 on the CPU, from one forward pass."""
         lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.full((len(rows), int(lengths.max())), self._padding)
+        padding = int(getattr(self.model.config, "pad_token_id", None) or 0)
+        tokens = torch.full((len(rows), int(lengths.max())), padding)
         for place, row in enumerate(rows):
             tokens[place, : len(row)] = torch.tensor(list(row))
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
@@ -73,15 +74,11 @@ class RewardScorer:
             return self._scores(tokens.to(self.device), mask.to(self.device), lengths.to(self.device) - 1).float().cpu()
 
     def _scores(self, tokens: Tensor, mask: Tensor, last: Tensor) -> Tensor:
-        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # an encoder, which pools in its own way
+        if not isinstance(getattr(self.model, "score", None), nn.Linear):  # an encoder, which has its own pooling
             logits: Tensor = self.model(input_ids=tokens, attention_mask=mask).logits[:, 0]
             return logits
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
         return scalar(score_layer(self.model), hidden[torch.arange(len(tokens), device=hidden.device), last])
-
-    @property
-    def _padding(self) -> int:
-        return int(getattr(self.model.config, "pad_token_id", None) or 0)
 
     # --- in the thread ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +102,7 @@ class RewardScorer:
                 return
 
     def _fitting(self, waiting: Sequence[Request]) -> int:
-        """How many, from the first on, are read at once."""
+        """Return how many requests, from the first on, fit one batch."""
         longest = 0
         for count, request in enumerate(waiting):
             longest = max(longest, len(request.tokens))
@@ -119,7 +116,7 @@ class RewardScorer:
             return
         try:
             scores = self.read([request.tokens for request in wanted]).tolist()
-        except Exception as error:  # each caller's to know; the thread goes on
+        except Exception as error:  # every caller gets the error; the thread continues
             for request in wanted:
                 request.answer.set_exception(error)
             return
@@ -129,13 +126,13 @@ class RewardScorer:
 
 
 def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits: ScorerLimits | None = None) -> RewardScorer:
-    """A trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face one.
+    """Load a trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face model.
 
-    Raises ModelNotFound, ValueError for several labels, and for a model that has no trained score."""
-    model = load_classifier(name, spread=0.0)  # a score layer that is not in the files is all zeros
+    Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer."""
+    model = load_classifier(name, spread=0.0)  # a score layer that is missing in the files becomes all zeros
     if not score_layer(model).weight.any():
         raise ValueError(
-            f"model_name: {name} has no trained layer for a score: it is a language model, not a reward model. Name a sequence classifier "
+            f"model_name: {name} has no trained score layer: it is a language model, not a reward model; set it to a sequence classifier "
             "with one label, such as the folder that strop rm saves (policy/weights)"
         )
     disable_dropout(model)

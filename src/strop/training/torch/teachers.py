@@ -1,12 +1,12 @@
-"""Teachers: whoever fills the columns that distillation learns from.
+"""Teachers: sources of the columns that distillation learns from.
 
     one teacher                    TeacherLogprobs(teacher)             -> teacher_logprobs [N]
                                    TeacherTopK(teacher, count)          -> candidates, teacher_candidates [N, K]
-    several, one for each group    RoutedTeachers({environment: source})
-    several, all for each token    MixedTeachers([source, ...])
-    the policy, shown how          SelfTeacher(source, prompt)
+    one of several by environment  RoutedTeachers({environment: source})
+    a mixture of several           MixedTeachers([source, ...])
+    the policy with demonstration  SelfTeacher(source, prompt)
 
-A teacher reads the very tokens that the student sampled, so both must have one vocabulary: ``common_vocabulary`` refuses others.
+A teacher scores the token ids that the student sampled, so both must share a vocabulary: ``shared_vocabulary_size`` checks it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ from strop.types import Batch, Group
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A language model that reads and is not trained. ``sampling``: the student's temperature, and no filter.
+    """A language model that scores and is not trained. ``sampling`` has the student's temperature and no filters.
 
-    ``during`` gives what must hold while it reads, such as ``lambda: on_device(network)``, ``lambda:
-    average.swapped_in(parameters)`` for the moving average of the policy's own weights, or its adapters off. A plain network
-    needs nothing.
+    ``context`` returns a context manager that is entered while the teacher scores, such as ``lambda: on_device(network)``, ``lambda:
+    average.swap_in(parameters)`` for the moving average of the policy's weights, or the policy with its adapters disabled.
     """
 
     network: Network
@@ -52,11 +51,11 @@ class Teacher:
 
     @torch.no_grad()
     def likeliest(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ``count`` most likely tokens at each place among the first ``vocabulary`` ids, and their log-probabilities: [N,
-        K] each, int64 and float32, on the CPU. Raises ValueError for more tokens than there are."""
+        """Return the ``count`` most likely token ids below ``vocabulary`` at each position and their log-probabilities: [N, K] each,
+        int64 and float32, on the CPU. Raises ValueError if ``count`` exceeds the vocabulary."""
         known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
         if not 1 <= count <= known:
-            raise ValueError(f"the {count} most likely of {known} tokens were asked for; set topk_logits_k to at most {known}")
+            raise ValueError(f"the {count} most likely of {known} tokens were requested; set topk_logits_k to at most {known}")
         ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
         logprobs = torch.zeros(len(batch.target), count)
         with self.during():
@@ -67,7 +66,7 @@ class Teacher:
     def _likeliest(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         network, pieces = self.network, []
         with network.autocast():
-            for rows in network.hidden(batch).split(network.chunk):  # a chunk of float32 logits at a time, as everywhere
+            for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
                 logits = filtered_logits(network.head.logits(rows), self.sampling)
                 best, places = logits[:, :vocabulary].topk(count, dim=-1)
                 pieces.append((places.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
@@ -77,7 +76,7 @@ class Teacher:
 
 @contextmanager
 def on_device(network: Network) -> Iterator[None]:
-    """A model that waits in CPU memory, on its device while it is used."""
+    """Move a model from the CPU to its device, and back on exit."""
     network.model.to(network.device)
     try:
         yield
@@ -87,7 +86,7 @@ def on_device(network: Network) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TeacherLogprobs:
-    """What a teacher gives the tokens that were sampled: ``teacher_logprobs`` [N]. The teacher may be any scorer."""
+    """The log-probabilities of the sampled tokens under a teacher: ``teacher_logprobs`` [N]. The teacher may be any scorer."""
 
     teacher: Scorer
 
@@ -97,13 +96,13 @@ class TeacherLogprobs:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher's ``count`` most likely tokens at each place, and what it gives them: ``candidates``, ``teacher_candidates``
-    [N, K].
+    """A teacher's ``count`` most likely tokens at each position and their log-probabilities: ``candidates`` and
+    ``teacher_candidates`` [N, K].
     """
 
     teacher: Teacher
     count: int
-    vocabulary: int | None = None  # ids that the student knows, from 0: see common_vocabulary
+    vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         ids, logprobs = self.teacher.likeliest(batch, self.count, self.vocabulary)
@@ -112,13 +111,13 @@ class TeacherTopK:
 
 @dataclass(frozen=True)
 class RoutedTeachers:
-    """Each group to the teacher of its environment. Every one must give the same columns, equally wide."""
+    """Routes each group to the teacher of its environment. All teachers must return the same columns with the same shapes."""
 
-    teachers: Mapping[str, ColumnSource]  # by the environment's name
-    otherwise: ColumnSource | None = None  # for environments that are not named
+    teachers: Mapping[str, ColumnSource]  # by environment name
+    otherwise: ColumnSource | None = None  # for all other environments
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """Raises ValueError for a group that no teacher is for."""
+        """Raises ValueError for a group without a teacher."""
         owners = [self.teacher_of(group.environment) for group in groups]
         asked = []
         for teacher in {id(owner): owner for owner in owners}.values():
@@ -126,7 +125,7 @@ class RoutedTeachers:
             part = select(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
             asked.append((part, teacher.columns(part.batch, [groups[place] for place in places])))
         columns: dict[str, Tensor] = {}
-        answers = await asyncio.gather(*(answer for _, answer in asked))  # at once, where they are in processes of their own
+        answers = await asyncio.gather(*(answer for _, answer in asked))  # concurrent if the teachers are in other processes
         for (part, _), found in zip(asked, answers, strict=True):
             for name, column in found.items():
                 if name not in columns:
@@ -138,33 +137,32 @@ class RoutedTeachers:
         teacher = self.teachers.get(environment, self.otherwise)
         if teacher is None:
             raise ValueError(
-                f"no teacher is for the environment {environment!r}: there are some for {', '.join(sorted(self.teachers))}; "
-                "name it in teacher.environments, or let one teacher be for all"
+                f"the environment {environment!r} has no teacher: there are teachers for {', '.join(sorted(self.teachers))}; "
+                "add it to teacher.environments, or configure one teacher for all environments"
             )
         return teacher
 
 
 @dataclass(frozen=True)
 class MixedTeachers:
-    """The mixture of several teachers, log sum_i w_i p_i(token), with weights that are made to sum to 1: ``teacher_logprobs``
-    [N].
+    """The mixture of several teachers, log sum_i w_i p_i(token), with weights normalized to sum to 1: ``teacher_logprobs`` [N].
 
-    Of sampled tokens only: the most likely tokens of a mixture are not known from those of its parts.
+    Supports sampled tokens only: the most likely tokens of a mixture do not follow from those of its teachers.
     """
 
     teachers: Sequence[ColumnSource]
-    weights: Sequence[float] | None = None  # None: all the same
+    weights: Sequence[float] | None = None  # None: equal weights
 
     def __post_init__(self) -> None:
         weights = self.weights
         if not self.teachers or (weights is not None and (len(weights) != len(self.teachers) or min(weights) <= 0)):
-            raise ValueError(f"{len(self.teachers)} teachers have the weights {weights}; give each teacher one above 0")
+            raise ValueError(f"{len(self.teachers)} teachers have the weights {weights}; set one weight above 0 for each teacher")
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """Raises ValueError for a teacher that gives other columns."""
+        """Raises ValueError for a teacher that returns other columns."""
         found = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
         if any(set(columns) != {TEACHER} for columns in found):
-            raise ValueError("teachers can be mixed for distillation only, on sampled tokens; for others route by environment")
+            raise ValueError("teachers can be mixed only for distillation on sampled tokens; otherwise route them by environment")
         weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)
         logs = torch.stack([columns[TEACHER].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
         return {TEACHER: logs.logsumexp(0).float()}
@@ -172,78 +170,76 @@ class MixedTeachers:
 
 @dataclass(frozen=True)
 class SelfTeacher:
-    """Self-distillation (arXiv 2601.19897): the teacher reads the same rollouts after another prompt, one that shows how it
-    is done.
+    """Self-distillation (arXiv 2601.19897): the teacher scores the same rollouts after a prompt that contains a demonstration.
 
-    ``teacher`` is whatever reads them: a frozen copy of the policy, its moving average (the paper's choice), its adapters
-    off, or the learner itself. ``prompt`` gives a group's prompt with the demonstration, in tokens; it must leave room for
-    the rollouts.
+    ``teacher`` may be a frozen copy of the policy, its moving average (the paper's choice), the policy with its adapters disabled, or the
+    learner itself. ``prompt`` returns the token ids of a group's prompt with the demonstration; it must leave room for the rollouts.
     """
 
     teacher: ColumnSource
     prompt: Callable[[Group], Sequence[int]]
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        """Raises ValueError where ``groups`` are not those of the batch."""
+        """Raises ValueError if the batch was not packed from ``groups``."""
         shown = [self._shown(group) for group in groups]
         reading = pack(shown, _NoCredit())
         if not torch.equal(reading.target, batch.target):
-            raise ValueError("the groups are not those the batch was packed from: their sampled tokens differ")
+            raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
         return await self.teacher.columns(reading, shown)
 
     def _shown(self, group: Group) -> Group:
         prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)
         if not len(prompt):
             raise ValueError(
-                f"the demonstration prompt of task {group.task.id!r} is empty: the first token is predicted from its last"
+                f"the demonstration prompt of task {group.task.id!r} is empty: the first token is predicted from its last token"
             )
         return replace(group, rollouts=tuple(replace(rollout, prompt=prompt) for rollout in group.rollouts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _NoCredit(Algorithm):
-    """For batches that are only read."""
+    """An algorithm without a loss, for batches that are only scored."""
 
     def advantages(self, group: Group) -> Tensor:
         return torch.zeros(len(group.rollouts))
 
     def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        raise NotImplementedError("a batch that is only read has no loss")
+        raise NotImplementedError("a batch that is only scored has no loss")
 
 
 _PROBE = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'
 
 
 def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
-    """How many token ids, from 0, mean the same to both; for ``TeacherTopK.vocabulary``.
+    """Return the number of token ids, from 0, that student and teacher share; for ``TeacherTopK.vocabulary``.
 
-    ``student`` and ``teacher`` are the sizes of their output layers, ``tokenizers`` those of student and teacher. Output
-    layers are padded, so that models of one family differ in size with one tokenizer: sizes decide only where no tokenizers
-    are given. Raises ValueError where the teacher would read other text than the student wrote.
+    ``student`` and ``teacher`` are the sizes of the output layers, ``tokenizers`` the tokenizers of student and teacher. Output layers are
+    padded, so models of one family with one tokenizer differ in size: sizes are compared only without tokenizers. Raises ValueError if the
+    teacher would read other text than the student wrote.
     """
     if student > teacher:
         raise ValueError(
-            f"the student can sample {student} token ids and the teacher reads {teacher}: ids from {teacher} on mean nothing to "
-            "it; choose a teacher of the student's family"
+            f"the student can sample {student} token ids and the teacher reads {teacher}: it does not know the ids from {teacher} "
+            "on; choose a teacher of the student's family"
         )
     if tokenizers is None:
         if student != teacher:
             raise ValueError(
-                f"the student has {student} token ids and the teacher {teacher}: whether they mean the same cannot be told "
-                "without their tokenizers; choose a teacher of the student's family"
+                f"the student has {student} token ids and the teacher {teacher}: without their tokenizers their vocabularies cannot "
+                "be compared; choose a teacher of the student's family"
             )
         return student
     known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
         place, token = odd[0]
         raise ValueError(
-            f"the tokenizers of student and teacher differ in {len(odd)} tokens, the first of them {token!r}: it is {place} to "
-            f"the student and {others.get(token, 'unknown')} to the teacher; choose a teacher of the student's family"
+            f"the tokenizers of student and teacher differ in {len(odd)} tokens; the first is {token!r}: {place} for the "
+            f"student and {others.get(token, 'unknown')} for the teacher; choose a teacher of the student's family"
         )
     ours, theirs = (tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
     if ours != theirs:
         raise ValueError(
-            f"the tokenizers of student and teacher have the same tokens and cut text differently: {_PROBE[:20]!r}... is "
-            f"{len(ours)} tokens to one and {len(theirs)} to the other; choose a teacher of the student's family"
+            f"the tokenizers of student and teacher have the same tokens but split text differently: {_PROBE[:20]!r}... is "
+            f"{len(ours)} tokens for the student and {len(theirs)} for the teacher; choose a teacher of the student's family"
         )
     return min(student, int(max(known.values())) + 1)

@@ -141,7 +141,7 @@ def test_an_adapter_that_is_not_replaced_is_caught(room: EngineRoom, beside: Ser
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("adapter forgotten", r"did not take model\.layers\.0\.self_attn\.q_proj\.A"),
+        ("adapter forgotten", r"did not load model\.layers\.0\.self_attn\.q_proj\.A"),
         ("stale adapter in one layer", r"layers\.1\.mlp\.down_proj\.B did not arrive"),
     ],
 )

@@ -168,7 +168,7 @@ def test_the_salt_alone_keeps_prefixes_of_other_weights_apart(
 def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_version(room: EngineRoom, served: Served) -> None:
     before = served.weights.version
     with planted(room, served, "killed half way"):
-        with pytest.raises(Exception, match="told to fail"):
+        with pytest.raises(Exception, match="this worker fails in the middle"):
             publish(room, served)
         assert served.engine.version == -1 and served.weights.version == before
 

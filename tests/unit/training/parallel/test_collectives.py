@@ -73,5 +73,5 @@ def uneven(rank: int) -> None:
 
 
 def test_rows_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(AssertionError, match="3 rows cannot be divided evenly among 2 ranks"):
+    with pytest.raises(AssertionError, match="3 rows cannot be split evenly among 2 ranks"):
         on_ranks(2, uneven)

@@ -154,11 +154,11 @@ def test_every_implementation_of_experts_serves_a_rank_that_has_some_of_them() -
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="expert_parallel_size 3 does not divide the 4 experts of model"):
         check_experts(build("qwen3_moe"), ParallelSizes(shard=3, expert=3))
-    with pytest.raises(ValueError, match="tensor_parallel_size, which divides experts too, 3 does not divide the 4 experts"):
+    with pytest.raises(ValueError, match="tensor_parallel_size, which shards experts too, 3 does not divide the 4 experts"):
         check_experts(build("qwen3_moe"), ParallelSizes(tensor=3))
-    with pytest.raises(ValueError, match="expert_parallel_size is 2 and LlamaForCausalLM has no layers of experts; set it to 1"):
+    with pytest.raises(ValueError, match="expert_parallel_size is 2 and LlamaForCausalLM has no expert layers; set it to 1"):
         check_experts(build("llama"), ParallelSizes(shard=2, expert=2))
     odd = build("qwen3_moe")
     odd.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts \(Qwen3MoeExperts\) are of a form that there is no rule"):
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts \(Qwen3MoeExperts\) have a layout that cannot be sharded"):
         check_experts(odd, ParallelSizes(shard=2, expert=2))

@@ -160,7 +160,7 @@ def test_answers_of_one_rank_are_not_taken_for_those_of_all() -> None:
     batch, ranks = found()
     for rank in ranks:
         assert f"of the batch's {len(batch.target)} predicted tokens" in rank["alone"]
-    with pytest.raises(ValueError, match="the answers cover 0 of the batch's 3"):
+    with pytest.raises(ValueError, match="the outputs cover 0 of the batch's 3"):
         assemble([Shares()], 3)
 
 
@@ -186,11 +186,11 @@ def test_every_rank_has_all_weights_and_tied_ones_are_one_tensor() -> None:
 
 def test_an_optimizer_that_must_see_whole_weights_is_refused() -> None:
     for rank in found()[1]:
-        assert "LBFGS is not known to update each number from that number's gradients alone" in rank["optimizer"]
+        assert "LBFGS is not known to be elementwise" in rank["optimizer"]
 
 
 def test_trained_weights_of_low_precision_are_refused_unless_it_is_asked_for() -> None:
-    assert "give it as weights_dtype" in found()[1][0]["low"]
+    assert "pass that dtype as weights_dtype" in found()[1][0]["low"]
 
 
 def test_padded_rows_are_not_divided_among_ranks() -> None:
@@ -202,7 +202,7 @@ def test_padded_rows_are_not_divided_among_ranks() -> None:
 
 
 def test_heads_that_context_ranks_cannot_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 attention heads on a rank, which 3 context ranks cannot divide"):
+    with pytest.raises(ValueError, match="4 attention heads on a rank, which cannot be split evenly among 3 context ranks"):
         check_divisible(Network(build("llama"), packed=True), ParallelSizes(context=3))
 
 

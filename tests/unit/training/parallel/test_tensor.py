@@ -181,7 +181,7 @@ def work_on_a_sum(rank: int) -> str:
 
 def test_a_module_that_works_on_its_sum_is_refused_when_it_first_does() -> None:
     for found in on_ranks(2, work_on_a_sum):
-        assert found.startswith("model.layers.1.mlp (Scaled) does more with the sum of its divided layers than return it")
+        assert found.startswith("model.layers.1.mlp (Scaled) does not return the sum of its sharded layers unchanged")
 
 
 def shapes_alone(rank: int) -> dict[str, tuple[list[int], str]]:

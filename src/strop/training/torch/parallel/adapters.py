@@ -1,4 +1,4 @@
-"""Low-rank adapters whose pieces lie on many ranks, as they are sent to engines that keep their base."""
+"""Sharded LoRA adapters, as they are sent to engines that keep the base model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from strop.weights.source import Weight
 
 
 class GatheredAdapters:
-    """An ``AdapterSource`` that all ranks ask at the same time."""
+    """An ``AdapterSource`` of sharded adapters. All ranks call each method at the same time."""
 
     def __init__(self, placement: ManyRanks) -> None:
         self.placement = placement

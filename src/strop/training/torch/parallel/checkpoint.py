@@ -1,13 +1,13 @@
-"""A learner on many ranks in files: each writes the pieces it has, and any number of ranks reads them, divided in any way.
+"""Sharded checkpoints of a learner: each rank writes its shards, and any number of ranks reads them with any parallelism.
 
-    weights/           pieces (DCP) under the model's names, as the network computes with them; the model's configuration.
-                       A LoRA run has whole adapters there, in PEFT's format
-    ema/               the same of the averaged weights
-    optimizer/         pieces: state.NAME.KEY, masters.NAME (float32 shards of weights computed with in lower precision), average.NAME
-    optimizer/state.pt what is not divided: groups, counters, the schedule
+    weights/           shards (DCP) under the model's names, in the dtype of the computation; the model's configuration.
+                       A LoRA run has full adapters there, in PEFT's format
+    ema/               the same for the averaged weights
+    optimizer/         shards: state.NAME.KEY, masters.NAME (float32 masters of weights in lower precision), average.NAME
+    optimizer/state.pt unsharded state: parameter groups, counters, the schedule
 
-Numbers are moved, never computed with: a checkpoint of two ranks, read by four and written again, is the same to the bit. What one
-process saved (a Hugging Face folder and ``optimizer.pt``) is read here too, so that a run can grow; and one process reads pieces.
+Values are copied bitwise: a checkpoint of two ranks, loaded by four and saved again, is identical. A checkpoint of a single process (a
+Hugging Face folder and ``optimizer.pt``) can be loaded by several ranks, and a sharded checkpoint by a single process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -38,38 +38,40 @@ from strop.training.torch.parallel.pieces import (
     piece_of,
     write_pieces,
 )
+from strop.training.torch.parallel.placement import OneDevice
 
 if TYPE_CHECKING:
     from strop.training.torch.learner import TorchLearner
+    from strop.training.torch.parallel.sharding import ManyRanks
 
 dist: Any = torch.distributed
 
 STATE_FILE = "state.pt"
-LIMIT = timedelta(minutes=60)  # for which ranks wait for each other's files
+LIMIT = timedelta(minutes=60)  # how long ranks wait for each other's files
 
 
 def is_divided_checkpoint(folder: Path) -> bool:
-    """Whether many ranks saved a learner's folder."""
+    """Return whether a learner's folder is a sharded checkpoint."""
     return is_divided(folder / "weights") or is_divided(folder / "optimizer")
 
 
-# --- saving ------------------------------------------------------------------------------------------------------------------------------
+# --- saving --------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What this rank has of a learner at one moment. ``save`` may run beside training where it was made with copies."""
+    """This rank's part of a learner at one moment. If it was taken with copies, ``save`` may run during training."""
 
     weights: Mapping[str, Piece]
     average: Mapping[str, Piece] | None
     optimizer: Mapping[str, Piece]
-    state: Mapping[str, Any]  # what is not divided
-    adapters: Mapping[str, Mapping[str, Tensor]]  # by folder, on the first rank alone
+    state: Mapping[str, Any]  # unsharded state
+    adapters: Mapping[str, Mapping[str, Tensor]]  # full tensors by folder, on the first rank only
     model: Any
     group: Any | None
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Write it under ``folder``. All ranks call it, in the same order; when it returns on one, all files are written and flushed."""
+        """Write the snapshot under ``folder``. All ranks must call it; when it returns, the files of all ranks are flushed."""
         first = self.group is None or dist.get_rank() == 0
         if self.weights:
             write_pieces(folder / "weights", self.weights, self.group)
@@ -90,7 +92,7 @@ class Snapshot:
 
 
 class Writing:
-    """A snapshot on its way to disk, in a thread of its own. All ranks begin it, one at a time."""
+    """Writes a snapshot in a background thread. All ranks must start it, one write at a time."""
 
     def __init__(self, snapshot: Snapshot, folder: Path, *, optimizer: bool = True) -> None:
         self._failed: BaseException | None = None
@@ -100,14 +102,14 @@ class Writing:
         self._thread.start()
 
     def _write(self, snapshot: Snapshot, folder: Path, optimizer: bool) -> None:
-        torch.set_num_threads(1)  # what is left of the processor is the trainer's
+        torch.set_num_threads(1)  # leave the other cores to the trainer
         try:
             snapshot.save(folder, optimizer=optimizer)
         except BaseException as error:
             self._failed = error
 
     def done(self) -> bool:
-        """Whether all ranks' files are written and flushed. Raises what went wrong."""
+        """Return whether the files of all ranks are flushed. Raises the error of a failed write."""
         if self._thread.is_alive():
             return False
         if self._failed is not None:
@@ -116,14 +118,14 @@ class Writing:
 
 
 def save(learner: TorchLearner, folder: Path, *, optimizer: bool = True) -> None:
-    """Write a learner that many ranks have. All of them call it."""
+    """Save a sharded learner. All ranks must call it."""
     snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
 
 
 @torch.no_grad()
 def snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = True) -> Snapshot:
-    """A learner as it is now; all ranks call it at the same time. With ``copies``, in the CPU's memory, training may go on at once."""
-    keep: Callable[[Tensor], Tensor] = _copy if copies else _same
+    """Take a snapshot of a learner; all ranks must call it. With ``copies`` in CPU memory, training may continue immediately."""
+    keep: Callable[[Tensor], Tensor] = _copy if copies else Tensor.detach
     places = _trained_pieces(learner)
     adapted = bool(low_rank_layers(learner.model))
     average = learner.average.state_dict() if learner.average is not None else None
@@ -156,7 +158,7 @@ def snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = Tr
 def _optimizer_state(
     learner: TorchLearner, places: Mapping[str, Piece], keep: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Piece], dict[str, Any]]:
-    """What the optimizer, the masters, the average and the schedule keep: pieces, and what is not divided."""
+    """Return the shards and the unsharded state of the optimizer, the masters, the average and the schedule."""
     saved = learner.optimizer.state_dict()
     pieces: dict[str, Piece] = {}
     undivided: dict[str, dict[str, Any]] = {}
@@ -165,8 +167,8 @@ def _optimizer_state(
             if isinstance(value, Tensor) and value.dim() > 0:
                 if value.shape != places[name].tensor.shape:
                     raise ValueError(
-                        f"{type(learner.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, of which this rank "
-                        f"has {tuple(places[name].tensor.shape)}: other ranks could not read it. Choose torch.optim.AdamW, or set "
+                        f"{type(learner.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, whose shard has shape "
+                        f"{tuple(places[name].tensor.shape)}: another number of ranks could not load it. Use torch.optim.AdamW, or set "
                         "checkpointing.save_optimizer=false"
                     )
                 pieces[f"state.{name}.{key}"] = places[name].like(keep(value))
@@ -184,7 +186,7 @@ def _optimizer_state(
 
 
 def _whole_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
-    """Adapters put together, which all ranks do and the first keeps."""
+    """Gather the full adapters on all ranks; only the first rank keeps them."""
 
     def whole() -> dict[str, Tensor]:
         found = {name: tensor.detach().cpu().clone() for name, tensor in learner.placement.adapters().items()}
@@ -198,7 +200,7 @@ def _whole_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _save_config(model: Any, folder: Path, weights: Mapping[str, Piece]) -> None:
-    """The configuration beside the pieces, which says what class of model they are."""
+    """Write the model's configuration, which names its class, beside the shards."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
@@ -210,14 +212,14 @@ def _save_config(model: Any, folder: Path, weights: Mapping[str, Piece]) -> None
             model.generation_config.save_pretrained(folder)
 
 
-# --- loading -----------------------------------------------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def load(learner: TorchLearner, folder: Path) -> None:
-    """Restore in place what any number of ranks saved. Each rank reads what it needs; nothing is sent between them.
+    """Load a checkpoint of any number of ranks, in place. Each rank reads what it needs, without communication.
 
-    Raises FileNotFoundError without an optimizer's state, ValueError for what does not fit.
+    Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
     """
     optimizer, state = _saved_optimizer(folder)
     weights = folder / "weights"
@@ -234,10 +236,10 @@ def load(learner: TorchLearner, folder: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: Path) -> None:
-    """Fill a module, in place, from pieces or a Hugging Face folder. Raises ValueError unless every weight is there, tied ones once."""
+    """Load shards or a Hugging Face folder into a module, in place. Raises ValueError unless every weight is present, tied ones once."""
     if adapter_folder(str(folder)) is not None:
         raise ValueError(
-            f"{folder} holds adapters, and this run trains all of the model; set dtensor_cfg.lora_cfg as it was when they were "
+            f"{folder} has adapters, and this run trains the full model; set dtensor_cfg.lora_cfg as it was when they were "
             "saved, or start with another checkpointing.checkpoint_dir"
         )
     aliases = _aliases(model)
@@ -250,23 +252,23 @@ def load_weights(model: Any, folder: Path) -> None:
     other = [name for name, alias in found.items() if alias is not None and stored.shapes[alias] != own[name].shape]
     if missing or unexpected or other:
         raise ValueError(
-            f"the weights in {folder} do not fit the model: missing {missing[:3]}, not of the model {unexpected[:3]}, of another shape "
+            f"the weights in {folder} do not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}, of another shape "
             f"{other[:3]}"
         )
     stored.read({alias: own[name] for name, alias in found.items() if alias is not None})
 
 
 def _stored_weights(model: Any, folder: Path, known: set[str]) -> Stored:
-    """The weights in a folder under the model's names.
+    """Return a reader of the weights in a folder under the model's names.
 
-    Where a Hugging Face folder has others (experts apart, which the model has in one tensor), Transformers translates, for which each
-    rank reads all of the model.
+    If a Hugging Face folder has other names (such as one tensor per expert instead of one per layer), Transformers converts them, and each
+    rank loads the full model.
     """
     if is_divided(folder):
         return StoredPieces(folder)
     stored = StoredFiles(folder)
     if not stored.shapes:
-        raise FileNotFoundError(f"{folder} holds no weights: neither .metadata nor safetensors files")
+        raise FileNotFoundError(f"{folder} has no weights: neither .metadata nor safetensors files")
     if stored.shapes.keys() <= known:
         return stored
     with quiet():
@@ -281,7 +283,7 @@ def _load_masters(learner: TorchLearner, stored: Stored) -> None:
     saved, own = names_in(stored, "masters."), _masters(learner)
     if set(saved) != set(own):
         raise ValueError(
-            f"the checkpoint has float32 masters of {len(saved)} weights, and this run keeps {len(own)}, which differ in "
+            f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(own)}; they differ in "
             f"{', '.join(sorted(set(saved) ^ set(own))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
         )
     places = _trained_pieces(learner)
@@ -292,7 +294,7 @@ def _load_masters(learner: TorchLearner, stored: Stored) -> None:
 
 
 def _load_optimizer(learner: TorchLearner, stored: Stored, state: Mapping[str, Any]) -> None:
-    """Through ``load_optimizer``, which refuses the state of other groups."""
+    """Load the optimizer state through ``load_optimizer``, which checks the parameter groups."""
     places = _trained_pieces(learner)
     numbers = iter(range(len(places)))
     groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in state["groups"]]
@@ -316,7 +318,7 @@ def _load_average(learner: TorchLearner, stored: Stored, state: Mapping[str, Any
         return learner.load_average(None, folder)
     own, places = learner.average.state_dict()["average"], _trained_pieces(learner)
     found: dict[str, Tensor] = {}
-    for name in names_in(stored, "average."):  # the average refuses those of other parameters by name
+    for name in names_in(stored, "average."):  # the average reports other names as an error
         found[name] = torch.empty_like(own[name]) if name in own else torch.empty(0)
     into = {f"average.{name}": places[name].like(room) for name, room in found.items() if name in own}
     stored.read({name: _fitting(stored, name, piece) for name, piece in into.items()})
@@ -324,7 +326,7 @@ def _load_average(learner: TorchLearner, stored: Stored, state: Mapping[str, Any
 
 
 def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
-    """What many ranks or one process saved, in the form that many ranks save."""
+    """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
     pieces, file = folder / "optimizer", folder / "optimizer.pt"
     if is_divided(pieces):
         return StoredPieces(pieces), torch.load(pieces / STATE_FILE, map_location="cpu", weights_only=True)
@@ -355,30 +357,30 @@ def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
     }
 
 
-# --- what a learner has -------------------------------------------------------------------------------------------------------------------
+# --- the parts of a learner ----------------------------------------------------------------------------------------------------------
 
 
 def _trained_pieces(learner: TorchLearner) -> dict[str, Piece]:
-    """What the optimizer steps, or rounds into the model, as the pieces that they are."""
+    """Return this rank's shards of the trained parameters."""
     divided: Mapping[str, Tensor] = getattr(learner.placement, "sharded", {})
     return {name: piece_of(divided.get(name, parameter)) for name, parameter in learner.trained}
 
 
 def _rounded(learner: TorchLearner) -> torch.dtype | None:
-    """What many ranks compute with, where their shards are more precise."""
-    dtype: torch.dtype | None = getattr(learner.placement, "rounded", None)
-    return dtype
+    """Return the dtype of the computation if the shards have a higher precision, else None."""
+    placement = learner.placement
+    return None if isinstance(placement, OneDevice) else cast("ManyRanks", placement).rounded
 
 
 def _masters(learner: TorchLearner) -> Mapping[str, Tensor]:
-    """float32 weights behind ones of lower precision: the shards themselves, or a single process's copies."""
+    """Return the float32 masters of low-precision weights: the shards themselves, or the copies of a single process."""
     if _rounded(learner) is not None:
         return {name: parameter.detach() for name, parameter in learner.trained}
     return learner.masters.state_dict()
 
 
 def _own_weights(model: Any) -> Iterator[tuple[str, Piece]]:
-    """The model's weights, tied ones once, under the first of their names."""
+    """Yield this rank's shards of the model's weights, tied weights once under their first name."""
     names = _aliases(model)
     for name, tensor in model.state_dict().items():
         if name in names:
@@ -386,7 +388,7 @@ def _own_weights(model: Any) -> Iterator[tuple[str, Piece]]:
 
 
 def _aliases(model: Any) -> dict[str, list[str]]:
-    """All names of each weight, by the first one."""
+    """Return all names of each weight by its first name."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in model.state_dict().items():
         piece = piece_of(tensor).tensor
@@ -396,11 +398,11 @@ def _aliases(model: Any) -> dict[str, list[str]]:
 
 
 def _names(saved: Mapping[str, Any]) -> list[str]:
-    """The names of an optimizer's parameters by their numbers."""
+    """Return the parameter names of an optimizer state by parameter number."""
     if any("param_names" not in group for group in saved["param_groups"]):
         raise ValueError(
-            "the optimizer's state does not name its parameters, so that nobody knows which rank needs which: continue the run in one "
-            "process and save it anew"
+            "the optimizer state does not name its parameters and cannot be sharded: resume the run in a single process and save it "
+            "again"
         )
     return [name for group in saved["param_groups"] for name in group["param_names"]]
 
@@ -412,13 +414,9 @@ def _fitting(stored: Stored, name: str, piece: Piece) -> Piece:
 
 
 def _fill(own: Tensor, whole: Tensor) -> None:
-    """This rank's piece of ``own`` from all of it."""
+    """Copy this rank's shard of ``whole`` into ``own``."""
     piece = piece_of(own)
     piece.tensor.copy_(whole[piece.index])
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -427,5 +425,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _group(world: Any) -> Any:
-    """Ranks that speak of files, on the CPU and apart from those that train, so that both can speak at once."""
+    """Return a CPU process group for checkpoints, separate from training, so that both can communicate at the same time."""
     return dist.new_group(backend="gloo", timeout=LIMIT)

@@ -1,12 +1,12 @@
-"""Collectives that gradients pass through, in pairs: the backward pass of each is the other one of its pair.
+"""Differentiable collectives, in pairs: each is the backward pass of the other.
 
-    copy          every rank has it; each uses it for something else   |  reduce_sum    each has a part of the sum
-    gather        each has rows; every rank uses all of them           |  scatter_sum   each has a part of the sum, and wants rows
-    split         every rank has it and does the same with it; rows    |  join          each has rows; every rank does the same with all
+    copy_to_ranks  equal input, different use on each rank   |  all_reduce      partial sums -> the sum on every rank
+    all_gather     rows of each rank, different use of all   |  reduce_scatter  partial sums -> this rank's rows of the sum
+    split_rows     equal input -> this rank's rows           |  join_rows       rows of each rank, equal use of all
 
-``copy`` and ``gather`` are for ranks that go on differently: their gradients add up. ``split`` and ``join`` are for ranks that go on alike:
-their gradients are equal. Taking the one for the other multiplies a gradient by the number of ranks, and nothing says so: the parity
-tests do. (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
+After ``copy_to_ranks`` and ``all_gather`` the ranks compute different things: their gradients are summed. ``split_rows`` and ``join_rows``
+are for ranks that compute the same thing: their gradients are equal. Confusing the two silently multiplies a gradient by the number of
+ranks; the parity tests detect it. (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
 
 Rows are the first dimension, and each rank has the same number of them.
 """
@@ -18,44 +18,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-dist: Any = torch.distributed  # what is used of it has no types
+dist: Any = torch.distributed  # untyped
 Group = Any  # torch.distributed.ProcessGroup
 
 
 def copy(tensor: Tensor, group: Group) -> Tensor:
-    """The same on every rank; backward: the sum of the ranks' gradients."""
+    """Return the tensor, equal on all ranks; backward: the sum of the ranks' gradients."""
     return _apply(_Copy, tensor, group)
 
 
 def reduce_sum(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks; backward: the same gradient for each."""
+    """Return the sum over the ranks; backward: the same gradient on each rank."""
     return _apply(_Reduce, tensor, group)
 
 
 def gather(tensor: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each rank -> [ranks * n, ...]; backward: each gets the sum of the gradients of its rows."""
+    """[n, ...] of each rank -> [ranks * n, ...]; backward: the sum of the ranks' gradients of this rank's rows."""
     return _apply(_Gather, tensor, group)
 
 
 def scatter_sum(tensor: Tensor, group: Group) -> Tensor:
-    """[ranks * n, ...] -> [n, ...]: this rank's rows of the sum over the ranks; backward: the gradients of all rows."""
+    """[ranks * n, ...] -> [n, ...]: this rank's rows of the sum over the ranks; backward: the ranks' gradients, gathered."""
     return _apply(_Scatter, tensor, group)
 
 
 def split(tensor: Tensor, group: Group) -> Tensor:
-    """[ranks * n, ...], equal on all ranks -> this rank's rows [n, ...]; backward: the gradients of all rows."""
+    """[ranks * n, ...], equal on all ranks -> this rank's rows [n, ...]; backward: the ranks' gradients, gathered."""
     return _apply(_Split, tensor, group)
 
 
 def join(tensor: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each rank -> [ranks * n, ...], with which all do the same; backward: the gradient of this rank's rows."""
+    """[n, ...] of each rank -> [ranks * n, ...], used equally by all ranks; backward: the gradient of this rank's rows."""
     return _apply(_Join, tensor, group)
 
 
 def exchange(tensor: Tensor, group: Group, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
-    """All to all along the first dimension: ``sent[r]`` rows go to rank r, ``received[r]`` come from it; equal pieces where both are None.
+    """Send ``send_sizes[r]`` rows to rank r and receive ``receive_sizes[r]`` rows from it; equal sizes if None.
 
-    Backward: the same the other way round."""
+    Backward: the reverse all-to-all.
+    """
     apply: Any = _Exchange.apply
     exchanged: Tensor = apply(tensor, group, received, sent)
     return exchanged
@@ -70,7 +71,7 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: Group
 
 
 class _Collective(torch.autograd.Function):
-    """Two functions of (tensor, group): one forward, the other backward."""
+    """A function of (tensor, group) with another one, ``ctx.back``, as its backward pass."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -132,10 +133,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def own_rows(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's rows of [ranks * n, ...], a view."""
+    """Return a view of this rank's rows of [ranks * n, ...]."""
     size, place = dist.get_world_size(group), dist.get_rank(group)
     if len(tensor) % size:
-        raise ValueError(f"{len(tensor)} rows cannot be divided evenly among {size} ranks; pad them first")
+        raise ValueError(f"{len(tensor)} rows cannot be split evenly among {size} ranks; pad them first")
     count = len(tensor) // size
     return tensor[place * count : (place + 1) * count]
 

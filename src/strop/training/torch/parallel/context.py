@@ -1,8 +1,8 @@
-"""Ranks that read the same micro-batch: each runs some of its tokens, and predicts some of what is predicted.
+"""Context parallelism: the ranks of a sample group share the tokens and the predicted tokens of a micro-batch.
 
-Between attention layers a token needs no other. In attention, ranks exchange: each has all tokens of some heads, and attends as one device
-would (DeepSpeed-Ulysses, arXiv 2309.14509), so prefixes, windows and softcaps need no thought. The output layer is applied to an equal
-share of the predicted tokens, and all ranks get all results: the loss is computed alike on every one of them.
+Outside of attention, tokens are independent. In attention, an all-to-all gives each rank all tokens of some heads, and each rank attends as
+a single device would (DeepSpeed-Ulysses, arXiv 2309.14509), so prefixes, windows and softcaps need no special handling. Each rank applies
+the output layer to an equal part of the predicted tokens and gathers all results: every rank computes the same loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Group = Any  # torch.distributed.ProcessGroup
 
 
 class ReadTogether:
-    """A ``Reading`` (strop.models.network) by the ranks of a sample group: contiguous runs of tokens, in the order of the context ranks."""
+    """A ``TokenSharding`` (strop.models.network) over a sample group: contiguous chunks of tokens, in the order of the context ranks."""
 
     def __init__(self, meshes: Meshes) -> None:
         self.sizes = meshes.sizes
@@ -35,7 +35,7 @@ class ReadTogether:
         self.sample: Group = meshes.sample
 
     def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """[T] -> [t], where t is T padded to a multiple of the sample group's size, over the context ranks."""
+        """[T] -> [t]: T is padded to a multiple of the sample group's size and split among the context ranks."""
         missing = -len(tokens) % self.sizes.sample
         tokens, positions = (pad(column, (0, missing)) for column in (tokens, positions))
         if not missing and self.sizes.context == 1:
@@ -46,12 +46,12 @@ class ReadTogether:
         return tokens[own], positions[own], HeadExchange(plan, self.context, len(tokens) - missing)
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """[t, H], or a tensor rank's part of it -> [T or more, H], which each rank uses for its own predictions."""
+        """[t, H], or a tensor rank's rows of it -> [T or more, H], which each rank uses for its own predictions."""
         across = gather if self.sizes.sequence else copy
         return gather(across(hidden, self.tensor), self.context)
 
     def own(self, column: Tensor) -> Tensor:
-        """[N, ...] -> [n, ...], n the same on every rank: the last row stands in where there is none."""
+        """[N, ...] -> [n, ...], with equal n on all ranks; the last row is repeated as padding."""
         count: int = -(-len(column) // self.sizes.sample)
         first: int = dist.get_rank(self.sample) * count
         own = column[first : first + count]
@@ -64,20 +64,20 @@ class ReadTogether:
 
 
 class HeadExchange:
-    """An attention plan whose caller has some of the tokens of all heads, around one that has all tokens of some heads."""
+    """An attention plan that exchanges some tokens of all heads for all tokens of some heads, and calls ``plan`` with these."""
 
     def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
         self.plan = plan
         self.group = group
         self.ranks: int = dist.get_world_size(group)
-        self.length = length  # tokens of the row; what follows is padding, and attends to nothing
+        self.length = length  # tokens of the row without padding
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """[t, heads, D] -> [t, heads, D]. Raises ValueError for heads that cannot be divided among the ranks."""
+        """[t, heads, D] -> [t, heads, D]. Raises ValueError if the heads cannot be split among the ranks."""
         heads, kv_heads = query.shape[1], key.shape[1]
         check_heads(heads, self.ranks)
         repeats = self.ranks // gcd(kv_heads, self.ranks)
-        if repeats > 1:  # a key is sent to every rank that has a head reading it
+        if repeats > 1:  # send a key to every rank with a query head that uses it
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         query, key, value = self._to_heads(query, key, value)
         missing = len(query) - self.length
@@ -103,9 +103,9 @@ class HeadExchange:
 
 
 def check_heads(heads: int, ranks: int) -> None:
-    """Raises ValueError unless attention heads can be divided among context ranks."""
+    """Raises ValueError unless attention heads can be split among context ranks."""
     if heads % ranks:
         raise ValueError(
-            f"each layer has {heads} attention heads on a rank, which {ranks} context ranks cannot divide evenly; set "
+            f"each layer has {heads} attention heads on a rank, which cannot be split evenly among {ranks} context ranks; set "
             f"context_parallel_size to a divisor of {heads}"
         )

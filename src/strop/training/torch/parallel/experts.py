@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank holds some of the experts of a layer, and tokens travel to them and back.
+"""Expert parallelism: each rank holds some of the experts of a layer, and tokens are dispatched to them.
 
-A layer's experts lie in tensors [E, ...]. Of each token and each expert that its router chose for it, a *pair*, the token's hidden state
-goes to the rank that holds the expert (one all-to-all), through that expert, and back (another), where it is weighted and summed. Every
-pair is computed once, so the gradient that a rank's experts get is the whole one, of the tokens of all ranks that share the layer.
+A layer's experts are stored in tensors [E, ...]. For each *pair* of a token and an expert that the router selected for it, the token's
+hidden state is sent to the rank of the expert (one all-to-all), computed there, and sent back (another), where the results are weighted
+and summed. Every pair is computed once, so a rank's experts get their full gradient, of the tokens of all ranks that share the layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ dist: Any = torch.distributed
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold all experts of a layer in tensors [E, ...], by name."""
+    """Return the modules that hold all experts of a layer in tensors [E, ...], by name."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
@@ -32,34 +32,32 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: Any, sizes: ParallelSizes) -> None:
-    """Raise ValueError where the experts of a model cannot be divided as ``sizes`` say."""
+    """Raises ValueError if a model's experts cannot be sharded by ``dims``."""
     experts = experts_of(model)
     if sizes.expert > 1 and not experts:
-        raise ValueError(
-            f"expert_parallel_size is {sizes.expert} and {type(model).__name__} has no layers of experts; set it to 1"
-        )
+        raise ValueError(f"expert_parallel_size is {sizes.expert} and {type(model).__name__} has no expert layers; set it to 1")
     if sizes.expert_ways == 1:
         return
     module: Any
     for name, module in experts.items():
         counts = {len(parameter) for parameter in module.parameters(recurse=False)}
-        # What Transformers puts on experts that take (hidden, index, weights), the one interface there is a rule for.
+        # Attributes of Transformers' experts with the interface (hidden, index, weights), the only supported one.
         if not hasattr(module, "is_transposed") or not hasattr(module, "num_experts") or counts != {module.num_experts}:
             raise ValueError(
-                f"the experts {name} ({type(module).__name__}) are of a form that there is no rule for dividing; set "
+                f"the experts {name} ({type(module).__name__}) have a layout that cannot be sharded; set "
                 "expert_parallel_size=1 and tensor_parallel_size=1, and shard with FSDP alone"
             )
         if (count := int(module.num_experts)) % sizes.expert_ways:
-            asked = "expert_parallel_size" if sizes.expert > 1 else "tensor_parallel_size, which divides experts too,"
+            asked = "expert_parallel_size" if sizes.expert > 1 else "tensor_parallel_size, which shards experts too,"
             raise ValueError(f"{asked} {sizes.expert_ways} does not divide the {count} experts of {name}; set it to a divisor")
 
 
 def apply_expert_parallel(model: Any, meshes: Meshes) -> frozenset[str]:
-    """Divide the experts of a model over the expert ranks, in place; the names of the modules that hold them.
+    """Shard the experts of a model over the expert ranks, in place; return the names of the modules that hold them.
 
-    Their parameters become DTensors on the expert mesh, whose gradients are whole. Called on a model that every rank has whole (or on the
-    meta device), before ``fully_shard``. From then on every forward and backward pass of one of the ranks is one of all expert ranks.
-    Raises ValueError as ``check_experts`` does.
+    Their parameters become DTensors on the expert mesh, with full gradients. Call it before ``fully_shard``, on a model that every rank
+    has in full (or on the meta device). Afterwards all expert ranks must run each forward and backward pass together. Raises ValueError as
+    ``check_experts`` does.
     """
     check_experts(model, meshes.sizes)
     if meshes.sizes.expert_ways == 1:
@@ -78,8 +76,8 @@ def apply_expert_parallel(model: Any, meshes: Meshes) -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Ranks:
-    expert: Any  # process group of the ranks that divide the experts
-    alike: Any | None  # process group of those among them that come with the very same tokens
+    expert: Any  # process group of the ranks that the experts are sharded over
+    alike: Any | None  # process group of those ranks among them that have the same tokens
 
     @property
     def ways(self) -> int:
@@ -87,11 +85,11 @@ class _Ranks:
 
 
 class DividedExperts(nn.Module):
-    """Mixed into the class of a layer's experts: the same function of (hidden [n, H], index [n, k], weights [n, k]) -> [n, H]."""
+    """Mixin for the class of a layer's experts, with the same forward: hidden [n, H], index [n, k], weights [n, k] -> [n, H]."""
 
     whole_class: type[nn.Module]
     ranks: _Ranks
-    num_experts: Any  # of the layer, on all ranks
+    num_experts: Any  # of the layer, over all ranks
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         alike = self.ranks.alike
@@ -101,7 +99,7 @@ class DividedExperts(nn.Module):
         return join(self._dispatched(*own), alike)
 
     def _dispatched(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Each pair to the rank of its expert, and back: pairs sorted by expert are sorted by rank too."""
+        """Send each pair to the rank of its expert and return the weighted sum. Pairs sorted by expert are also sorted by rank."""
         pairs = index.flatten()
         order = pairs.argsort(stable=True)
         counts = torch.bincount(pairs, minlength=int(self.num_experts)).view(self.ranks.ways, -1)  # [ranks, experts of each]
@@ -114,8 +112,8 @@ class DividedExperts(nn.Module):
         return (at_home * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _computed(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """[m, H] each through its expert [m] of this rank. No rows are one of zeros, so that the backward pass comes through here on
-        every rank and every expert has a gradient."""
+        """Compute rows [m, H] with their local experts [m]. Without rows, compute one row of zeros, so that the backward pass runs on every
+        rank and every expert has a gradient."""
         count = len(rows)
         if not count:
             rows, expert = F.pad(rows, (0, 0, 0, 1)), expert.new_zeros(1)
@@ -126,13 +124,13 @@ class DividedExperts(nn.Module):
 
 
 def _experts_of_rows(coming: Tensor) -> Tensor:
-    """The expert, counted within its rank, of each row that comes: [ranks, experts] rows by sender, then by expert -> [m]."""
+    """[ranks, experts] row counts by sender and expert -> [m], the local expert index of each received row."""
     senders, experts = coming.shape
     return torch.arange(experts, device=coming.device).repeat(senders).repeat_interleave(coming.flatten())
 
 
 class _OwnExperts:
-    """A layer's experts as a model with this rank's alone would have them, for the code of its class."""
+    """A layer with this rank's experts only, for the forward method of the original class."""
 
     def __init__(self, whole: DividedExperts) -> None:
         self._whole = whole

@@ -1,4 +1,4 @@
-"""The weights of a network on many ranks as they are published: described at once, gathered one by one."""
+"""The weights of a sharded network for publishing: metadata first, tensors gathered one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.weights.source import Weight
 
 
 def exported(placement: ManyRanks, *, adapters: bool = True) -> Iterator[Weight]:
-    """Under their names in an ordinary model, in one process's order. Without ``adapters`` those that these stand on."""
+    """Yield the weights in the order and under the names of an ordinary model. Without ``adapters``, yield the base weights."""
     for name, tensor, layer in layers_and_weights(placement.network.model):
         if layer is None or not adapters:
             yield Weight(name, _described(placement, tensor), _taken(placement, tensor), _storage(tensor))

@@ -1,4 +1,4 @@
-"""How many ranks share what: sizes, and the meshes of ranks made from them."""
+"""Parallel dimensions and the device meshes of their ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ dist: Any = torch.distributed
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """Ranks by dimension, outermost first: ranks next to each other share the most. Raises ValueError for sizes that do not fit.
+    """The number of ranks of each parallel dimension, outermost first: adjacent ranks communicate the most.
 
-    ``replicate`` copies of the model, each sharded over ``shard`` x ``context`` ranks (FSDP2; with copies: HSDP). ``context`` x ``tensor``
-    ranks read the same micro-batch, each some of its tokens. ``expert`` ranks, counted from the innermost, divide the experts of each
-    layer; under tensor parallelism they divide at least as many ways as the linear layers.
+    The model has ``replicate`` copies, each sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x
+    ``tensor`` ranks read the same micro-batch, each some of its tokens. The experts of each layer are sharded over ``expert`` ranks,
+    counted from the innermost; with tensor parallelism over at least ``tensor`` ranks. Raises ValueError for sizes that do not fit
+    together.
     """
 
     replicate: int = 1
@@ -26,7 +27,7 @@ class ParallelSizes:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    sequence: bool = False  # between tensor-parallel layers each rank has some of the tokens, not all
+    sequence: bool = False  # shard the tokens among tensor ranks between tensor-parallel layers
 
     def __post_init__(self) -> None:
         sizes = (self.replicate, self.shard, self.context, self.tensor, self.expert)
@@ -34,13 +35,13 @@ class ParallelSizes:
             raise ValueError(f"parallel sizes {sizes} must all be at least 1")
         if self.sequence and self.tensor == 1:
             raise ValueError(
-                "sequence_parallel is true and tensor_parallel_size is 1: there is nothing to divide the tokens among; "
+                "sequence_parallel is true and tensor_parallel_size is 1: there are no ranks to shard the tokens over; "
                 "set sequence_parallel=false, or raise tensor_parallel_size"
             )
         if self.expert > 1 and self.expert % self.tensor:
             raise ValueError(
-                f"expert_parallel_size {self.expert} is no multiple of tensor_parallel_size {self.tensor}: the ranks that share a layer "
-                "share its experts too; set it to a multiple, or to 1"
+                f"expert_parallel_size {self.expert} is not a multiple of tensor_parallel_size {self.tensor}: experts are sharded over the "
+                "tensor ranks too; set it to a multiple, or to 1"
             )
         if (self.shard * self.context * self.tensor) % self.expert_ways:
             raise ValueError(
@@ -54,26 +55,26 @@ class ParallelSizes:
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of ranks, that read different micro-batches."""
+        """The number of ranks, or groups of ranks, that read different micro-batches."""
         return self.replicate * self.shard
 
     @property
     def sample(self) -> int:
-        """Ranks that read the same micro-batch."""
+        """The number of ranks that read the same micro-batch."""
         return self.context * self.tensor
 
     @property
     def expert_ways(self) -> int:
-        """Into how many parts the experts of a layer are divided."""
+        """The number of ranks that the experts of a layer are sharded over."""
         return max(self.expert, self.tensor)
 
 
 class Meshes:
-    """The ranks of a learner, arranged by ``sizes``; made in all of them at once, after the default process group."""
+    """The device meshes of a learner's ranks. All ranks create it at the same time, after the default process group."""
 
     def __init__(self, sizes: ParallelSizes, device_type: str) -> None:
         if dist.get_world_size() != sizes.world:
-            raise ValueError(f"the sizes {sizes} are for {sizes.world} ranks, and there are {dist.get_world_size()}")
+            raise ValueError(f"{sizes} needs {sizes.world} ranks, and there are {dist.get_world_size()}")
         self.sizes = sizes
         self.dense: Any = dist.init_device_mesh(
             device_type,
@@ -89,13 +90,13 @@ class Meshes:
 
     @cached_property
     def fsdp(self) -> Any:
-        """What ordinary parameters are sharded over: [shard x context], or [replicate, shard x context] with copies."""
+        """The mesh of ordinary parameters: [shard x context], or [replicate, shard x context] with several copies."""
         sharded = self.dense["shard", "context"]._flatten("shard_context")
         return self.dense["replicate", "shard_context"] if self.sizes.replicate > 1 else sharded
 
     @cached_property
     def expert_fsdp(self) -> Any:
-        """What the experts of one rank are sharded over."""
+        """The mesh that FSDP shards the experts of an expert rank over."""
         return self.experts["replicate", "expert_shard"] if self.sizes.replicate > 1 else self.experts["expert_shard"]
 
     @cached_property
@@ -117,12 +118,12 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ``sizes.data`` micro-batches this rank reads."""
+        """The index of this rank's micro-batches among ``dims.data``."""
         place: Sequence[int] = self.dense.get_coordinate()
         return place[0] * self.sizes.shard + place[1]
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for those that read the same micro-batch."""
+        """Whether this rank reports the results of all ranks that read the same micro-batch."""
         place = self.dense.get_coordinate()
         return not any(place[2:])

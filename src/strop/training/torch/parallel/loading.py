@@ -1,6 +1,6 @@
-"""A model that is loaded once for all ranks: by the first of them. The others have its shell, and get their shards tensor by tensor.
+"""Load a model on the first rank only. The others create it on the meta device and receive their shards tensor by tensor.
 
-Host memory then holds one copy of the model, and not one for each rank.
+Host memory then holds one copy of the model instead of one per rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ dist: Any = torch.distributed
 
 
 def load_once(load: Callable[[], Any]) -> Any:
-    """The model that ``load`` gives, on the first rank; on the others the same without numbers, on the meta device.
+    """Call ``load`` on the first rank and return its model; on the other ranks return the same model on the meta device.
 
-    All ranks call it. Raises on every rank what ``load`` raised on the first.
+    All ranks must call it. An error of ``load`` is raised on every rank.
     """
     model: Any = None
 
@@ -42,7 +42,7 @@ def load_once(load: Callable[[], Any]) -> Any:
 
 
 def network_once(model: Any, make: Callable[..., Network]) -> Network:
-    """``make(model)``, which finds out on the first rank how the model reads, and ``make(model, packed=what it found)`` elsewhere."""
+    """Call ``make(model)`` on the first rank, which probes the model, and ``make(model, packed=...)`` with its result on the others."""
     network: Network | None = None
 
     def made() -> tuple[bool, str | None]:
@@ -58,7 +58,7 @@ def network_once(model: Any, make: Callable[..., Network]) -> Network:
 
 
 def from_first(find: Callable[[], Any]) -> Any:
-    """What ``find`` gives on the first rank, on every rank. Raises on every rank what it raised there."""
+    """Call ``find`` on the first rank and return its result on every rank. Its error is raised on every rank."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -72,7 +72,7 @@ def from_first(find: Callable[[], Any]) -> Any:
 
 
 def anywhere(here: bool) -> bool:
-    """Whether it is so on any rank."""
+    """Return whether ``here`` is true on any rank."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, here)
     return any(told)
@@ -83,7 +83,7 @@ def is_shell(model: nn.Module) -> bool:
 
 
 def hollow(model: nn.Module) -> dict[str, Tensor]:
-    """Take a model's parameters out of it, leaving those of a shell; what they were, by name."""
+    """Replace a model's parameters by meta tensors and return the original ones by name."""
     taken: dict[str, Tensor] = {}
     for name, parameter in list(model.named_parameters()):
         taken[name] = parameter.detach()
@@ -93,15 +93,15 @@ def hollow(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill(root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shards: torch.device) -> None:
-    """Give a divided shell its numbers: ``weights`` of the first rank, whole; buffers and the like come from its own model.
+    """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
 
-    Each rank keeps its pieces, on the device ``shards``. Raises ValueError for a weight that the first rank does not have.
+    Each rank keeps its shards on the device ``shards``. Raises ValueError for a weight that the first rank does not have.
     """
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     missing = from_first(lambda: sorted({name for name, _ in parameters} - weights.keys()))
     if missing:
         raise ValueError(
-            f"the model on the first rank has no {', '.join(missing[:3])}: dividing it changed the names of its weights"
+            f"the model on the first rank has no {', '.join(missing[:3])}: sharding changed the names of its weights"
         )
     for name, parameter in parameters:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -113,7 +113,7 @@ def fill(root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], devic
             piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         _put(model, parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))
-    root.load_state_dict({}, strict=False)  # nothing, but FSDP then looks at its parameters anew
+    root.load_state_dict({}, strict=False)  # loads nothing, but makes FSDP update its references to the parameters
     for holder, key, tensor in _other_tensors(model):
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
         dist.broadcast(here, 0)
@@ -121,7 +121,7 @@ def fill(root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], devic
 
 
 def _piece_of(whole: Tensor, like: Any) -> Tensor:
-    """This rank's piece: inner mesh dimensions cut first, which is what FSDP does to a tensor that is already divided."""
+    """Return this rank's shard: inner mesh dimensions are split first, as FSDP does with a tensor that is already sharded."""
     place = like.device_mesh.get_coordinate()
     for dimension in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[dimension]
@@ -133,7 +133,7 @@ def _piece_of(whole: Tensor, like: Any) -> Tensor:
 
 
 def _put(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Wherever the model has one parameter, the other."""
+    """Replace a parameter everywhere in the model."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is old:
@@ -141,7 +141,7 @@ def _put(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Buffers, and tensors that are plain attributes, as (where they are held, under which name, what)."""
+    """Yield buffers, and tensors that are plain attributes, as (dictionary, key, tensor)."""
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
         for holder in holders:

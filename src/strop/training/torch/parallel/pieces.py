@@ -1,7 +1,7 @@
-"""Tensors of which each rank has a piece, in files: written together, read back as any other pieces.
+"""Files of sharded tensors, which can be read with any other sharding.
 
-The files are torch's distributed checkpoints (DCP): ``.metadata`` says which part of which tensor lies in whose file, so that they
-can be read by another number of ranks, divided in another way, or by one process without a process group.
+The files are torch's distributed checkpoints (DCP): ``.metadata`` records which file has which part of which tensor, so they can be read by
+another number of ranks, with another sharding, or by a single process without a process group.
 """
 
 from __future__ import annotations
@@ -23,67 +23,69 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-dcp: Any = torch.distributed.checkpoint  # what is used of it is not declared as exported
+dcp: Any = torch.distributed.checkpoint  # some of its names are not exported for type checkers
 
-METADATA = ".metadata"  # of DCP; its presence makes a folder one
+METADATA = ".metadata"  # the file that marks a DCP folder
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A block of a whole tensor; all of it, where nothing is divided."""
+    """A block of a full tensor; the full tensor itself if it is not sharded."""
 
     tensor: Tensor
-    offset: tuple[int, ...]  # of its first number in the whole
-    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]  # of its first element in the full tensor
+    shape: tuple[int, ...]  # of the full tensor
 
     def like(self, tensor: Tensor) -> Piece:
-        """Another tensor's numbers at the same place."""
+        """Return the same block of another tensor."""
         if tensor.shape != self.tensor.shape:
-            raise ValueError(f"a piece of shape {tuple(tensor.shape)} cannot take the place of one of {tuple(self.tensor.shape)}")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot replace a shard of shape {tuple(self.tensor.shape)}"
+            )
         return Piece(tensor, self.offset, self.shape)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Where it lies in the whole."""
+        """The slices of this block in the full tensor."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.tensor.shape, strict=True))
 
 
 def piece_of(tensor: Tensor) -> Piece:
-    """This rank's piece of a tensor, sharing its memory. Raises ValueError for one that is divided in a way that has no blocks."""
+    """Return this rank's shard of a tensor, sharing its memory. Raises ValueError for placements that are not blocks."""
     if not isinstance(tensor, DTensor):
         return Piece(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     local: Tensor = tensor.to_local().detach()
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     place = tensor.device_mesh.get_coordinate() or ()
-    # FSDP cuts what tensor parallelism left: its cuts, named strided as they come first in the mesh, are the inner ones.
+    # FSDP splits the shards of tensor parallelism: its splits, strided as they come first in the mesh, are the inner ones.
     cuts = sorted(enumerate(tensor.placements), key=lambda cut: isinstance(cut[1], _StridedShard))
     for dimension, placement in cuts:
         if placement.is_replicate():
             continue
         along = getattr(placement, "dim", None)
         if along is None:
-            raise ValueError(f"a tensor with placements {tensor.placements} is not divided into blocks")
+            raise ValueError(f"a tensor with placements {tensor.placements} is not sharded into blocks")
         length = -(-size[along] // tensor.device_mesh.size(dimension))
         begin = min(place[dimension] * length, size[along])
         offset[along] += begin
         size[along] = min(length, size[along] - begin)
     if tuple(size) != tuple(local.shape):
         raise ValueError(
-            f"a tensor of {tuple(tensor.shape)} with placements {tensor.placements} has a piece of {tuple(local.shape)} here, where "
+            f"a tensor of {tuple(tensor.shape)} with placements {tensor.placements} has a local shard of {tuple(local.shape)}, but "
             f"{size} was expected"
         )
     return Piece(local, tuple(offset), tuple(tensor.shape))
 
 
 def is_divided(folder: Path) -> bool:
-    """Whether a folder holds pieces."""
+    """Return whether a folder has shards."""
     return (folder / METADATA).is_file()
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Piece], group: Any | None) -> None:
-    """Write tensors whose pieces the ranks of ``group`` have; all of them call it. What several have is written by one.
+    """Write the shards of all ranks of ``group``, which must all call this; None: only this process. Write replicated shards once.
 
-    Files are flushed to disk, and ``.metadata`` comes last. None: this process has everything. Raises where pieces have gaps.
+    Files are flushed to disk, ``.metadata`` last. Raises if the shards do not cover the tensors.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _quiet():
@@ -91,7 +93,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Piece], group: Any | None) -
 
 
 class Stored(Protocol):
-    """Whole tensors in files, to be read by pieces."""
+    """Reads shards of stored tensors."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
@@ -100,12 +102,12 @@ class Stored(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, into: Mapping[str, Piece]) -> None:
-        """Fill the tensors of pieces, in place."""
+        """Read into the tensors of shards, in place."""
         ...
 
 
 class StoredPieces:
-    """A folder that ``write_pieces`` wrote, on any number of ranks. Raises FileNotFoundError."""
+    """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError."""
 
     def __init__(self, folder: Path) -> None:
         if not is_divided(folder):
@@ -123,7 +125,7 @@ class StoredPieces:
 
 @dataclass(frozen=True, eq=False)
 class StoredTensors:
-    """Tensors in memory, or mapped from a file."""
+    """Reads tensors in memory, or mapped from a file."""
 
     tensors: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]] = field(init=False)
@@ -139,7 +141,7 @@ class StoredTensors:
 
 
 class StoredFiles:
-    """The safetensors files of a Hugging Face folder, of which no more is read than is asked for."""
+    """Reads the safetensors files of a Hugging Face folder, and of these only the requested parts."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -182,7 +184,7 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """What there is to write are pieces, wherever their tensors are."""
+    """Plans the writing of shards."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -220,12 +222,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Reading and writing in one process is meant."""
+    """Suppress DCP's warnings about reading and writing in a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
         yield
 
 
 def names_in(stored: Stored, prefix: str) -> Sequence[str]:
-    """The names below a prefix, without it."""
+    """Return the names that begin with ``prefix``, without it."""
     return [name.removeprefix(prefix) for name in stored.shapes if name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Where a network is: on one device, or divided over many ranks (``strop.training.torch.parallel.sharding``)."""
+"""How a network is parallelized: on a single device, or sharded over several ranks (``strop.learner.parallel.sharded``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class PlacedNetwork(Protocol):
-    """A network as a placement sees it."""
+    """The interface of a network to its parallelism."""
 
     model: Any
     packed: bool
@@ -29,49 +29,49 @@ class PlacedNetwork(Protocol):
 
 
 class Placement(Protocol):
-    """What differs between a network on one device and one on many ranks. Ranks call everything in the same order."""
+    """Operations that differ between a single device and several ranks. All ranks make the same calls in the same order."""
 
-    leads: bool  # whether this rank speaks for those that read the same micro-batches
+    leads: bool  # whether this rank reports the results of all ranks that read the same micro-batches
 
     def trained(self) -> NamedParameters:
-        """What the optimizer steps, under the model's names: plain tensors on this rank."""
+        """Return the parameters that the optimizer steps, under the model's names: plain tensors on this rank."""
         ...
 
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
-        """Raises ValueError for one whose update of a number depends on numbers that another rank has."""
+        """Raises ValueError for optimizers that are not elementwise (Muon, Shampoo)."""
         ...
 
     def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
-        """The micro-batches of this rank, as many as any rank has, and what there is to log of the division."""
+        """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
         ...
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        """The network's outputs of one of these micro-batches."""
+        """Return the network's outputs for one micro-batch."""
         ...
 
     def collect(self) -> None:
-        """After the passes over a batch: the parameters have their gradients, and nothing is held that the next pass does not need."""
+        """Finish the passes over a batch: set the gradients of the trained parameters and release gathered weights."""
         ...
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients of ``parameters`` down to a norm of ``limit``; the norm they had, over all ranks. Once a step."""
+        """Clip the gradients of ``parameters`` to a norm of ``limit`` over all ranks; return their norm before. Call it once per step."""
         ...
 
     def stepped(self) -> None:
-        """After an optimizer step: gradients are gone, and the next pass reads the new weights."""
+        """Clean up after an optimizer step: drop gradients, so that the next pass uses the new weights."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them whole, one at a time, under their names in an ordinary model: adapters are merged in."""
+        """Yield the full weights one at a time, under their names in an ordinary model, with adapters merged in."""
         ...
 
     def adapters(self) -> Mapping[str, Tensor]:
-        """What a LoRA run trains, whole, under the names of PEFT's files."""
+        """Return the full adapters of a LoRA run under the names of PEFT's files."""
         ...
 
 
 class OneDevice:
-    """All of the network is here, and all of every batch is read here."""
+    """The full network is on one device, which reads every batch."""
 
     leads = True
 

@@ -1,16 +1,16 @@
-"""Which linear layers of a model are divided among the tensor ranks, and how: the model's own plan, or one by its dotted name.
+"""Tensor-parallel plans: which linear layers are sharded over the tensor ranks, by the model's own plan or one given by its dotted name.
 
-A plan maps patterns of module names to styles, as Transformers' plans do. What it means here is a list of *regions*: an attention or an
-MLP whose first layers are divided by columns (of outputs: heads, neurons) and whose last ones by rows (of inputs), so that each tensor
-rank computes a part of the sum that the region returns. Everything inside that is not divided runs whole on every rank, on the way to
-that rank's part: its gradient is a part of the sum too, whatever the plan says of it.
+A plan maps patterns of module names to styles, as in Transformers. It defines a list of *regions*: an attention or an MLP whose first
+layers are sharded by columns (outputs: heads, neurons) and whose last layers by rows (inputs), so that each tensor rank computes a partial
+sum of the region's output. Modules in a region that are not sharded run on every rank and contribute to that rank's partial sum: their
+gradient is a partial sum too, whatever style the plan gives them.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,18 @@ from strop.models.attention import mixes_tokens
 from strop.training.torch.parallel.experts import check_experts, experts_of
 from strop.training.torch.parallel.layout import ParallelSizes
 
-Plan = Mapping[str, str]  # pattern -> style; * is one part of a name
+Plan = Mapping[str, str]  # pattern -> style; * matches one part of a name
 KEY = "policy.dtensor_cfg.custom_parallel_plan"
 
-COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}  # whether the outputs are gathered after it
-ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}  # whether the inputs are whole before it
-WHOLE = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})  # runs whole inside a region, which needs no style
+COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}  # style -> whether its outputs are gathered
+ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}  # style -> whether its inputs are replicated
+WHOLE = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})  # replicated inside a region; implied without a style
 STYLES = (*COLUMNS, *ROWS, *sorted(WHOLE))
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One divided linear layer; with an adapter, PEFT's layer around it."""
+    """A sharded linear layer; with an adapter, PEFT's wrapper."""
 
     name: str
     module: nn.Module
@@ -43,7 +43,7 @@ class Layer:
 
     @property
     def outside_whole(self) -> bool:
-        """Whether what comes out of columns, or goes into rows, is whole."""
+        """Whether the output of a colwise layer, or the input of a rowwise layer, is replicated."""
         return (COLUMNS if self.by_columns else ROWS)[self.style]
 
     @property
@@ -53,7 +53,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A module whose input every tensor rank reads whole, and whose output is the sum of theirs."""
+    """A module whose input is replicated over the tensor ranks and whose output is the sum over them."""
 
     name: str
     module: nn.Module
@@ -65,37 +65,39 @@ class Region:
 
 
 def load_plan(name: str) -> Plan:
-    """The plan that ``module:NAME`` or ``module.NAME`` names. Raises ValueError that says what is there instead."""
+    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError that says what was found instead."""
     module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not (module and separator and attribute):
-        raise ValueError(f"{KEY}: {name!r} names no plan; set it to module:NAME, where NAME is a dictionary in that module")
+        raise ValueError(
+            f"{KEY}: {name!r} is not a name of a plan; set it to module:NAME, where NAME is a dictionary in that module"
+        )
     try:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except ImportError as error:
         raise ValueError(
-            f"{KEY}: {module} of {name!r} cannot be imported ({error}); put its folder on PYTHONPATH in every process"
+            f"{KEY}: {module} of {name!r} cannot be imported ({error}); add its folder to PYTHONPATH in every process"
         ) from error
     except AttributeError as error:
-        raise ValueError(f"{KEY}: {name!r} is not there ({error})") from error
+        raise ValueError(f"{KEY}: {name!r} does not exist ({error})") from error
     if not (isinstance(found, Mapping) and found and all(isinstance(part, str) for item in found.items() for part in item)):
         raise ValueError(
-            f"{KEY}: {name!r} is a {type(found).__name__} and no plan; a plan is a dictionary of patterns and styles, such as "
+            f"{KEY}: {name!r} is a {type(found).__name__}, not a plan; a plan is a dictionary of patterns and styles, such as "
             "{'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}"
         )
     return dict(found)
 
 
 def check_plan(model: Any, sizes: ParallelSizes, plan: Plan | None = None) -> None:
-    """Raise ValueError where a model cannot be divided by these sizes, with what was found and what to set. Needs shapes alone."""
+    """Raises ValueError if a model cannot be sharded by ``dims``. Needs the shapes only, so the model may be on the meta device."""
     check_experts(model, sizes)
     if sizes.tensor > 1:
         regions_of(model, sizes, plan)
 
 
 def regions_of(model: Any, sizes: ParallelSizes, plan: Plan | None = None) -> list[Region]:
-    """The regions of a model under a plan (None: its own), checked. Raises ValueError as ``check_plan`` does."""
+    """Return the checked regions of a model under a plan (None: its own). Raises ValueError as ``check_tensor_plan`` does."""
     layers = _planned(model, plan)
     parents: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -105,7 +107,7 @@ def regions_of(model: Any, sizes: ParallelSizes, plan: Plan | None = None) -> li
         _check_region(region, regions, model, sizes)
     if not regions:
         raise ValueError(
-            f"tensor_parallel_size is {sizes.tensor} and the plan of {type(model).__name__} divides no linear layer; set "
+            f"tensor_parallel_size is {sizes.tensor} and the plan of {type(model).__name__} shards no linear layer; set "
             "tensor_parallel_size=1 and shard with FSDP alone"
         )
     if sizes.sequence:
@@ -117,18 +119,17 @@ def regions_of(model: Any, sizes: ParallelSizes, plan: Plan | None = None) -> li
 
 
 def _planned(model: Any, plan: Plan | None) -> list[Layer]:
-    """The layers that are divided, in the model's order."""
+    """Return the sharded layers in the model's order."""
     own = plan is None
     if plan is None and not (plan := model.tp_plan):
-        raise ValueError(
-            f"{type(model).__name__} brings no tensor-parallel plan; name one in {KEY}, or set tensor_parallel_size=1"
-        )
+        raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; name one in {KEY}, or set tensor_parallel_size=1")
     experts, ends = experts_of(model), _ends(model)
+    known = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     chosen: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
-    for pattern, style in sorted(plan.items(), key=lambda item: -item[0].count("*")):  # the most specific one counts
-        names = [name for name in _names(model) if _matches(pattern, name, model)]
+    for pattern, style in sorted(plan.items(), key=lambda item: -item[0].count("*")):  # the most specific pattern wins
+        names = [name for name in known if _matches(pattern, name, model)]
         if not names and not own:
-            raise ValueError(f"{KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or leave it out")
+            raise ValueError(f"{KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
         chosen.update((name, (pattern, style)) for name in names if name not in ends and not _inside(name, experts))
     modules = dict(model.named_modules())
     layers = [Layer(name, modules[name], chosen[name][1]) for name in modules if name in chosen]
@@ -139,8 +140,8 @@ def _planned(model: Any, plan: Plan | None) -> list[Layer]:
     for layer in layers:
         if layer.style in WHOLE and not _inside(layer.name, regions):
             raise ValueError(
-                f"the tensor-parallel plan gives {layer.name} the style {layer.style!r}, which means something only between layers "
-                f"divided by columns and by rows, and its neighbours are not; leave it out of the plan that {KEY} names"
+                f"the tensor-parallel plan gives {layer.name} the style {layer.style!r}, which is valid only between layers sharded by "
+                f"columns and by rows, and its neighbours are not sharded; remove it from the plan that {KEY} names"
             )
     return divided
 
@@ -148,7 +149,7 @@ def _planned(model: Any, plan: Plan | None) -> list[Layer]:
 def _check_choice(name: str, module: Any, pattern: str, style: str) -> None:
     if style not in STYLES:
         raise ValueError(
-            f"the tensor-parallel plan divides {name} (by {pattern!r}) in the style {style!r}, for which there is no rule; known are "
+            f"the tensor-parallel plan gives {name} (by {pattern!r}) the style {style!r}, which is not supported; supported are "
             f"{', '.join(STYLES)}. Name a plan without it in {KEY}, or set tensor_parallel_size=1"
         )
     if style in WHOLE:
@@ -157,26 +158,21 @@ def _check_choice(name: str, module: Any, pattern: str, style: str) -> None:
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         what = "a parameter" if module is None else f"a {type(base).__name__}"
         raise ValueError(
-            f"the tensor-parallel plan divides {name} (by {pattern!r}), which is {what}: only linear layers can be divided; "
+            f"the tensor-parallel plan shards {name} (by {pattern!r}), which is {what}: only linear layers can be sharded; "
             f"name a plan without it in {KEY}, or set tensor_parallel_size=1"
         )
 
 
 def _ends(model: Any) -> set[str]:
-    """The embedding and the output layer, which stay whole: each rank reads some of the tokens."""
+    """Return the names of the embedding and the output layer, which are replicated: each rank applies them to some of the tokens."""
     ends = {id(model.get_input_embeddings())}
     if (head := model.get_output_embeddings()) is not None:
         ends.add(id(head))
     return {name for name, module in model.named_modules() if id(module) in ends}
 
 
-def _names(model: nn.Module) -> Iterator[str]:
-    yield from (name for name, _ in model.named_modules())
-    yield from (name for name, _ in model.named_parameters())
-
-
 def _matches(pattern: str, name: str, model: Any) -> bool:
-    """Whether a pattern of the whole model or of its decoder means this name."""
+    """Return whether a pattern matches a name of the model, with or without the prefix of its decoder."""
     expression = "[^.]+".join(re.escape(part) for part in pattern.split("*"))
     short = name.removeprefix(f"{model.base_model_prefix}.")
     return any(re.fullmatch(expression, candidate) for candidate in (name, short))
@@ -186,20 +182,20 @@ def _inside(name: str, parents: Iterable[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
 
 
-# --- what cannot be divided ----------------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------------------------------
 
 
 def _check_region(region: Region, regions: list[Region], model: Any, sizes: ParallelSizes) -> None:
     if {layer.by_columns for layer in region.layers} != {True, False}:
         found = ", ".join(f"{layer.name.rpartition('.')[2]} {layer.style}" for layer in region.layers)
         raise ValueError(
-            f"the tensor-parallel plan divides in {region.name} only {found}: a part of a sum comes from layers divided by columns "
-            f"followed by ones divided by rows, and here one of the two is missing; name another plan in {KEY}"
+            f"the tensor-parallel plan shards only {found} in {region.name}: a partial sum needs layers sharded by columns followed by "
+            f"layers sharded by rows, and one of the two is missing; name another plan in {KEY}"
         )
     others = [other.name for other in regions if other is not region] + list(experts_of(model))
     if (nested := next((name for name in others if name.startswith(f"{region.name}.")), None)) is not None:
         raise ValueError(
-            f"the tensor-parallel plan divides layers of {region.name} and of {nested} inside it, so that a sum would be taken twice; "
+            f"the tensor-parallel plan shards layers of {region.name} and of {nested} inside it, so that the sum would be taken twice; "
             f"name another plan in {KEY}"
         )
     _check_heads(region, model, sizes.tensor)
@@ -217,18 +213,18 @@ def _check_heads(region: Region, model: Any, ways: int) -> None:
         return
     config = model.config.get_text_config()
     counts = {"attention heads": config.num_attention_heads}
-    if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys for every head
+    if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys of every head
         counts["key-value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for what, count in counts.items():
         if count % ways:
             raise ValueError(
-                f"tensor_parallel_size {ways} does not divide the {count} {what} of {type(model).__name__}, and each rank needs whole "
-                f"ones; set it to a divisor of {count}"
+                f"tensor_parallel_size {ways} does not divide the {count} {what} of {type(model).__name__}, and a head cannot "
+                f"be split; set it to a divisor of {count}"
             )
 
 
 def _check_sequence(model: Any, regions: list[Region]) -> None:
-    """Between regions a rank has some of the tokens, so whatever reads several of them must lie in one."""
+    """Check that modules that mix tokens are inside regions: between regions a rank has only some of the tokens."""
     experts = experts_of(model)
     mixers = {
         name: module
@@ -239,6 +235,6 @@ def _check_sequence(model: Any, regions: list[Region]) -> None:
     if outside or not mixers:
         where = outside[0] if outside else "its layers"
         raise ValueError(
-            f"sequence_parallel is true, and the tensor-parallel plan of {type(model).__name__} leaves the attention of {where} whole, "
-            f"which would see only its own rank's tokens; set sequence_parallel=false, or name a plan that divides it in {KEY}"
+            f"sequence_parallel is true, and the tensor-parallel plan of {type(model).__name__} does not shard the attention of {where}, "
+            f"which would see only its own rank's tokens; set sequence_parallel=false, or name a plan that shards it in {KEY}"
         )

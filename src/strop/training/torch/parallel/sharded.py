@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part, and that part as a plain tensor."""
+"""Shard parameters over a mesh, and get the local shards as plain tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def divide(parameter: nn.Parameter, mesh: Any, dimension: int) -> nn.Parameter:
-    """The same parameter, divided evenly along one dimension over a mesh of ranks that all have it whole; nothing is sent."""
+    """Shard a parameter evenly along one dimension over a mesh. Every rank has it in full, so there is no communication."""
     part = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
     own = DTensor.from_local(part.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a divided tensor, through which gradients pass; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part

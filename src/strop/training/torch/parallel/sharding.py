@@ -1,7 +1,7 @@
-"""One network over many ranks: its weights in shards (FSDP2, HSDP), its micro-batches divided, its gradient summed.
+"""A network sharded over several ranks (FSDP2, HSDP): micro-batches are distributed and gradients summed.
 
-Losses are divided by counts of the whole optimizer step, so gradients of ranks are added and never averaged. The optimizer steps the
-shards themselves: plain tensors that share the memory of FSDP's, whichever ranks they are divided over.
+Losses are normalized by counts of the whole optimizer step, so the ranks' gradients are summed and never averaged. The optimizer steps the
+local shards: plain tensors that share the memory of FSDP's DTensors.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from strop.types import Batch
 
 dist: Any = torch.distributed
 
-# Optimizers whose update of a number depends on that number's gradients alone, by the name of a class or one it derives from.
+# Elementwise optimizers, by the name of the class or a base class.
 ELEMENTWISE = frozenset(
     {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "RMSprop", "Rprop", "ASGD", "Lion"}
 )
-WITH_SMALL_STATE = ("8bit", "4bit", "Fp8")  # the same with a compressed state, of bitsandbytes and torchao
+WITH_SMALL_STATE = ("8bit", "4bit", "Fp8")  # suffixes of elementwise optimizers with quantized state, of bitsandbytes and torchao
 
 
 def parallelize(
@@ -50,13 +50,13 @@ def parallelize(
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> ManyRanks:
-    """Divide a network over the ranks of ``meshes``, in place. All ranks call it, each with the same whole network, or those but the
-    first with its shell (``load_once``).
+    """Shard a network over the ranks of ``meshes``, in place. All ranks must call it with the same full network, which may be on the meta
+    device on all but the first rank (``load_on_rank_zero``).
 
-    What is to stay frozen must be frozen before. ``weights_dtype`` is what the network computes with: trained weights are float32 in their
-    shards and rounded as they are gathered, frozen ones are rounded once; None leaves weights as they are. ``cpu_offload`` keeps shards,
-    gradients and the optimizer's state in the CPU's memory. ``tensor_plan`` replaces the model's own plan of tensor parallelism.
-    Raises ValueError for a network that cannot be divided this way.
+    Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
+    when they are gathered, frozen weights are cast once; None keeps all dtypes. ``cpu_offload`` keeps shards, gradients and the optimizer
+    state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
+    sharded this way.
     """
     check_divisible(network, meshes.sizes)
     model: nn.Module = network.model
@@ -64,7 +64,7 @@ def parallelize(
     shells = anywhere(is_shell(model))
     weights = hollow(model) if shells and not is_shell(model) else {}
     if not shells and meshes.sizes.tensor * meshes.sizes.expert > 1:
-        model.to(_own_device(meshes))  # what is divided by tensor and expert must lie where its mesh is
+        model.to(_own_device(meshes))  # tensor and expert shards must be on the device of their mesh
     partial, experts = _divide_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "shard_placement_fn": _dimension(meshes)}
@@ -85,7 +85,7 @@ def parallelize(
 
 
 def parallelize_head(head: ValueHead, trunk: ManyRanks) -> ManyRanks:
-    """Divide a critic that is a head on the policy's trunk, once the policy is divided. All ranks call it, with the same head."""
+    """Shard a critic that is a head on the policy's trunk, after the policy. All ranks must call it with the same head."""
     meshes = trunk.meshes
     head.device = trunk.device
     head.model.to(trunk.device)
@@ -96,11 +96,11 @@ def parallelize_head(head: ValueHead, trunk: ManyRanks) -> ManyRanks:
 
 
 def check_divisible(network: Network, sizes: ParallelSizes) -> None:
-    """Raises ValueError for a network that cannot be divided by ``sizes``."""
+    """Raises ValueError for a network that cannot be sharded by ``dims``."""
     if not network.packed and (sizes.sample > 1 or sizes.expert > 1):
         raise ValueError(
-            f"{type(network.model).__name__} reads padded rows ({network.fallback or 'it was told to'}), and context, tensor and expert "
-            "parallelism divide packed rows; set their sizes to 1, and divide the model by data parallelism alone"
+            f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
+            "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
         )
     heads = getattr(network.model.config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads % sizes.tensor == 0:
@@ -108,7 +108,7 @@ def check_divisible(network: Network, sizes: ParallelSizes) -> None:
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The layers of a decoder: the list of modules with most parameters; none where it has no list."""
+    """Return the layers of a decoder: its module list with the most parameters, or an empty list."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         return []
@@ -117,20 +117,22 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Weights as they are held in shards, and how they are gathered."""
+    """Cast the weights to the dtypes of their shards and return the policy that they are gathered with."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weights_dtype is None:
         if low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
-            raise ValueError(f"trained weights are {low.pop()}: an optimizer would lose small updates; give it as weights_dtype")
+            raise ValueError(
+                f"trained weights are {low.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
+            )
         return MixedPrecisionPolicy()
     if low_rank_layers(model) or not trained:
-        for name, parameter in model.named_parameters():  # adapters are float32, and computed with in float32
+        for name, parameter in model.named_parameters():  # adapters are float32, and so is their computation
             if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
                 parameter.data = parameter.data.to(weights_dtype)
         return MixedPrecisionPolicy()
     if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
         raise ValueError(
-            f"{type(model).__name__} wants {sorted(kept)} in float32, and shards are gathered in one precision: set weights_dtype=float32"
+            f"{type(model).__name__} requires {sorted(kept)} in float32, and shards are gathered in one dtype: set weights_dtype=float32"
         )
     round_weights(model, weights_dtype)
     for parameter in trained:
@@ -139,7 +141,7 @@ def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisio
 
 
 def _divide_layers(model: nn.Module, meshes: Meshes, plan: Mapping[str, str] | None) -> tuple[frozenset[str], frozenset[str]]:
-    """Tensor and expert parallelism: names of parameters whose gradient is partial over tensor ranks, and of modules of experts."""
+    """Apply tensor and expert parallelism; return the names of parameters with partial gradients and of expert modules."""
     partial: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     if meshes.sizes.tensor > 1:
@@ -154,7 +156,7 @@ def _divide_layers(model: nn.Module, meshes: Meshes, plan: Mapping[str, str] | N
 
 
 def _dimension(meshes: Meshes) -> Callable[[nn.Parameter], Shard | None]:
-    """Along which dimension FSDP cuts a weight: the second one of those whose first is taken, where it can be cut evenly."""
+    """Return FSDP's ``shard_placement_fn``: dimension 1 for a weight that is already sharded along dimension 0, if it splits evenly."""
     ways: int = meshes.fsdp.size(-1)
 
     def dimension(parameter: nn.Parameter) -> Shard | None:
@@ -172,25 +174,25 @@ def _own_device(meshes: Meshes) -> torch.device:
 
 def _shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
-    sharded.set_gradient_divide_factor(1.0)  # gradients are added
-    sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction, and none is needed
+    sharded.set_gradient_divide_factor(1.0)  # gradients are summed
+    sharded.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
     return sharded
 
 
 class Root(nn.Module):
-    """What FSDP takes for the model: whatever is computed inside has embedding, last norm and output layer whole."""
+    """FSDP's root module: a computation inside its forward pass has the gathered embedding, final norm and output layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, compute: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """FSDP hooks these very tensors, which views would lose."""
+        """Run ``compute`` and clone views among its results: FSDP registers hooks on them, which views would lose."""
         return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
 
 
 class ManyRanks:
-    """A ``Placement`` over the ranks of ``meshes``. Made by ``parallelize``."""
+    """A ``Parallelism`` over the ranks of ``meshes``. Created by ``parallelize_network``."""
 
     def __init__(
         self,
@@ -203,20 +205,20 @@ class ManyRanks:
         trunk: ManyRanks | None = None,
     ) -> None:
         self.network = network
-        self.trunk = trunk  # which the network reads with, where it is a head alone
+        self.trunk = trunk  # the sharded trunk of a network that is only a head
         self.meshes = meshes
         self.leads = meshes.leads
         self.root = root
         self.rounded = rounded
         self.device: torch.device = network.device
-        self.sharded: dict[str, Any] = {  # DTensors of what is trained, under their names
+        self.sharded: dict[str, Any] = {  # DTensors of the trained parameters by name
             name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
         }
         self.local = {name: nn.Parameter(_piece(parameter)) for name, parameter in self.sharded.items()}
         self._copies = {id(self.local[name]): _copies(parameter) for name, parameter in self.sharded.items()}
         self._partial = [name for name in self.sharded if name in partial]
 
-    # --- what a learner asks of a placement -------------------------------------------------------------------------------
+    # --- the interface of Parallelism ------------------------------------------------------------------------------------
 
     def trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         return list(self.local.items())
@@ -224,9 +226,9 @@ class ManyRanks:
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
         if not any(_plain_name(kind) in ELEMENTWISE for kind in type(optimizer).__mro__):
             raise ValueError(
-                f"{section}.optimizer.name: {type(optimizer).__name__} is not known to update each number from that number's gradients "
-                "alone, and a rank has only a piece of each weight: its update would not be that of the whole weight. Choose "
-                "torch.optim.AdamW or another elementwise optimizer, or train on one device"
+                f"{section}.optimizer.name: {type(optimizer).__name__} is not known to be elementwise, and each rank has only a shard of "
+                "each weight: its update would differ from that of the full weight. Use torch.optim.AdamW or another elementwise "
+                "optimizer, or train on a single device"
             )
 
     def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
@@ -253,7 +255,7 @@ class ManyRanks:
         return replace(found[0], **columns)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """``Network.hidden`` of a language model, for a head that lies on it."""
+        """Return ``Network.hidden`` of a language model, for a value head on it."""
         network = self.network
         assert isinstance(network, Network)
         hidden: Tensor = self.root(lambda: [network.hidden(batch)])[0]
@@ -266,13 +268,13 @@ class ManyRanks:
                 self.local[name].grad = gradient.to_local()
         if self.trunk is not None:
             self.trunk.collect()
-        self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be the old ones after a step
+        self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be stale after a step
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         for name in self._partial:
             if (gradient := self.local[name].grad) is not None:
-                summed = gradient.to(self.device)  # which it may wait for on the CPU
+                summed = gradient.to(self.device)  # from the CPU with offload
                 dist.all_reduce(summed, group=self.meshes.tensor)
                 gradient.copy_(summed)
         held = [parameter for parameter in parameters if parameter.grad is not None]
@@ -292,7 +294,7 @@ class ManyRanks:
             parameter.grad = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathered by all ranks together: all must read on to the end. Tied weights are one tensor under several names."""
+        """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""
         model = self.network.model
         left = Counter(_memory(tensor) for _, tensor, _ in layers_and_weights(model))
         tied: dict[int, Tensor] = {}
@@ -311,7 +313,7 @@ class ManyRanks:
 
     @torch.no_grad()
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of one of the model's tensors, on this rank's device and as the network computes with it. All ranks call it."""
+        """Gather one of the model's tensors on this rank's device, in the dtype of the computation. All ranks must call it."""
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         dtype = self.rounded if self.rounded is not None and tensor.is_floating_point() else tensor.dtype
@@ -327,14 +329,14 @@ def _plain_name(kind: type) -> str:
 
 
 def like(tensor: DTensor, local: Tensor) -> DTensor:
-    """Another tensor's piece, divided as ``tensor`` is."""
+    """Return a DTensor with the local shard ``local`` and the sharding of ``tensor``."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
 def _copies(parameter: DTensor) -> int:
-    """How many ranks have the same piece of it."""
+    """Return how many ranks have the same shard of a parameter."""
     mesh = parameter.device_mesh
     pieces = 1
     for dimension, placement in enumerate(parameter.placements):
@@ -343,13 +345,13 @@ def _copies(parameter: DTensor) -> int:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tied weights alone; also where this rank's piece is empty, for FSDP pads it."""
+    """Return a value that is equal only for tied weights; an empty shard has one too, because FSDP pads it."""
     piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
     return piece.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
 def _piece(tensor: DTensor) -> Tensor:
-    """This rank's piece, in the same memory."""
+    """Return this rank's shard, sharing its memory."""
     piece: Tensor = tensor.to_local().detach()
     return piece

@@ -1,4 +1,4 @@
-"""What one rank runs of a batch, what it says of that, and all ranks' answers as one."""
+"""Micro-batches of a rank, their outputs, and the combination of all ranks' outputs."""
 
 from __future__ import annotations
 
@@ -21,34 +21,32 @@ class Share:
     """A micro-batch of one rank."""
 
     part: Part
-    idle: bool  # it has no gradient, and is read without one
-    stand_in: bool = False  # it is run to keep step with other ranks, and counts nowhere
+    idle: bool  # its loss has no gradient, so it runs without one
+    stand_in: bool = False  # runs only to match the number of passes of other ranks; its results are ignored
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """What a rank says of its micro-batches: nothing where another rank that read the same ones speaks for it."""
+    """The results of a rank's micro-batches; empty if another rank that read the same ones reports them."""
 
-    outputs: tuple[
-        tuple[Tensor, Outputs], ...
-    ] = ()  # (index [n] into the whole batch's N, outputs of these n places, on the CPU)
+    outputs: tuple[tuple[Tensor, Outputs], ...] = ()  # (index [n] into the batch's N, outputs of these n tokens on the CPU)
     metrics: Metrics | None = None  # merged over its micro-batches
 
 
 def assemble(answers: Sequence[Shares], size: int) -> BackwardResult:
-    """The answers of all ranks as the result for a batch of ``size`` predicted tokens. Raises ValueError where one is missing."""
+    """Combine the results of all ranks for a batch of ``size`` predicted tokens. Raises ValueError if one is missing."""
     logged = [answer.metrics for answer in answers if answer.metrics is not None]
     return BackwardResult(metrics=metrics.merge(*logged), outputs=assemble_outputs(answers, size))
 
 
 def assemble_outputs(answers: Sequence[Shares], size: int) -> Outputs:
-    """The outputs alone, [size]. Raises ValueError where the answers do not cover every place once."""
+    """Combine the outputs only, [size]. Raises ValueError unless they cover every predicted token once."""
     pieces = [piece for answer in answers for piece in answer.outputs]
     covered = sum(len(index) for index, _ in pieces)
     if covered != size or not pieces:
         raise ValueError(
-            f"the answers cover {covered} of the batch's {size} predicted tokens: they are those of some ranks only; put the answers of "
-            "all ranks together"
+            f"the outputs cover {covered} of the batch's {size} predicted tokens: some ranks are missing; combine the outputs of all "
+            "ranks"
         )
     first = pieces[0][1]
     columns: dict[str, Any] = {}
@@ -61,13 +59,13 @@ def assemble_outputs(answers: Sequence[Shares], size: int) -> Outputs:
 
 
 def present(outputs: Outputs) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of outputs by name, without those there are not."""
+    """Yield the tensor fields of outputs by name, without those that are None."""
     for item in fields(outputs):
         if (value := getattr(outputs, item.name)) is not None:
             yield item.name, value
 
 
 def kept(outputs: Outputs) -> Outputs:
-    """Outputs without gradient, in float32 on the CPU."""
+    """Return outputs detached, in float32 on the CPU."""
     columns: dict[str, Any] = {name: value.detach().float().cpu() for name, value in present(outputs)}
     return replace(outputs, **columns)

@@ -1,10 +1,11 @@
-"""Tensor parallelism: the linear layers of attentions and MLPs divided among the ranks that read the same tokens.
+"""Tensor parallelism: the linear layers of attentions and MLPs are sharded over the ranks that read the same tokens.
 
-A *region* (``plan.py``) reads its input whole on every tensor rank and returns the sum of what they compute: one collective at each end,
-whatever lies between. Without sequence parallelism the tensor ranks have all tokens between regions and do the same with them; with it
-each has some of the tokens, which are gathered as a region begins and divided as its sum is taken, at the same cost and with less memory.
+A *region* (``tensor_plan.py``) has a replicated input and returns the sum of the tensor ranks' results, with one collective at each end.
+Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each has some of the tokens,
+which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
 
-Embedding and output layer stay whole and read some of the tokens on each rank. (Megatron-LM, arXiv 1909.08053 and 2205.05198.)
+The embedding and the output layer are replicated, and each rank applies them to some of the tokens. (Megatron-LM, arXiv 1909.08053 and
+2205.05198.)
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ Group = Any  # torch.distributed.ProcessGroup
 
 
 def apply_tensor_parallel(model: Any, meshes: Meshes, plan: Plan | None = None) -> frozenset[str]:
-    """Divide a model over the tensor ranks, in place; the names of the parameters whose gradient is a part of the sum on each of them.
+    """Shard a model over the tensor ranks, in place; return the names of the parameters with a partial gradient on each of them.
 
-    ``plan`` None is the model's own. Called on a model that every rank has whole (or on the meta device), before ``fully_shard``. Divided
-    parameters become DTensors on the tensor mesh; the gradient of any other one that is not named is equal on all tensor ranks.
-    The tokens [1, T] it is then called with are the same on all of them, T a multiple of their number; hidden states come back [1, T, H],
-    or with sequence parallelism as this rank's rows [1, T / ranks, H]. Dropout in adapters is the same on all tensor ranks where their
-    generators are: seed them alike, as layers outside of regions must agree. Raises ValueError as ``check_plan`` does.
+    ``plan`` None is the model's own. Call it before ``fully_shard``, on a model that every rank has in full (or on the meta device).
+    Sharded parameters become DTensors on the tensor mesh; the gradients of all other parameters that are not returned are equal on all
+    tensor ranks.
+
+    Afterwards call the model with the same tokens [1, T] on all tensor ranks, T a multiple of their number. It returns hidden states [1,
+    T, H], or with sequence parallelism this rank's rows [1, T / ranks, H]. Seed the random generators equally on all tensor ranks, so that
+    dropout in adapters outside of regions is equal. Raises ValueError as ``check_tensor_plan`` does.
     """
     if meshes.sizes.tensor == 1:
         return frozenset()
@@ -59,14 +62,16 @@ def apply_tensor_parallel(model: Any, meshes: Meshes, plan: Plan | None = None) 
 
 
 def _partial(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.Parameter]:
-    """Parameters of which each tensor rank's gradient is a part: used for some of the tokens, or on the way to a part of a sum."""
+    """Yield the parameters with partial gradients on tensor ranks: those applied to some of the tokens, or inside of a region."""
     experts = {id(parameter) for module in experts_of(model).values() for parameter in module.parameters()}
     if sequence:
         yield from (parameter for parameter in model.parameters() if id(parameter) not in experts)
         return
     yield from model.get_input_embeddings().parameters()
     inner = {id(parameter) for parameter in model.base_model.parameters()}
-    yield from (parameter for parameter in model.parameters() if id(parameter) not in inner)  # the head reads some of the tokens
+    yield from (
+        parameter for parameter in model.parameters() if id(parameter) not in inner
+    )  # the head is applied to some of the tokens
     after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.by_columns}
     for region in regions:
         yield from (parameter for parameter in region.module.parameters() if id(parameter) not in after_sum)
@@ -76,21 +81,21 @@ def _partial(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.P
 
 
 class LocalLinear(nn.Linear):
-    """A linear layer that computes with this rank's part of its weight."""
+    """A linear layer that computes with this rank's shard of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, local(self.weight), None if self.bias is None else local(self.bias))
 
 
 class LocalRows(LocalLinear):
-    """Of a layer divided by rows: its bias is added to the sum, by whoever takes it."""
+    """A layer sharded by rows. Its bias is added after the sum over the ranks, by a hook."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, local(self.weight))
 
 
 def _divide(layer: Layer, mesh: Any) -> Iterator[nn.Parameter]:
-    """Divide a layer's weights, and of its adapter the one that has the divided dimension; what became of them."""
+    """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
     base.__class__ = LocalLinear if layer.by_columns else LocalRows
     base.weight = divide(base.weight, mesh, 0 if layer.by_columns else 1)
@@ -106,25 +111,25 @@ def _divide(layer: Layer, mesh: Any) -> Iterator[nn.Parameter]:
         yield adapter.weight
 
 
-# --- what is done around modules -----------------------------------------------------------------------------------------
+# --- hooks ---------------------------------------------------------------------------------------------------------------
 
 
 class _Ends:
-    """What happens where a region begins and where it ends."""
+    """The hooks at the start and the end of a region."""
 
     def __init__(self, region: Region, group: Group, sequence: bool) -> None:
         self.region, self.group = region, group
         self.begin, self.total = (gather, scatter_sum) if sequence else (copy, reduce_sum)
-        self.summed = 0  # where the last sum lies in memory
+        self.summed = 0  # data pointer of the last sum
 
     def enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The input is the first argument, which some models name."""
+        """Apply the collective to the input, which is the first argument or ``hidden_states``."""
         if given:
             return (_over_rows(self.begin, given[0], self.group), *given[1:]), named
         return given, named | {"hidden_states": _over_rows(self.begin, named["hidden_states"], self.group)}
 
     def sum(self, layer: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
-        """After a layer divided by rows, and its adapter, which adds to the same sum; the bias once."""
+        """Sum the output of a layer sharded by rows, including its adapter, over the ranks; add the bias once."""
         summed = _over_rows(self.total, output, self.group)
         bias = getattr(layer, "base_layer", layer).bias
         summed = summed if bias is None else summed + bias.to(summed.dtype)
@@ -132,12 +137,12 @@ class _Ends:
         return summed
 
     def leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        """What a region computed with its sum would be computed as if it were a part of one: its gradients would be too large."""
+        """Raises RuntimeError unless the region returns its sum unchanged: gradients of further computations would be too large."""
         first: Tensor = output[0] if isinstance(output, tuple) else output
         if first.data_ptr() != self.summed:
             raise RuntimeError(
-                f"{self.region.name} ({type(module).__name__}) does more with the sum of its divided layers than return it, so that it "
-                f"cannot be divided; leave its layers out of a plan named in {KEY}, or set tensor_parallel_size=1"
+                f"{self.region.name} ({type(module).__name__}) does not return the sum of its sharded layers unchanged, so it cannot be "
+                f"sharded; name a plan without its layers in {KEY}, or set tensor_parallel_size=1"
             )
 
 
@@ -151,7 +156,7 @@ def _connect(layer: Layer, group: Group, ends: _Ends) -> None:
 
 
 def _over_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
-    """A collective over the rows of [n, H] or [1, n, H]."""
+    """Apply a collective to the rows of [n, H] or [1, n, H]."""
     rows = collective(tensor.reshape(-1, tensor.shape[-1]), group)
     return rows.view(*tensor.shape[:-2], -1, tensor.shape[-1])
 
@@ -161,7 +166,7 @@ def _all_columns(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor
 
 
 def _own_columns(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """No collective on the way back either: inside a region the gradient of a whole tensor is a part of the sum."""
+    """Select this rank's columns, without a collective in the backward pass: inside a region gradients are partial sums."""
     count, place = given[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
     return given[0].narrow(-1, place * count, count), *given[1:]
 
