@@ -65,9 +65,7 @@ def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
 
 
 def test_a_recurrent_model_falls_back_to_padded_rows_and_says_what_is_lost() -> None:
-    with pytest.warns(
-        UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"
-    ):
+    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"):
         network = Network(build("mamba"))
     assert not network.packed
     assert network.fallback is not None
