@@ -31,6 +31,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 FOLDERS = "src|examples|docs|tests|benchmarks|constraints|.ci"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*[\w/]")
 MODULE = re.compile(r"strop(?:\.\w+)+")
+YAML_NAME = re.compile(r"# (\w+\.yaml)\n")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 SCRIPTS = {
@@ -53,6 +54,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / entry).symlink_to(ROOT / entry)
     script = [sys.executable, str(ROOT / "examples/arithmetic_data.py"), "--train", "20", "--validation", "5"]
     subprocess.run(script, cwd=folder, check=True, capture_output=True)
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            if named := YAML_NAME.match(block):
+                (folder / named[1]).write_text(block)
     return folder
 
 
@@ -151,7 +156,8 @@ def test_the_quoted_loop_is_the_loop() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_checked_yaml_loads(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
-    for number, block in enumerate(block for block in blocks(page, "yaml") if block.startswith("# checked\n")):
+    checked = [block for block in blocks(page, "yaml") if block.startswith("# checked\n") or YAML_NAME.match(block)]
+    for number, block in enumerate(checked):
         file = tmp_path / f"{number}.yaml"
         file.write_text(re.sub(r"^defaults: ", f"defaults: {ROOT}/", block, flags=re.MULTILINE))
         load_config(file, root=root_of(block))
