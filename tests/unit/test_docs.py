@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.assembly.rollouts import algorithm_of
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
@@ -124,6 +125,21 @@ def resolves(dotted: str) -> bool:
             found = getattr(found, attribute)
         return True
     return False
+
+
+def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
+    folder = ROOT / "docs/algorithms"
+    overview = names_in_rows(folder / "README.md")
+    families = {found for page in folder.glob("*.md") if page.name != "README.md" for found in names_in_rows(page)}
+    assert not set(catalogue.algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
+    missing = (set(catalogue.algorithms()) | set(catalogue.parts())) - families
+    assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
+
+
+def names_in_rows(page: Path) -> set[str]:
+    """Every name of a table's row: its first cell is nothing but names in backticks."""
+    cells = re.findall(r"^\| *(`\w+`(?:, `\w+`)*) *\|", page.read_text(), re.MULTILINE)
+    return {found for cell in cells for found in re.findall(r"\w+", cell)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
