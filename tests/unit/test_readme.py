@@ -1,0 +1,120 @@
+"""README.md's table of features, loop and length, held against the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.algorithms.catalogue import algorithms
+from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
+from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED, no_learner
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.registry import make_environment
+from strop.loop import train
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+RUNS: dict[str, Any] = {**TRAINING_RUNS, "eval": EvalRunConfig}
+BASES = {
+    "grpo": "examples/configs/quickstart.yaml",
+    "eval": "examples/configs/evals/eval.yaml",
+    **{kind: f"examples/configs/arithmetic/{kind}.yaml" for kind in ("ppo", "distillation", "dpo", "sft", "rm")},
+}
+STATES = ("works", "written, not run", "not yet")
+
+
+@dataclass(frozen=True)
+class Row:
+    feature: str
+    kind: str  # of run: grpo, sft, ...; "" where the row names files
+    overrides: tuple[str, ...]
+    state: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The algorithms that the row names."""
+        return tuple(re.findall(r"`(\w+)`", self.feature))
+
+
+def rows() -> list[Row]:
+    table = README.split("| feature | configuration | state |\n|---|---|---|\n")[1].split("\n\n")[0]
+    return [row(*(cell.strip() for cell in line.strip("|").split(" | "))) for line in table.splitlines()]
+
+
+def row(feature: str, configuration: str, state: str) -> Row:
+    words = shlex.split(configuration.strip("`"))
+    return Row(feature, *((words[1], tuple(words[2:])) if words[0] == "strop" else ("", ())), state)
+
+
+ROWS = rows()
+COMMANDS = [found for found in ROWS if found.kind]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the examples, and the data that some of them read."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    script = [sys.executable, str(ROOT / "examples/arithmetic_data.py"), "--train", "20", "--validation", "5"]
+    subprocess.run(script, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def start(found: Row, *more: str, check: bool = True) -> Any:
+    """As far as a run gets before it loads a model: its configuration, its environments by name."""
+    config = load_config(BASES[found.kind], [*found.overrides, *more], root=RUNS[found.kind], check=check).config
+    if check:
+        for alias, options in config.env.items() if hasattr(config, "env") else ():
+            make_environment(alias, {name: value for name, value in dict(options).items() if name != "type"})
+    return config
+
+
+@pytest.mark.parametrize("found", COMMANDS, ids=lambda found: found.feature[:40])
+def test_a_row_says_what_the_code_does(found: Row, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    assert found.state in STATES
+    if found.state == "not yet":
+        with pytest.raises((ConfigError, EnvironmentConfigError)):
+            start(found)
+        return
+    start(found)
+    for name in found.names:
+        start(found, f"algorithm.name={name}")
+
+
+def test_every_algorithm_stands_in_the_table_once() -> None:
+    named = [name for found in ROWS for name in found.names]
+    assert sorted(named) == sorted(algorithms())
+
+
+def test_every_part_that_is_refused_has_a_row(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that arrives loses its function in ``strop.config.unsupported``; its row then fails above."""
+    monkeypatch.chdir(workplace)
+    missing = {check.__name__ for check in (*BOTH_UNSUPPORTED, *TRAINING_UNSUPPORTED) if check is not no_learner}
+    for found in COMMANDS:
+        if found.state == "not yet":
+            try:
+                config = start(found, check=False)
+            except ConfigError:
+                continue
+            missing -= {check.__name__ for check in (*BOTH_UNSUPPORTED, *TRAINING_UNSUPPORTED) if list(check(config))}
+    assert not missing, f"README.md has no row for {missing}"
+
+
+def test_the_quoted_loop_is_the_loop_shortened() -> None:
+    quoted = next(block for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE) if "while" in block)
+    lines = iter(line.strip() for line in inspect.getsource(train).splitlines())
+    for line in quoted.splitlines():
+        assert line.strip() in lines, f"README.md quotes {line.strip()!r}, which train() does not have at that place"
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 120
