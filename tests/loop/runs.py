@@ -1,13 +1,8 @@
-"""Whole runs of the ``strop`` command on the tiny model, each in a process of its own.
-
-Importing torch and transformers takes longer than such a run. So a server imports them once and every run is a fork of it (Python's
-``forkserver``): a process of its own that can be killed, without the seconds of a fresh interpreter.
-"""
+"""Whole runs of the ``strop`` command on the tiny model, each in a process of its own that can be killed."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -17,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "strop.cli",
-    "strop.assembly",
-    "strop.tracking.plot",
-    "strop.environments.arithmetic",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_utils_fast",
-    "safetensors.torch",
-    "pyarrow.parquet",
-]
+from support.forks import forks
+
 NOT_REPEATABLE = ("timing/", "performance/")  # and whatever counts seconds
 
 
@@ -94,10 +80,8 @@ class Running:
 
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
     """``strop ARGUMENTS`` in ``folder``, or ``python SCRIPT.py ARGUMENTS``; ``before`` is called in its process first."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_main, args=(list(arguments), str(folder), before))
+    process = forks().Process(target=_main, args=(list(arguments), str(folder), before))
     process.start()
     return Running(process, folder)
 

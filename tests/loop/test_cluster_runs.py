@@ -14,6 +14,7 @@ import pytest
 from loop.kinds import GRADED, recorded_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from support.needs import needs_vllm
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -157,7 +158,7 @@ def test_learner_and_engine_on_different_nodes_give_the_curve_of_one_process(
 
 
 def test_real_vllm_beside_two_ranks_gives_the_curve_of_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+    needs_vllm()
     model = build_tiny(tmp_path / "model", head_dim=32)
     asked = {
         "policy.generation.backend": "vllm",

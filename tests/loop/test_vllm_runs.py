@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from loop.runs import Outcome, Running, heed_interrupts, metrics_of, overrides, 
 from loop.tiny import build_tiny
 from strop.tracking.rollouts import RolloutStore
 from strop.watch.doctor import diagnose
+from support.forks import with_vllm
+from support.needs import needs_vllm
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+needs_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 VLLM = {
@@ -36,6 +38,12 @@ ASYNCHRONOUS = {
 }
 GENTLE = {"policy.optimizer.kwargs.lr": 0.0001}
 EXACT = 1.0005  # token_mult_prob_error in float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_is_imported_once() -> Iterator[None]:
+    with with_vllm():
+        yield
 
 
 @pytest.fixture(scope="module")
