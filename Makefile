@@ -31,8 +31,8 @@ help: ## this list
 quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prints accuracy before and after
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
-# A worker takes a file at a time, in the order of tests/conftest.py: the longest first.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Who gets which tests is in tests/support/schedule.py. Tests start many interpreters, which read the bytecode that the first one writes.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: setup-dev ## the tests that need no GPU, without the exhaustive sweeps: minutes
 	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)

@@ -32,6 +32,14 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) 
     return folder
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where pytest runs with ``-n``."""
+    from support.schedule import LongestFirst
+
+    return LongestFirst(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests under gpu/ need a CUDA device."""
     wanted = [item for item in items if "gpu" in item.path.parts or item.get_closest_marker("gpu")]

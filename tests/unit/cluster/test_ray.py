@@ -137,6 +137,7 @@ def wheel(folder: Path, version: str) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) -> None:
     found = []
