@@ -15,6 +15,7 @@ from loop.kinds import GRADED, recorded_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
 from support.needs import needs_vllm
+from support.sweep import sweep
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -107,9 +108,7 @@ def test_tensor_parallel_ranks_with_adapters_and_a_reference_give_the_curve_of_o
     curves_agree(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize(
-    "section", [pytest.param("sft", marks=pytest.mark.exhaustive), pytest.param("dpo", marks=pytest.mark.exhaustive), "rm"]
-)
+@pytest.mark.parametrize("section", sweep(["sft", "dpo", "rm"], "rm"))
 def test_recorded_data_trains_two_ranks_as_one_process(section: str, tiny: Path, tmp_path: Path) -> None:
     settings = {**recorded_config(section, tiny), f"{section}.max_num_steps": 3, "checkpointing.enabled": False}
     for name, more in (("one", {}), ("two", TWO)):

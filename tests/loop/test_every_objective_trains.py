@@ -18,6 +18,7 @@ from loop.tiny import build_tiny
 from strop.algorithms.catalogue import algorithms
 from strop.assembly.algorithms import section_of
 from strop.tracking.rollouts import RolloutStore
+from support.sweep import sweep
 
 Logged = dict[int, dict[str, float]]
 
@@ -60,9 +61,8 @@ def of_section(section: str) -> list[str]:
 
 def each_of(*sections: str) -> pytest.MarkDecorator:
     """A run for each; `make test` has one of each family."""
-    rest = pytest.mark.exhaustive
     names = [name for section in sections for name in of_section(section)]
-    return pytest.mark.parametrize("name", [name if name in FAMILIES else pytest.param(name, marks=rest) for name in names])
+    return pytest.mark.parametrize("name", sweep(names, *(name for name in FAMILIES if name in names)))
 
 
 def mean(logged: Logged, name: str, steps: range) -> float:
@@ -117,10 +117,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("grpo", "decoupled_ppo") else pytest.param(name, marks=pytest.mark.exhaustive) for name in ASYNCHRONOUS],
-)
+@pytest.mark.parametrize("name", sweep(ASYNCHRONOUS, "grpo", "decoupled_ppo"))
 def test_the_reward_rises_on_rollouts_that_ran_ahead(name: str, tiny: Path, tmp_path: Path) -> None:
     changes = {
         "grpo.async_grpo.enabled": True,

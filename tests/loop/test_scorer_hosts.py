@@ -30,6 +30,7 @@ from support.rollouts import simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 from strop.cluster.ray import ClusterOptions, connect
+from support.sweep import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,7 +55,7 @@ def distil(model: Path, teacher: Path, folder: Path, changes: Mapping[str, Any])
     assert outcome.code == 0, outcome.err + outcome.out
 
 
-@pytest.mark.parametrize("columns", [pytest.param("sampled", marks=pytest.mark.exhaustive), "likeliest"])
+@pytest.mark.parametrize("columns", sweep(["sampled", "likeliest"], "likeliest"))
 def test_a_teacher_in_processes_of_its_own_gives_the_curve_of_one_process(
     columns: str, tiny: Path, other: Path, tmp_path: Path
 ) -> None:

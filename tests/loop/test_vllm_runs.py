@@ -19,6 +19,7 @@ from strop.tracking.rollouts import RolloutStore
 from strop.watch.doctor import diagnose
 from support.forks import with_vllm
 from support.needs import needs_vllm
+from support.sweep import sweep
 
 needs_vllm()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -116,7 +117,7 @@ def test_an_asynchronous_run_goes_on_in_flight_and_holds_its_bound_on_age(served
     assert_each_rollout_once(tmp_path, 6)
 
 
-@pytest.mark.parametrize("mode", ["synchronous", pytest.param("asynchronous", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mode", sweep(["synchronous", "asynchronous"], "synchronous"))
 def test_an_engine_that_is_killed_half_way_is_started_anew_and_nothing_is_lost(served: Path, tmp_path: Path, mode: str) -> None:
     changes = {"grpo.async_grpo.in_flight_weight_updates": False} if mode == "asynchronous" else {}
     ahead = {**ASYNCHRONOUS, **changes} if mode == "asynchronous" else {}

@@ -10,6 +10,7 @@ from strop.config import EvalRunConfig, GrpoRunConfig, yaml_text
 from strop.config.document import annotated_yaml, page
 from strop.config.keys import Key, walk
 from strop.config.model import Model
+from support.each import each
 
 ROOT = Path(__file__).parents[3]
 ROOTS = (GrpoRunConfig, EvalRunConfig)
@@ -20,7 +21,7 @@ def test_the_committed_page_is_what_the_schema_generates() -> None:
     assert committed == page(), "run: python -m strop.config.document > docs/configuration.md"
 
 
-@pytest.mark.parametrize("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)
+@each("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)
 def test_every_key_has_a_line_of_doc(key: Key) -> None:
     assert key.field.description and key.field.description.endswith(".")
 

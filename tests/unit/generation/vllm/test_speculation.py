@@ -14,6 +14,7 @@ from torch import Tensor
 from strop.sampling import Sampling, filtered_logits
 from support.engines import logprobs_of, perturb
 from support.statistics import fits
+from support.sweep import sweep
 
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
-KIND = pytest.mark.parametrize("fixture", [pytest.param("ngram", marks=pytest.mark.exhaustive), "drafted"])
+KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted"))
 
 
 def serve_with(room: EngineRoom, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> Served:
