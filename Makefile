@@ -1,7 +1,7 @@
 # Strop's commands. Each does all of its own set-up: a machine with Python 3.11 or newer and pip is enough.
 #
 #   make quickstart                          train a small language model on this machine, and see it get better
-#   make test                                every test that needs no GPU
+#   make test                                the tests that need no GPU, in minutes
 #   make quickstart ARGS="grpo.seed=2"       ARGS goes to the command; PYTHON names another interpreter
 
 PYTHON ?= python3

@@ -14,6 +14,8 @@ import pytest
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.tracking.rollouts import RolloutStore
 
+pytestmark = pytest.mark.slow
+
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
 LONG = json.dumps({"problem": "9" * 90, "answer": "9"}) + "\n"
 

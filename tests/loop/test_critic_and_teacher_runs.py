@@ -19,6 +19,8 @@ from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.tracking.rollouts import RolloutStore
 from support.sweep import sweep
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
 

@@ -38,6 +38,8 @@ from strop.types import Group, Rollout, Task
 from strop.weights.shared import SharedWeights
 from support.engine import cached_runner, engine_on
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny_tokenizer()
 DIGITS = tuple(TOKENIZER.convert_tokens_to_ids(list("0123456789")))
 SAMPLING = Sampling(max_new_tokens=5)

@@ -20,6 +20,8 @@ from strop.assembly.algorithms import section_of
 from strop.tracking.rollouts import RolloutStore
 from support.sweep import sweep
 
+pytestmark = pytest.mark.slow
+
 Logged = dict[int, dict[str, float]]
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -19,6 +19,8 @@ from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_confi
 from strop.tracking.rollouts import RolloutStore
 from support.sweep import sweep
 
+pytestmark = pytest.mark.slow
+
 SIX = dict.fromkeys(range(7))  # step 0 is the validation before training
 CHANGES = {"grpo.val_at_start": True, "grpo.use_dynamic_sampling": True}
 

@@ -34,6 +34,8 @@ from loop.kinds import (
 from loop.runs import heed_interrupts, metrics_of, overrides, repeatable, strop
 from support.sweep import sweep
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {
     "policy.dtensor_cfg.lora_cfg.enabled": True,
@@ -333,6 +335,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
     assert equal(*states)
 
 
+@pytest.mark.exhaustive
 def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
     """In a fresh interpreter, as a user starts it."""
     write_data(tmp_path)

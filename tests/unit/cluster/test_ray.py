@@ -16,6 +16,8 @@ from strop.cluster.group import GroupDied, WorkerGroup
 from strop.cluster.placement import PlacementError
 from strop.cluster.ray import ClusterOptions, RayCluster, connect, on_every_node, process_lives
 
+pytestmark = pytest.mark.slow
+
 
 class Room:
     """A cluster and the event loop it is used from."""

@@ -26,6 +26,8 @@ from strop.training.torch.parallel.sharding import parallelize
 from support.lora import adapted
 from support.models import build
 
+pytestmark = pytest.mark.slow
+
 dist: Any = torch.distributed
 ONE = ParallelSizes()
 

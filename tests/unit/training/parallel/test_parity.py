@@ -18,6 +18,8 @@ from strop.sampling import Sampling
 from strop.training.torch.parallel.layout import ParallelSizes
 from support.parity import FEW, MANY, Case, Differences, batch_of, compare, on_rank, train
 
+pytestmark = pytest.mark.slow
+
 EXACT = Differences(loss=1e-10, norm=1e-10, outputs=1e-6, weights=1e-10, metrics=1e-9)
 FLOAT32 = Differences(loss=2e-5, norm=1e-5, outputs=1e-5, weights=1e-5, metrics=1e-5)
 # As between two cuts in one process; metrics may count a token more or less among those that are clipped.
