@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,15 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) 
     build("llama").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clusters_of_its_own() -> Iterator[None]:
+    """Strop joins a Ray cluster that was started on this machine: not one of another worker. Ray's sockets want a short path."""
+    folder = tempfile.mkdtemp(prefix="strop-ray-", dir="/tmp")
+    os.environ["RAY_TMPDIR"] = folder
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
