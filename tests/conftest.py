@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tiny models lose more by sharing work than they gain
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests import their helpers as ``support``
+settings.register_profile("strop", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # workers share the cores
+settings.load_profile("strop")
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +36,23 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) 
     build("llama").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clusters_of_its_own() -> Iterator[None]:
+    """Strop joins a Ray cluster that was started on this machine: not one of another worker. Ray's sockets want a short path."""
+    folder = tempfile.mkdtemp(prefix="strop-ray-", dir="/tmp")
+    os.environ["RAY_TMPDIR"] = folder
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where pytest runs with ``-n``."""
+    from support.schedule import LongestFirst
+
+    return LongestFirst(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,8 +21,9 @@ from conformance.compose import part, policy_gradient
 from conformance.harness import SINGLE, Leaves, packed
 from strop.algorithms.kl import Kl
 from strop.algorithms.parts import GroupRewards
+from support.each import each
 
-GROUP = pytest.mark.parametrize("rewards", REWARDS.values(), ids=REWARDS)
+GROUP = each("rewards", REWARDS.values(), ids=REWARDS)
 CASE = pytest.mark.parametrize("case", GROUP_ADVANTAGES, ids=str)
 
 
@@ -136,7 +137,7 @@ def test_a_success_rate_is_never_negative() -> None:
 
 # Credit that looks at the whole batch, through ``pack`` and ``credit``
 
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 
 
 def credited(step: Step, advantage: str, options: dict[str, Any], *, kl: Kl | None = None) -> list[list[float]]:

@@ -16,8 +16,9 @@ from conformance.corrections import CORRECTIONS, CorrectionCase, logs
 from conformance.formulas_common import AGGREGATIONS, Row
 from conformance.harness import EXACT, Leaves, assert_same, column, given_advantages, packed, through_formula, through_strop
 from strop.algorithms.parts import Mismatch
+from support.each import each
 
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 CASE = pytest.mark.parametrize("case", CORRECTIONS, ids=str)
 
 

@@ -17,9 +17,10 @@ from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Leaves, Outcome, assert_same, packed, through_formula, through_strop
 from strop.algorithms.kl import Kl
 from strop.types import Batch
+from support.each import each
 
 NEAR = {name: one for name, one in STEPS.items() if name not in ("log ratios of 50", "huge rewards")}
-STEP = pytest.mark.parametrize("step", NEAR.values(), ids=NEAR)
+STEP = each("step", NEAR.values(), ids=NEAR)
 GAE = [
     {},
     {"gamma": 0.9, "lambda_policy": 0.8},

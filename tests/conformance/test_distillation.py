@@ -21,8 +21,9 @@ from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
 from strop.training.torch.teachers import MixedTeachers
 from strop.types import Batch, Group
+from support.each import each
 
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 
 
 # On-policy distillation: the teacher in the advantage
@@ -116,7 +117,7 @@ DRAWN = {
 
 @KIND
 @pytest.mark.parametrize("outside", OUTSIDE)
-@pytest.mark.parametrize("drawn", DRAWN.values(), ids=DRAWN)
+@each("drawn", DRAWN.values(), ids=DRAWN)
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_a_divergence_on_the_top_k_is_its_formula(kind: str, outside: str, drawn: Distributions, aggregation: str) -> None:
     one = STEPS["random"]

@@ -18,9 +18,10 @@ from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import EXACT, SINGLE, assert_same, groups_of, leaf, packed, through_formula, through_strop
 from strop.algorithms.functional import kl_estimate
 from strop.algorithms.kl import Kl
+from support.each import each
 
 NEAR = {name: step for name, step in STEPS.items() if name != "log ratios of 50"}
-STEP = pytest.mark.parametrize("step", NEAR.values(), ids=NEAR)
+STEP = each("step", NEAR.values(), ids=NEAR)
 ESTIMATOR = pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 token_mean = AGGREGATIONS["token_mean"]
 

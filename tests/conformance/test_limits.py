@@ -13,9 +13,10 @@ from conformance.cases import PAIRS, STEPS, Step, on_policy
 from conformance.compose import algorithm, part, policy_gradient
 from conformance.harness import EXACT, Outcome, assert_same, column, packed, through_strop
 from strop.algorithms.parts import GroupRewards
+from support.each import each
 
 NEAR = {name: step for name, step in STEPS.items() if name != "log ratios of 50"}
-EVERY = pytest.mark.parametrize("step", NEAR.values(), ids=NEAR)
+EVERY = each("step", NEAR.values(), ids=NEAR)
 FRESH = on_policy(STEPS["random"])
 SINGLE_TOKENS = STEPS["single tokens"]
 

@@ -16,8 +16,9 @@ from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant, con
 from conformance.harness import Leaves, assert_same, through_formula, through_strop
 from conformance.objectives import OBJECTIVES, ObjectiveCase
 from strop.algorithms.kl import Kl
+from support.each import each
 
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 
 
 @STEP

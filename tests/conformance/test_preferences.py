@@ -17,8 +17,9 @@ from conformance.harness import Outcome, assert_same, groups_of, leaf, single_pr
 from conformance.preferences import PAIR_LOSSES, PairCase
 from strop.algorithms.base import ValueOutputs
 from strop.data.packing import pack
+from support.each import each
 
-PAIR_STEP = pytest.mark.parametrize("step", PAIRS.values(), ids=PAIRS)
+PAIR_STEP = each("step", PAIRS.values(), ids=PAIRS)
 TAUGHT = {name: one.map(lambda sample: replace(sample, truncated=False)) for name, one in STEPS.items()}
 BETA = 0.1
 
@@ -98,14 +99,14 @@ def test_an_sft_term_beside_dpo_is_the_nll_of_the_chosen(how: str, step: Step) -
 # Supervised fine-tuning
 
 
-@pytest.mark.parametrize("step", TAUGHT.values(), ids=TAUGHT)
+@each("step", TAUGHT.values(), ids=TAUGHT)
 @pytest.mark.parametrize("how", ["token_mean", "sequence_mean"])
 def test_sft_is_the_negative_log_likelihood(how: str, step: Step) -> None:
     found = through_strop(algorithm("sft", aggregation=how), step)
     assert_same(found, through_formula(lambda rows: formulas.nll(rows, per_sequence=how == "sequence_mean"), step))
 
 
-@pytest.mark.parametrize("step", TAUGHT.values(), ids=TAUGHT)
+@each("step", TAUGHT.values(), ids=TAUGHT)
 def test_dynamic_fine_tuning_weighs_each_token_by_its_probability(step: Step) -> None:
     assert_same(through_strop(algorithm("sft", dft=True), step), through_formula(formulas.dft, step))
 
@@ -127,7 +128,7 @@ def judged_steps() -> dict[str, Step]:
 JUDGED = judged_steps()
 
 
-@pytest.mark.parametrize("step", JUDGED.values(), ids=JUDGED)
+@each("step", JUDGED.values(), ids=JUDGED)
 @pytest.mark.parametrize("desirable, undesirable", [(1.0, 1.0), (1.33, 0.8)])
 def test_kto_is_its_papers_formula(desirable: float, undesirable: float, step: Step) -> None:
     options = {"beta": BETA, "desirable_weight": desirable, "undesirable_weight": undesirable}
@@ -176,7 +177,7 @@ def formula_of_scores(scores: list[float], one: Step, margin: bool, centering: f
     return Outcome(constant(total), {"scores": gradient})
 
 
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@each("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("margin", [False, True])
 @pytest.mark.parametrize("centering", [0.0, 0.01])
 def test_a_reward_model_is_bradley_terry(scores: list[float], margin: bool, centering: float) -> None:

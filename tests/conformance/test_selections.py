@@ -11,8 +11,9 @@ from conformance.compose import part, policy_gradient
 from conformance.formulas_common import Row, Scalar, constant, token_mean
 from conformance.harness import assert_same, leaf, through_formula, through_strop
 from strop.algorithms.base import TokenOutputs
+from support.each import each
 
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 
 
 @STEP

@@ -15,9 +15,10 @@ from conformance.harness import Leaves, Outcome, assert_same, column, groups_of,
 from conformance.whole import WHOLE, Whole
 from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import Kl
+from support.each import each
 
 NAME = pytest.mark.parametrize("name", WHOLE)
-STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+STEP = each("step", STEPS.values(), ids=STEPS)
 
 
 def made(name: str, **options: Any) -> Algorithm:
@@ -60,7 +61,7 @@ IN_SINGLE = ["random", "very unequal lengths", "one-sided groups", "empty comple
 
 
 @NAME
-@pytest.mark.parametrize("at", IN_SINGLE)
+@each("at", IN_SINGLE)
 def test_an_algorithm_is_its_formula_in_float32_too(name: str, at: str) -> None:
     """The types of a run: float32 columns and outputs, float64 rewards."""
     taken = takes(name, STEPS[at])

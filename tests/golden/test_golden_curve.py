@@ -13,6 +13,8 @@ import pytest
 
 from golden.curve import CLOSE, EXACT, FILE, curve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -14,11 +14,12 @@ from strop.weights.base import Sender
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
 from strop.weights.memory import MemorySender
+from support.needs import needs_vllm
 
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+needs_vllm()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 DEVICE = torch.device("cuda", 0)

@@ -1,13 +1,8 @@
-"""Complete runs of the ``strop`` command on the tiny model, each in its own process.
-
-Importing torch and transformers takes longer than such a run. So a server imports them once and forks every run (Python's
-``forkserver``): a separate process that can be killed, without the startup time of a fresh interpreter.
-"""
+"""Complete runs of the ``strop`` command on the tiny model, each in its own process that can be killed."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -17,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PRELOAD = [
-    "strop.cli",
-    "strop.assembly",
-    "strop.tracking.plot",
-    "strop.environments.arithmetic",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_utils_fast",
-    "safetensors.torch",
-    "pyarrow.parquet",
-]
+from support.forks import forks
+
 NOT_REPEATABLE = ("timing/", "performance/")  # and all metrics in seconds
 
 
@@ -97,10 +83,8 @@ class Running:
 
 def start(arguments: Sequence[str], folder: Path, *, before: Callable[[], None] | None = None) -> Running:
     """Start ``strop ARGUMENTS`` or ``python SCRIPT.py ARGUMENTS`` in ``folder``. The new process calls ``before`` first."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_main, args=(list(arguments), str(folder), before))
+    process = forks().Process(target=_main, args=(list(arguments), str(folder), before))
     process.start()
     return Running(process, folder)
 

@@ -22,6 +22,7 @@ from strop.rollouts.stream import StreamState
 from strop.tracking.rollouts import RolloutRecord
 from strop.training.threaded import LearnerThread, in_thread
 from support.algorithms import grpo
+from support.sweep import sweep
 
 TOKENIZER = tiny_tokenizer()
 G, K = 2, 2
@@ -173,6 +174,7 @@ class Blocking(SlowLearner):
         return await super(SlowLearner, self).forward_backward(batch, loss)
 
 
+@pytest.mark.slow
 def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_go_on(tmp_path):
     runs = {}
     for name in ("blocking", "beside"):
@@ -213,6 +215,7 @@ def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
 # --- what else a run does -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each_order
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
 def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind, changes):
@@ -282,11 +285,13 @@ def survivors(checkpoints: Checkpoints, upto: int) -> Iterator[StreamState]:
     yield from (state.stream for state, *_ in checkpoints.saved if state.step <= upto)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", sweep([3, 8], 3))
 @each_order
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
-def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_group_once(tmp_path, kind, changes):
+def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_group_once(tmp_path, kind, changes, count):
     buffered = 0
-    for seed in range(8):
+    for seed in range(count):
         folder, draw, checkpoints = tmp_path / str(seed), random.Random(seed), Checkpoints()
         for attempt in range(40):
             after = draw.uniform(5, 40) if attempt < 6 else None
@@ -313,9 +318,10 @@ def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_gr
         for record in records:
             first = next((version for version in record.versions if version >= 0), record.step - 1)
             assert not record.kept or 0 <= record.step - 1 - first <= K
-    assert buffered > 8
+    assert buffered > count
 
 
+@pytest.mark.slow
 def test_drained_and_fifo_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     whole, _, _ = killed(tmp_path / "whole", "fifo", Checkpoints(), clock=0, after=None, max_steps=12)
     for seed in range(6):

@@ -13,6 +13,8 @@ from loop.killing import Kill
 from loop.runs import grpo, metrics_of, repeatable
 from strop.tracking.rollouts import RolloutStore
 
+pytestmark = pytest.mark.slow
+
 CHANGES = {"grpo.async_grpo.enabled": True, "grpo.async_grpo.max_trajectory_age_steps": 2, "grpo.use_dynamic_sampling": True}
 WEIGHTS = Path("results") / "step_6" / "policy" / "weights" / "model.safetensors"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
 from strop.tracking.rollouts import RolloutStore
+
+pytestmark = pytest.mark.slow
 
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
 LONG = json.dumps({"problem": "9" * 90, "answer": "9"}) + "\n"
@@ -268,6 +271,17 @@ def test_a_hub_name_without_network_says_what_was_tried(refused):
     assert "set policy.model_name to a folder with the model" in said
 
 
+TWO_STEPS = {"grpo.max_num_steps": 2, "checkpointing.save_period": 1, "checkpointing.keep_top_k": None}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tiny, tmp_path_factory):
+    """A run that saved both of its steps."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    assert grpo(tiny, folder, **TWO_STEPS).code == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
@@ -278,9 +292,9 @@ def test_a_hub_name_without_network_says_what_was_tried(refused):
         ("policy/weights/model.safetensors", "gone"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny, tmp_path, file, damage):
-    changes = {"grpo.max_num_steps": 2, "checkpointing.save_period": 1, "checkpointing.keep_top_k": None}
-    assert grpo(tiny, tmp_path, **changes).code == 0
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_can_be_used(tiny, two_steps, tmp_path, file, damage):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    changes = TWO_STEPS
     before = metrics_of(tmp_path / "logs")
     path = tmp_path / "results" / "step_2" / file
     content = path.read_bytes()

@@ -116,6 +116,7 @@ def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint
     assert_as_if_undisturbed(tmp_path, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look(tiny: Path, tmp_path: Path) -> None:
     running = begin(tiny, tmp_path, **{"cluster.max_restarts": 1})
     first = kill(running, "learner-0")
@@ -129,6 +130,7 @@ def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look
     assert_nobody_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_interrupted_or_loses_its_driver_leaves_nobody_and_goes_on_by_the_same_command(
     tiny: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     cluster.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_without_the_engines_of_a_lost_node_if_it_may(
     tiny: Path, alone: Path, tmp_path: Path, three_nodes: str
 ) -> None:

@@ -14,6 +14,8 @@ import pytest
 from loop.kinds import GRADED, recorded_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
+from support.needs import needs_vllm
+from support.sweep import sweep
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,6 +84,7 @@ def test_two_ranks_an_engine_and_hosts_of_environments_give_the_curve_of_one_pro
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_what_two_ranks_saved_goes_on_in_one_process_and_the_other_way_round(tiny: Path, alone: Path, tmp_path: Path) -> None:
     together = tmp_path / "together"
     assert grpo(tiny, together, **TWO, **{"grpo.max_num_steps": 3}).code == 0
@@ -95,6 +98,7 @@ def test_what_two_ranks_saved_goes_on_in_one_process_and_the_other_way_round(tin
     curves_agree(alone, apart)
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_ranks_with_adapters_and_a_reference_give_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
     asked = {**LORA, "loss_fn.reference_policy_kl_penalty": 0.1}
     sizes = {"policy.dtensor_cfg.tensor_parallel_size": 2, "policy.dtensor_cfg.sequence_parallel": True}
@@ -104,7 +108,7 @@ def test_tensor_parallel_ranks_with_adapters_and_a_reference_give_the_curve_of_o
     curves_agree(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("section", ["sft", "dpo", "rm"])
+@pytest.mark.parametrize("section", sweep(["sft", "dpo", "rm"], "rm"))
 def test_recorded_data_trains_two_ranks_as_one_process(section: str, tiny: Path, tmp_path: Path) -> None:
     settings = {**recorded_config(section, tiny), f"{section}.max_num_steps": 3, "checkpointing.enabled": False}
     for name, more in (("one", {}), ("two", TWO)):
@@ -140,6 +144,7 @@ def two_nodes(tmp_path: Path) -> Iterator[str]:
     cluster.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_learner_and_engine_on_different_nodes_give_the_curve_of_one_process(
     tiny: Path, alone: Path, tmp_path: Path, two_nodes: str
 ) -> None:
@@ -156,8 +161,9 @@ def test_learner_and_engine_on_different_nodes_give_the_curve_of_one_process(
     curves_agree(alone, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_real_vllm_beside_two_ranks_gives_the_curve_of_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+    needs_vllm()
     model = build_tiny(tmp_path / "model", head_dim=32)
     asked = {
         "policy.generation.backend": "vllm",

@@ -10,6 +10,8 @@ import pytest
 
 from loop.runs import grpo, metrics_of
 
+pytestmark = pytest.mark.slow
+
 FILTERED = {
     "policy.generation.top_k": 8,
     "policy.generation.top_p": 0.9,

@@ -17,6 +17,9 @@ from loop.kinds import equal, refused, sampling_config, train, trained, write_da
 from loop.runs import metrics_of, overrides, repeatable, strop
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.tracking.rollouts import RolloutStore
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {"policy.dtensor_cfg.lora_cfg.enabled": True, "policy.dtensor_cfg.lora_cfg.dim": 4}
@@ -77,7 +80,7 @@ CRITICS: Mapping[str, Mapping[str, Any]] = {
 OF_A_CRITIC = ("value_loss", "value_grad_norm", "value_lr", "values_mean", "returns_mean", "explained_variance")
 
 
-@pytest.mark.parametrize("name", CRITICS)
+@pytest.mark.parametrize("name", sweep(CRITICS, "a head on the policy", "with adapters", "asynchronous"))
 def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, tiny: Path, tmp_path: Path) -> None:
     said = trained("ppo", tiny, tmp_path, **{**PPO, **CRITICS[name], "ppo.val_at_start": True})
     logged = metrics_of(tmp_path / "logs")
@@ -148,7 +151,10 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TEACHERS)
+@pytest.mark.parametrize(
+    "name",
+    sweep(TEACHERS, "which is the policy, shown the answer", "which is the policy's average", "of a student with adapters"),
+)
 def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
     said = trained("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
     logged = metrics_of(tmp_path / "logs")
@@ -180,6 +186,7 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
     assert max(credit["graded"]) < 1e-4 and sum(credit["other"]) / 8 > 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path, teacher: Path, tmp_path: Path) -> None:
     changes = {"teacher.model_name": str(teacher), "distillation.topk_logits_k": 16, "checkpointing.keep_top_k": None}
     trained("distillation", tiny, tmp_path / "whole", **changes)
@@ -221,6 +228,7 @@ def test_a_teacher_of_another_family_is_refused(tiny: Path, other_tokens: Path, 
 # --- adapters, and the scripts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_grpo_with_adapters_measures_against_its_own_base_and_resumes(tiny: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM

@@ -38,6 +38,8 @@ from strop.types import Group, Rollout, Task
 from strop.weights.shared import SharedWeights
 from support.engine import cached_runner, engine_on
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny_tokenizer()
 DIGITS = tuple(TOKENIZER.convert_tokens_to_ids(list("0123456789")))
 SAMPLING = Sampling(max_new_tokens=5)
@@ -134,7 +136,9 @@ def mean(logged: Mapping[int, Mapping[str, float]], name: str, steps: Sequence[i
 
 
 @pytest.mark.parametrize(
-    ("critic", "rate"), [(own_critic, 3e-3), (ValueHead, 3e-2)], ids=["a critic of its own", "a head on the policy"]
+    ("critic", "rate"),
+    [pytest.param(own_critic, 3e-3, marks=pytest.mark.exhaustive), (ValueHead, 3e-2)],
+    ids=["a critic of its own", "a head on the policy"],
 )
 def test_ppo_learns_and_its_critic_explains_variance(
     tmp_path: Path, critic: Callable[[Network], TrainableNetwork], rate: float
@@ -172,6 +176,7 @@ def test_ppo_learns_from_rollouts_that_ran_ahead(tmp_path: Path) -> None:
     assert mean(logged, "train/reward", range(26, 31)) > mean(logged, "train/reward", range(1, 4)) + 0.15
 
 
+@pytest.mark.exhaustive
 def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path) -> None:
     """By the advantage of sampled tokens; rewards make no difference."""
     teacher = Teacher(network=language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), sampling=SAMPLING, score_tokens=500)
@@ -185,9 +190,7 @@ def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        TopKDistillation(kl_type="forward"),
-        TopKDistillation(kl_type="reverse"),
-        TopKDistillation(kl_type="mixed"),
+        *(pytest.param(TopKDistillation(kl_type=kind), marks=pytest.mark.exhaustive) for kind in ("forward", "reverse", "mixed")),
         TopKDistillation(kl_type="jsd"),
         TopKDistillation(kl_type="mixed", outside="renormalise"),
     ],

@@ -18,6 +18,9 @@ from loop.tiny import build_tiny
 from strop.algorithms.catalogue import algorithms
 from strop.assembly.algorithms import section_of
 from strop.tracking.rollouts import RolloutStore
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
 
 Logged = dict[int, dict[str, float]]
 
@@ -27,6 +30,21 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "vapo": {"ppo.policy_training_start_step": 3},
     "apo_down": {"dpo.max_num_steps": 80},
 }
+FAMILIES = (
+    "grpo",  # a ratio for each token
+    "gspo",  # for each sequence
+    "reinforce_pp",  # credit that is whitened over the batch
+    "remax",  # a baseline of greedy rollouts
+    "gdpo",  # several rewards
+    "ppo",
+    "distillation",
+    "topk_distillation",
+    "sft",
+    "dpo",  # pairs and a reference
+    "simpo",  # pairs alone
+    "kto",  # judgements
+    "reward_model",
+)
 AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, when the policy still is it
     "dpo": math.log(2),
     "cdpo": math.log(2),
@@ -41,6 +59,12 @@ AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, w
 def of_section(section: str) -> list[str]:
     """Those that are for one kind of run."""
     return [name for name, kind in algorithms().items() if section_of(kind()) == section]
+
+
+def each_of(*sections: str) -> pytest.MarkDecorator:
+    """A run for each; `make test` has one of each family."""
+    names = [name for section in sections for name in of_section(section)]
+    return pytest.mark.parametrize("name", sweep(names, *(name for name in FAMILIES if name in names)))
 
 
 def mean(logged: Logged, name: str, steps: range) -> float:
@@ -64,7 +88,7 @@ def sampled(section: str, name: str, model: Path, folder: Path, **changes: Any) 
 # --- policy gradients --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", of_section("grpo"))
+@each_of("grpo")
 def test_the_reward_of_a_policy_gradient_rises(name: str, tiny: Path, tmp_path: Path) -> None:
     """Two optimizer steps on each batch, so that there is a ratio, and a policy before the update."""
     changes = {"grpo.max_num_steps": 12, "grpo.num_prompts_per_step": 8, "policy.train_global_batch_size": 32}
@@ -95,7 +119,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", sweep(ASYNCHRONOUS, "grpo", "decoupled_ppo"))
 def test_the_reward_rises_on_rollouts_that_ran_ahead(name: str, tiny: Path, tmp_path: Path) -> None:
     changes = {
         "grpo.async_grpo.enabled": True,
@@ -139,7 +163,7 @@ def test_dynamic_sampling_that_finds_nothing_stops_at_its_cap(tiny: Path, tmp_pa
 # --- a critic ------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", of_section("ppo"))
+@each_of("ppo")
 def test_the_reward_rises_and_the_critic_explains_variance(name: str, tiny: Path, tmp_path: Path) -> None:
     """Half of the tasks earn half a point more, and their prompt says so: what a critic can learn."""
     changes = {
@@ -165,7 +189,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(tmp_path_factory.mktemp("teacher") / "tiny", seed=1)
 
 
-@pytest.mark.parametrize("name", of_section("distillation"))
+@each_of("distillation")
 def test_the_student_comes_nearer_to_its_teacher(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
     """In either direction where the divergence itself is known; else by its estimate from sampled tokens."""
     changes = {"distillation.max_num_steps": 15, "distillation.topk_logits_k": 24, "distillation.num_prompts_per_step": 8}
@@ -178,7 +202,7 @@ def test_the_student_comes_nearer_to_its_teacher(name: str, tiny: Path, teacher:
 # --- recorded data -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", of_section("sft"))
+@each_of("sft")
 def test_sft_learns_its_examples_by_heart(name: str, tiny: Path, tmp_path: Path) -> None:
     changes = {
         "sft.max_num_steps": 60,
@@ -191,7 +215,7 @@ def test_sft_learns_its_examples_by_heart(name: str, tiny: Path, tmp_path: Path)
     assert logged[60]["train/nll"] < 0.3
 
 
-@pytest.mark.parametrize("name", [*of_section("dpo"), *of_section("rm")])
+@each_of("dpo", "rm")
 def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
     section = section_of(algorithms()[name]())
     changes = {f"{section}.max_num_steps": 40, f"{section}.val_period": 0, "data.validation.dataset_name": ...}
@@ -217,4 +241,4 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
 
 def test_every_algorithm_is_in_one_of_these_tests() -> None:
     tested = [name for section in ("grpo", "ppo", "distillation", "sft", "dpo", "rm") for name in of_section(section)]
-    assert sorted(tested) == sorted(algorithms())
+    assert sorted(tested) == sorted(algorithms()) and set(FAMILIES) <= set(tested)

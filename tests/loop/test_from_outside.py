@@ -10,6 +10,8 @@ import pytest
 from loop.runs import grpo, metrics_of
 from strop.tracking.rollouts import RolloutStore
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 WITHOUT_ARITHMETIC = {
     "env.arithmetic.max_operand": ...,

@@ -6,7 +6,11 @@ import os
 import signal
 import time
 
+import pytest
+
 from loop.runs import grpo, heed_interrupts, metrics_of, overrides, repeatable, start, tiny_config
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_interrupted_run_says_how_to_continue_and_continues(tiny, tmp_path):

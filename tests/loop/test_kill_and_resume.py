@@ -17,6 +17,9 @@ import torch
 from loop.killing import HalfAFolder, HalfALine, Kill
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
 from strop.tracking.rollouts import RolloutStore
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
 
 SIX = dict.fromkeys(range(7))  # step 0 is the validation before training
 CHANGES = {"grpo.val_at_start": True, "grpo.use_dynamic_sampling": True}
@@ -105,7 +108,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", sweep(CHAINS, "inside a save", "around the rename", "between save and log", "inside a step"))
 def test_a_killed_run_ends_as_if_nothing_had_happened(chain, tiny, tmp_path, uninterrupted):
     for kill in CHAINS[chain]:
         outcome = grpo(tiny, tmp_path, before=kill, **CHANGES)

@@ -13,6 +13,8 @@ import torch
 from loop.killing import Kill
 from loop.runs import grpo, metrics_of, overrides, repeatable, strop
 
+pytestmark = pytest.mark.slow
+
 LORA: dict[str, Any] = {
     "policy.dtensor_cfg.lora_cfg.enabled": True,
     "policy.dtensor_cfg.lora_cfg.dim": 4,

@@ -13,6 +13,8 @@ from loop.preempted import ToldToEnd
 from loop.runs import Outcome, grpo, metrics_of, repeatable
 from strop.tracking.rollouts import RolloutStore
 
+pytestmark = pytest.mark.slow
+
 # Nothing is due at the steps in which the runs are told to end; what is due after the last step is due after the last step alone.
 CHANGES: dict[str, Any] = {
     "grpo.val_period": 4,

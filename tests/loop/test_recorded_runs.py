@@ -32,6 +32,9 @@ from loop.kinds import (
     write_rows,
 )
 from loop.runs import heed_interrupts, metrics_of, overrides, repeatable, strop
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LORA: Mapping[str, Any] = {
@@ -65,7 +68,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 MEASURED = {"sft": {"nll"}, "dpo": {"accuracy", "margin", "sft_loss"}, "kto": {"reference_point"}, "rm": {"accuracy", "margin"}}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto", "rm"))
 def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes = RUNS[name]
     said = trained(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
@@ -305,7 +308,7 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", sweep(KILLED, "sft", "dpo with a reference computed once"))
 def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     changes = {**changes, f"{section}.val_at_start": True, "checkpointing.keep_top_k": None}
@@ -332,6 +335,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
     assert equal(*states)
 
 
+@pytest.mark.exhaustive
 def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
     """In a fresh interpreter, as a user starts it."""
     write_data(tmp_path)

@@ -30,6 +30,7 @@ from support.rollouts import simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 from strop.cluster.ray import ClusterOptions, connect
+from support.sweep import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,7 +55,7 @@ def distil(model: Path, teacher: Path, folder: Path, changes: Mapping[str, Any])
     assert outcome.code == 0, outcome.err + outcome.out
 
 
-@pytest.mark.parametrize("columns", ["sampled", "likeliest"])
+@pytest.mark.parametrize("columns", sweep(["sampled", "likeliest"], "likeliest"))
 def test_a_teacher_in_processes_of_its_own_gives_the_curve_of_one_process(
     columns: str, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_teacher_in_processes_of_its_own_gives_the_curve_of_one_process(
     assert left_over(tmp_path / "apart") == []
 
 
+@pytest.mark.exhaustive
 def test_teachers_with_and_without_processes_of_their_own_are_mixed_as_in_one_process(
     tiny: Path, other: Path, tmp_path: Path
 ) -> None:
@@ -79,6 +81,7 @@ def test_teachers_with_and_without_processes_of_their_own_are_mixed_as_in_one_pr
     curves_agree(tmp_path / "one", tmp_path / "apart", steps=STEPS)
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_in_a_process_of_its_own_gives_the_curve_of_one_process(tiny: Path, tmp_path: Path) -> None:
     judge = reward_model(tmp_path / "judge", tiny)
     rows = write_rows(tmp_path / "rows.jsonl", [{"problem": f"{a}+{b}=", "answer": ""} for a, b in SUMS])

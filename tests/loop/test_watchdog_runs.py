@@ -17,6 +17,8 @@ from loop.runs import Running, grpo, heed_interrupts, overrides, start, strop, t
 from loop.stuck import SamplerOff, StuckAt
 from strop.watch.status import Status, read_status
 
+pytestmark = pytest.mark.slow
+
 LIMITS = {
     "watchdog.interval_seconds": 0.1,
     "watchdog.environment_seconds": 0.5,

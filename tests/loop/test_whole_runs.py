@@ -10,6 +10,8 @@ import pytest
 from loop.runs import Environ, grpo, metrics_of, overrides, strop, tiny_config
 from strop.tracking.rollouts import RolloutStore
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # The tags of the interface that every GRPO run with a reference and validation has in metrics.jsonl.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import traceback
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from support.forks import forks
 
 dist: Any = torch.distributed
 TIMEOUT = 240.0  # seconds for all of them together
@@ -22,8 +23,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     ``function`` must be importable: defined in a module, not inside a test. Raises AssertionError with the traceback of the first rank
     that failed, or if the ranks exceed TIMEOUT.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+    context = forks()
     work = pickle.dumps((function, arguments))  # by value, like the results: shared tensors would vanish with their process
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from strop.weights.base import ChannelAddress, Manifest, Sender, TransportError
 from strop.weights.fingerprints import fingerprint
 from strop.weights.manifest import manifest_of
+from support.forks import forks
 
 CPU = torch.device("cpu")
-CONTEXT = multiprocessing.get_context("spawn")
 
 
 def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
@@ -117,9 +117,9 @@ class Child:
 
 @contextmanager
 def child(body: Callable[..., None], *arguments: Any) -> Iterator[Child]:
-    """Run ``body(pipe, *arguments)`` in a spawned process, which is killed at the end if it is still alive."""
-    ours, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=body, args=(theirs, *arguments), daemon=True)
+    """Run ``body(pipe, *arguments)`` in its own process, which is killed at the end if it is still alive."""
+    ours, theirs = multiprocessing.Pipe()
+    process = forks().Process(target=body, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     try:

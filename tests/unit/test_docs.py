@@ -26,6 +26,7 @@ from strop.data.packing import micro_batches, pack
 from strop.environments.base import Environment
 from strop.environments.registry import import_attribute
 from strop.types import Group, Rollout, Task, Turn
+from support.each import each
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -97,7 +98,7 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
                     yield page, words
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_paths_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     quoted = " ".join(re.findall(r"`([^`\n]+)`", text)) + " " + " ".join(blocks(page, "sh"))
@@ -105,7 +106,7 @@ def test_paths_named_on_a_page_exist(page: Path) -> None:
     assert not missing, f"{name(page)} names {missing}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_modules_and_attributes_named_on_a_page_exist(page: Path) -> None:
     quoted = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
     missing = [module for module in sorted(set(MODULE.findall(quoted))) if not resolves(module)]
@@ -142,7 +143,7 @@ def names_in_rows(page: Path) -> set[str]:
     return {found for cell in cells for found in re.findall(r"\w+", cell)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     prose = BLOCK.sub("", page.read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
@@ -169,7 +170,7 @@ def test_the_quoted_loop_is_the_loop() -> None:
     assert quoted == [written + "\n"], "copy train() of src/strop/loop.py into docs/architecture.md"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@each("page", PAGES, ids=name)
 def test_checked_yaml_loads(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     checked = [block for block in blocks(page, "yaml") if block.startswith("# checked\n") or YAML_NAME.match(block)]
@@ -179,7 +180,7 @@ def test_checked_yaml_loads(page: Path, workplace: Path, tmp_path: Path, monkeyp
         load_config(file, root=root_of(block))
 
 
-@pytest.mark.parametrize(("page", "words"), [pytest.param(*found, id=" ".join(found[1])[:80]) for found in commands()])
+@each("page, words", commands(), ids=lambda found: f"{name(found[0])}: {' '.join(found[1])}")
 def test_commands_name_configurations_that_load(
     page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
+from support.each import each
 from support.rollouts import group_of, rollout_of, sampled
 from support.tokens import slopes, step_of
 
@@ -61,7 +62,7 @@ def loss_and_slope(
     return batch, float(loss.detach()), logprobs.grad
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@each("name", FAMILY)
 def test_rollouts_said_to_be_idle_have_exactly_no_gradient(name: str) -> None:
     groups = [answered((1.0, 2), (1.0, 3)), answered((0.0, 2), (1.0, 4)), answered((0.0, 1), (0.0, 2))]
     batch, _, slope = loss_and_slope(FAMILY[name], groups, now=-1.9)
@@ -70,8 +71,8 @@ def test_rollouts_said_to_be_idle_have_exactly_no_gradient(name: str) -> None:
     assert float(moved[2:4].sum()) > 0
 
 
-@pytest.mark.parametrize("name", FAMILY)
-@pytest.mark.parametrize(("now", "before", "sampler"), [(-1.0, -500.0, -300.0), (-500.0, -1.0, -1.0), (-1e-6, -1e5, -1e-6)])
+@each("name", FAMILY)
+@each("now, before, sampler", [(-1.0, -500.0, -300.0), (-500.0, -1.0, -1.0), (-1e-6, -1e5, -1e-6)])
 def test_extreme_ratios_leave_loss_and_gradient_finite(name: str, now: float, before: float, sampler: float) -> None:
     groups = [answered((1.0, 2), (0.0, 3)), answered((0.0, 2), (0.0, 2)), answered((0.0, 9), (1.0, 1))]
     _, loss, slope = loss_and_slope(FAMILY[name], groups, now=now, before=before, sampler=sampler)
@@ -79,7 +80,7 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(name: str, now: float, be
     assert bool(torch.isfinite(slope).all())
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@each("name", FAMILY)
 def test_empty_rollouts_are_harmless(name: str) -> None:
     groups = [answered((1.0, 0), (0.0, 3)), answered((0.0, 2), (1.0, 0))]
     _, loss, slope = loss_and_slope(FAMILY[name], groups, now=-1.9)
@@ -87,7 +88,7 @@ def test_empty_rollouts_are_harmless(name: str) -> None:
     assert bool(torch.isfinite(slope).all())
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@each("name", FAMILY)
 def test_a_step_of_filtered_rollouts_alone_has_a_loss_of_zero(name: str) -> None:
     algorithm = replace(FAMILY[name], overlong_filtering=True)
     _, loss, slope = loss_and_slope(algorithm, [answered((1.0, 2), (0.0, 3), ending=Ending.LENGTH)], now=-1.9)
@@ -95,7 +96,7 @@ def test_a_step_of_filtered_rollouts_alone_has_a_loss_of_zero(name: str) -> None
     assert bool((slope == 0).all())
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@each("name", FAMILY)
 def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
     """Each keeps its credit: rewards, lengths and the batch's statistics are what counts."""
     algorithm = replace(FAMILY[name], kl=None)

@@ -16,6 +16,8 @@ from strop.cluster.group import GroupDied, WorkerGroup
 from strop.cluster.placement import PlacementError
 from strop.cluster.ray import ClusterOptions, RayCluster, connect, on_every_node, process_lives
 
+pytestmark = pytest.mark.slow
+
 
 class Room:
     """A cluster and the event loop it is used from."""
@@ -137,6 +139,7 @@ def wheel(folder: Path, version: str) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) -> None:
     found = []

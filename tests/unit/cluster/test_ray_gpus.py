@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from tests.unit.cluster.things import Thing
@@ -39,6 +40,7 @@ def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(tw
             sees_none = await cluster.host(HostOptions(name="environment-0", node=0), Thing, 1)
             halves = [await cluster.host(HostOptions(name=f"teacher-{n}", num_gpus=0.5), Thing, n) for n in range(2)]
             seen = [await each.call("environment", VARIABLE) for each in (own, sees_none, *halves)]
+            cluster.options = replace(options, wait_seconds=2)
             for start in (cluster.host, in_thread(cluster.host_now)):
                 with pytest.raises(PlacementError, match=r"teacher-9 needs 1 GPUs besides .*cluster.wait_seconds"):
                     await start(HostOptions(name="teacher-9", num_gpus=1.0), Thing, 9)

@@ -10,6 +10,7 @@ from strop.config import EvalRunConfig, GrpoRunConfig, yaml_text
 from strop.config.document import RUNS, annotated_yaml, blocks, page
 from strop.config.keys import Key, walk
 from strop.config.model import Model
+from support.each import each
 
 ROOT = Path(__file__).parents[3]
 ROOTS = (GrpoRunConfig, EvalRunConfig)
@@ -20,7 +21,7 @@ def test_the_committed_page_is_what_the_schema_generates() -> None:
     assert committed == page(), "run: python -m strop.config.document > docs/configuration.md"
 
 
-@pytest.mark.parametrize("run", RUNS)
+@each("run", RUNS)
 def test_the_page_has_every_key_of_a_run_and_says_nothing_twice(run: str) -> None:
     found: dict[tuple[str, ...], list[str]] = {}  # what the tables say of a key, in the order of the page
     for block in blocks():
@@ -37,7 +38,7 @@ def said_of(key: Key) -> str:
     return repr((key.type, key.default, key.required, key.field.description))
 
 
-@pytest.mark.parametrize("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)
+@each("key", [key for root in ROOTS for key in walk(root)], ids=lambda key: key.dotted)
 def test_every_key_has_a_line_of_doc(key: Key) -> None:
     assert key.field.description and key.field.description.endswith(".")
 

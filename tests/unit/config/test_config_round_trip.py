@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
+from support.sweep import sweep
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["5e-6", "true", "null", "${a}", r"\${a}", r"\\${", "$", "{}", "- a", "1:30", "yes", "0x1f", "<<"]
@@ -63,9 +65,12 @@ def reload(config: Any) -> Any:
         return load_config(path, root=type(config), check=False).config
 
 
-@settings(max_examples=60, deadline=None)
-@given(runs)
-def test_a_dumped_training_configuration_loads_back_equal(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("count", sweep([20, 60], 20))
+def test_a_dumped_training_configuration_loads_back_equal(count: int) -> None:
+    settings(max_examples=count, deadline=None)(given(runs)(assert_it_loads_back_equal))()
+
+
+def assert_it_loads_back_equal(values: dict[str, Any]) -> None:
     config = GrpoRunConfig.model_validate(values)
     assert reload(config) == config
 

@@ -102,6 +102,7 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(wrote):
         rewards(wrote, "", r"\boxed{x}")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced():
     pool = Pool(1)
     arguments = {"reference": "2x", "answer": r"\boxed{x+x}"}
@@ -133,6 +134,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_no_worker_outlives_its_parent(end):
     script = PARENT.replace("END", repr(end))

@@ -30,6 +30,8 @@ from support.engine import cached_runner
 from support.lora import adapted
 from support.models import build
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.9)
 PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301], [17, 300], [5, 40, 200, 31, 7, 7, 90, 301]]
 CANARY = (tuple(range(10, 40)), tuple(range(200, 170, -1)))

@@ -34,7 +34,7 @@ BFLOAT16 = 0.02
 PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45], [17, 300]]
 SAMPLING = Sampling(max_new_tokens=14, temperature=0.8)
 
-pytestmark = pytest.mark.filterwarnings("ignore:the experts' weights:UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:the experts' weights:UserWarning")]
 
 
 def sample(runner: Any) -> Batch:

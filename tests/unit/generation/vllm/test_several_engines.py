@@ -126,6 +126,7 @@ def test_an_engine_killed_during_a_publish_is_started_anew_and_the_publish_tried
         assert_answers_are_the_policys(pair, room.run(ask_all(pair)))
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_keeps_dying_ends_the_run_with_what_to_look_at(
     room: EngineRoom, pair: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from strop.sampling import Sampling, filtered_logits
 from support.engines import logprobs_of, perturb
 from support.statistics import fits
+from support.sweep import sweep
 
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted"))
 
 
 def serve_with(room: EngineRoom, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> Served:
@@ -109,7 +113,7 @@ def assert_distribution_is_unchanged(room: EngineRoom, served: Served, prompt: t
     assert fits(counts, torch.tensor(list(cells.values())))
 
 
-@pytest.mark.parametrize("fixture", ["ngram", "drafted"])
+@KIND
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -131,7 +135,7 @@ def test_logprobs_are_those_of_the_policy(
         assert completion.versions.tolist() == [served.weights.version] * len(completion.tokens)
 
 
-@pytest.mark.parametrize("fixture", ["ngram", "drafted"])
+@KIND
 def test_the_distribution_is_that_of_the_policy(room: EngineRoom, request: pytest.FixtureRequest, fixture: str) -> None:
     served: Served = request.getfixturevalue(fixture)
     served.replicas.metrics()
@@ -141,7 +145,7 @@ def test_the_distribution_is_that_of_the_policy(room: EngineRoom, request: pytes
     assert rate > 0.2
 
 
-@pytest.mark.parametrize("fixture", ["ngram", "drafted"])
+@KIND
 def test_equal_seeds_give_equal_tokens(room: EngineRoom, request: pytest.FixtureRequest, fixture: str) -> None:
     served: Served = request.getfixturevalue(fixture)
     prompt = looping(served.model)
@@ -152,6 +156,7 @@ def test_equal_seeds_give_equal_tokens(room: EngineRoom, request: pytest.Fixture
     assert len(set(map(tuple, alone))) > 1
 
 
+@pytest.mark.exhaustive
 def test_the_kept_tokens_are_recorded_under_speculation(room: EngineRoom, ngram: Served) -> None:
     prompt = looping(ngram.model)
     sampling = Sampling(temperature=0.9, top_k=6, record_kept=True, max_new_tokens=12)
@@ -174,6 +179,7 @@ def test_a_publish_changes_the_policy_and_not_the_draft(room: EngineRoom, drafte
     assert_distribution_is_unchanged(room, drafted, prompt, 1500)
 
 
+@pytest.mark.exhaustive
 def test_tokens_know_their_version_where_weights_change_under_drafts(room: EngineRoom, ngram: Served) -> None:
     prompt, sampling = looping(ngram.model), Sampling(max_new_tokens=120)
 

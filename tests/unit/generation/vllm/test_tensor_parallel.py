@@ -118,6 +118,7 @@ def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: EngineRoom,
     assert disagreement(room, cut) < 2e-4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_other_families_are_read_back_too(room: EngineRoom, name: str, tmp_path: Path, tokenizer: Any) -> None:
     served = serve_family(room, name, tmp_path, tokenizer)

@@ -195,6 +195,7 @@ def test_requests_that_run_go_on_with_the_new_adapters(room: EngineRoom, beside:
         assert ((completion.logprobs - expected)[new].abs() < 2e-4).all()
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: EngineRoom, tmp_path: Path, tokenizer: Any) -> None:
     """Some layers only, on the scale of rsLoRA."""
     lora = {"target_modules": ("q_proj", "v_proj", "down_proj"), "use_rslora": True}
@@ -210,6 +211,7 @@ def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: EngineRoo
         room.run(served.close())
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_hold_parts_of_the_adapters_that_add_up(room: EngineRoom, tmp_path: Path, tokenizer: Any) -> None:
     served = serve_adapters(room, tmp_path, tokenizer, tensor_parallel_size=2)
     try:

@@ -12,6 +12,8 @@ from strop.generation.base import Completion, RequestTooLong
 from strop.sampling import KEPT, Sampling, filtered_logits, kept_tokens
 from support.engines import logprobs_of
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
 

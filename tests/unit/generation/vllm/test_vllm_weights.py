@@ -19,6 +19,8 @@ from strop.weights.folder import FolderSender
 from strop.weights.proof import ProofFailed
 from support.engines import logprobs_of, perturb
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from support.engines import EngineRoom, Served
 

@@ -25,6 +25,8 @@ from strop.types import Batch
 from support.models import VOCABULARY, build
 from support.parity import Case, batch_of, frozen_scores, loss_of, network_of
 
+pytestmark = pytest.mark.slow
+
 CASE = Case(sizes=ParallelSizes(shard=2), family="qwen2")
 ROUNDED = replace(CASE, dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16)
 

@@ -16,6 +16,8 @@ from strop.training.torch.parallel.experts import apply_expert_parallel
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from strop.training.torch.parallel.tensor import apply_tensor_parallel
 
+pytestmark = pytest.mark.slow
+
 dist: Any = torch.distributed
 BOUND = 1e-12  # float64, relative to each parameter's largest entry
 LENGTH = 20

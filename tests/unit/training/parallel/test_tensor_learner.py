@@ -13,6 +13,9 @@ from tests.unit.training.parallel.test_tensor import LATENT
 
 from strop.training.torch.parallel.layout import Meshes, ParallelSizes
 from support.parity import FEW, Case, Trained, batch_of, compare, train
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-10  # float64
 FLOAT32 = 2e-4
@@ -74,7 +77,7 @@ def differences(world: int) -> dict[str, Any]:
     return {name: compare([rank[name][0] for rank in ranks], ranks[0][name][1], ranks[0][name][2]) for name in CASES[world]}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", sweep([2, 4], 2))
 def test_three_steps_of_a_divided_learner_are_those_of_one_process(world: int) -> None:
     found = differences(world)
     worst = {name: max(getattr(one, field.name) for field in fields(one)) for name, one in found.items()}

@@ -1,0 +1,13 @@
+"""Packages that some tests need: looked for without the seconds of importing them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def needs_vllm() -> None:
+    """Skips the module or test that asks where it is not installed."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: make setup-vllm", allow_module_level=True)

@@ -1,0 +1,69 @@
+"""What a worker of pytest-xdist takes next: a file at a time, the long ones first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler.loadscope import LoadScopeScheduling
+
+# Files that take more than ten seconds, the longest first: one that is begun late keeps the other workers waiting.
+LONGEST = [
+    "tests/loop/test_cluster_faults.py",
+    "tests/loop/test_cluster_runs.py",
+    "tests/loop/test_vllm_runs.py",
+    "tests/loop/test_scorer_hosts.py",
+    "tests/unit/generation/vllm/test_vllm_engine.py",
+    "tests/unit/generation/vllm/test_several_engines.py",
+    "tests/unit/assembly/test_cluster_check.py",
+    "tests/loop/test_kill_and_resume.py",
+    "tests/loop/test_every_objective_trains.py",
+    "tests/unit/generation/vllm/test_speculation.py",
+    "tests/unit/generation/vllm/test_vllm_adapters.py",
+    "tests/unit/cluster/test_ray_gpus.py",
+    "tests/unit/cluster/test_ray.py",
+    "tests/unit/generation/vllm/test_tensor_parallel.py",
+    "tests/loop/test_recorded_runs.py",
+    "tests/loop/test_critic_and_teacher_runs.py",
+    "tests/unit/training/parallel/test_checkpoint.py",
+    "tests/unit/training/parallel/test_parity.py",
+    "tests/unit/assembly/test_algorithms.py",
+    "tests/deploy/test_ray_sub.py",
+    "tests/loop/test_critics_and_teachers.py",
+    "tests/loop/test_asynchronous_runs.py",
+    "tests/loop/test_asynchronous.py",
+    "tests/loop/test_watchdog_runs.py",
+    "tests/loop/test_whole_runs.py",
+    "tests/unit/training/parallel/test_tensor_learner.py",
+    "tests/unit/generation/test_sampler_and_learner_agree.py",
+    "tests/unit/generation/test_apart_engine.py",
+    "tests/unit/training/test_one_gradient.py",
+    "tests/unit/training/test_lora_learner.py",
+    "tests/unit/generation/test_lora_engine.py",
+    "tests/loop/test_bad_input.py",
+    "tests/loop/test_preemption.py",
+    "tests/unit/training/parallel/test_tensor.py",
+    "tests/unit/training/parallel/test_tensor_families.py",
+    "tests/unit/test_async_gain.py",
+]
+
+# Files that use the same engine are one piece of work.
+TOGETHER = {
+    "tests/unit/generation/vllm/test_vllm_weights.py": "tests/unit/generation/vllm/test_vllm_engine.py",
+    "tests/unit/generation/vllm/test_repairs.py": "tests/unit/generation/vllm/test_vllm_engine.py",
+}
+
+# Files whose tests share nothing that takes long to make: a test at a time.
+DIVIDED: set[str] = set()
+
+PLACES = {file: place for place, file in enumerate(LONGEST)}
+
+
+class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return nodeid if file in DIVIDED else TOGETHER.get(file, file)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        longest = min(self.workqueue, key=lambda scope: PLACES.get(scope.split("::", 1)[0], len(PLACES)))
+        self.workqueue.move_to_end(longest, last=False)
+        super()._assign_work_unit(node)
