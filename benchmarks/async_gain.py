@@ -27,14 +27,14 @@ from common import Spread, spread, table
 from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
 from strop.algorithms.grpo import GRPO
-from strop.loop import LoopOptions, Run, train
+from strop.loop import Run, TrainOptions, train
 from strop.metrics import Metrics
-from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream
-from strop.tracking.base import Silent
+from strop.tracking.base import NullTracker
 from strop.tracking.rollouts import RolloutStore
 from strop.training.base import BackwardResult
-from strop.training.threaded import LearnerThread, in_thread
+from strop.training.threaded import LearnerThread, wrap_in_thread
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
 
 WARM_UP = 4  # steps until the pipeline is full; not counted
@@ -83,7 +83,7 @@ SETTINGS = (
 )
 
 
-class Engine:
+class SimulatedEngine:
     """Runs as many concurrent groups as a step has. ``version`` changes while groups run."""
 
     def __init__(self, latency: Latency, at_once: int, seed: int) -> None:
@@ -119,14 +119,14 @@ def rollout(index: int, sample: int) -> Rollout:
     )
 
 
-class Publisher(Silent):
+class InstantPublisher(NullTracker):
     """An instant weight sync, and a tracker that stores all metrics."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
         self.logged: list[dict[str, float]] = []
 
-    async def lend_to_learner(self) -> None:
+    async def yield_device(self) -> None:
         pass
 
     async def publish(self, version: int) -> Metrics:
@@ -137,14 +137,14 @@ class Publisher(Silent):
         self.logged.append(dict(metrics))
 
 
-class Trainer:
+class SimulatedLearner:
     """Blocks for a random time in each optimizer step."""
 
     def __init__(self, latency: Latency, seed: int, sleep: Callable[[float], None]) -> None:
         self._latency, self._draw, self._sleep = latency, random.Random(seed), sleep
 
     async def score(self, batch: Batch) -> TokenOutputs:
-        return TokenOutputs(logprobs=batch.sampler_logprobs, entropy=torch.ones(len(batch.target)))
+        return TokenOutputs(logprobs=batch.rollout_logprobs, entropy=torch.ones(len(batch.target)))
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         self._sleep(self._latency(self._draw))
@@ -176,28 +176,28 @@ def measure(
 ) -> Measured:
     """Run the training loop once and measure its steps."""
 
-    async def whole() -> Publisher:
-        engine = Engine(generation, groups, seed)
-        publisher = Publisher(engine)
+    async def whole() -> InstantPublisher:
+        engine = SimulatedEngine(generation, groups, seed)
+        publisher = InstantPublisher(engine)
         k, thread = setting.max_staleness, LearnerThread()
-        trainer: Any = Trainer(training, seed, time.sleep)
+        trainer: Any = SimulatedLearner(training, seed, time.sleep)
         run = Run(
-            options=LoopOptions(
+            options=TrainOptions(
                 max_steps=steps + WARM_UP,
                 groups_per_step=groups,
                 max_staleness=k,
-                drops_stale=setting.order == "drop_too_old",
+                drop_stale=setting.order == "drop_too_old",
                 drain_before="never" if setting.in_flight or not k else "publishing",
             ),
             algorithm=GRPO(),
             stream=RolloutStream(
                 engine.group,
                 slots=(setting.steps_in_slots or k + 1) * groups,
-                ahead=k > 0,
-                order=order_of(setting, groups),
+                refill_on_release=k > 0,
+                order=make_order(setting, groups),
                 version=lambda: engine.version,
             ),
-            learners={"policy": in_thread(trainer, thread) if k else trainer},
+            learners={"policy": wrap_in_thread(trainer, thread) if k else trainer},
             scorers={},
             weights=publisher,
             tracker=publisher,
@@ -224,7 +224,7 @@ def measure(
     )
 
 
-def order_of(setting: Setting, groups: int) -> Order:
+def make_order(setting: Setting, groups: int) -> GroupOrder:
     if setting.order == "windowed":
         window = (setting.max_staleness + 1) * groups  # all groups
         return Windowed(window=window, groups_per_step=groups, max_staleness=setting.max_staleness)

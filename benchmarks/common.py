@@ -234,7 +234,7 @@ def foreign_seconds() -> float:
     return machine_seconds() - own
 
 
-class Laps:
+class TurnTimer:
     """Measures the seconds of one turn and of its named parts."""
 
     def __init__(self) -> None:
@@ -280,9 +280,9 @@ class SideFailed(RuntimeError):
     """One side failed."""
 
 
-def play(body: Callable[[Any, Connection], None], settings: Any, baton: Connection) -> None:
+def run_side(body: Callable[[Any, Connection], None], settings: Any, baton: Connection) -> None:
     """Run one side in its process. Sends exceptions to the parent process."""
-    keep_quiet()
+    silence_libraries()
     try:
         body(settings, baton)
     except Exception as error:
@@ -292,7 +292,7 @@ def play(body: Callable[[Any, Connection], None], settings: Any, baton: Connecti
         baton.send(Failed(f"{type(error).__name__}: {error}"))
 
 
-def keep_quiet() -> None:
+def silence_libraries() -> None:
     """Silence warnings and log messages of libraries in this process."""
     import logging
     import warnings
@@ -301,18 +301,18 @@ def keep_quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-class Player:
+class SideProcess:
     """The parent's handle on one side. ``body(settings, baton)`` runs in its own process."""
 
     def __init__(self, side: Side, body: Callable[[Any, Connection], None], settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.side = side
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=play, args=(body, settings, theirs), daemon=True)
+        self.process = context.Process(target=run_side, args=(body, settings, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
-    def hear(self, kind: type[Any]) -> Any:
+    def receive(self, kind: type[Any]) -> Any:
         try:
             message = self.connection.recv()
         except EOFError:
@@ -324,10 +324,10 @@ class Player:
 
     def turn(self, command: Command, kind: type[Any]) -> Any:
         self.connection.send(command)
-        return self.hear(kind)
+        return self.receive(kind)
 
 
-def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function in a temporary process and return its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()

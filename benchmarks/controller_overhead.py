@@ -69,7 +69,7 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
     """Measure a run on ``ranks`` ranks; 0 means one process."""
-    from strop.assembly.clusters import cluster_of
+    from strop.assembly.clusters import open_cluster
     from strop.assembly.run import build_run
     from strop.assembly.training import make_tracker
     from strop.loop import train
@@ -78,7 +78,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
     config = recipe(options, folder, ranks)
     tracker = make_tracker(config)
     worked: list[float] = []
-    async with cluster_of(config, tracker) as cluster:
+    async with open_cluster(config, tracker) as cluster:
         run, generator = await build_run(config, tracker, cluster)
         if ranks:
             group = run.learners["policy"].group  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
 
             def noted(count: int) -> None:
                 release(count)
-                worked.append(max(group.now("seconds_worked")))
+                worked.append(max(group.now("get_busy_seconds")))
 
             run.stream.release = noted  # type: ignore[method-assign]
         try:

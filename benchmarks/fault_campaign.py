@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from loop.runs import Running, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
-from loop.victims import MARK, Marked, described, left_over, named, processes_of, worker
+from loop.victims import MARK, Marked, describe_processes, find_processes, find_program, find_worker
+from loop.victims import wait_for_exit as wait_for_processes
 
 STEPS, GROUPS, SAMPLES = 8, 4, 8
 RUN_SECONDS = 240.0  # a run that takes longer counts as hung
@@ -161,18 +162,18 @@ def draw_cases(runs: int, seed: int, roles: Sequence[str], modes: Sequence[str])
 # --- processes -------------------------------------------------------------------------------------------------------------------------
 
 
-def find(case: Case, running: Running, mark: str) -> psutil.Process | None:
+def find_victim(case: Case, running: Running, mark: str) -> psutil.Process | None:
     match case.role:
         case "driver":
             return psutil.Process(running.process.pid)
         case "node":
-            return named(["raylet"] if case.number % 2 else ["gcs_server"], mark)
+            return find_program(["raylet"] if case.number % 2 else ["gcs_server"], mark)
         case "vLLM's engine process":
-            return named(["VLLM::EngineCore", "EngineCore"], mark)
-    return worker(WORKERS[case.role], mark)
+            return find_program(["VLLM::EngineCore", "EngineCore"], mark)
+    return find_worker(WORKERS[case.role], mark)
 
 
-def guests(head: psutil.Process | None) -> list[psutil.Process]:
+def find_actors(head: psutil.Process | None) -> list[psutil.Process]:
     """Return the Ray actors of runs that joined the running cluster."""
     found = []
     with suppress(psutil.Error):
@@ -188,7 +189,7 @@ def guests(head: psutil.Process | None) -> list[psutil.Process]:
 
 
 @dataclass(frozen=True)
-class Stage:
+class CampaignContext:
     """What all runs of a campaign share."""
 
     folder: Path
@@ -214,7 +215,7 @@ class Stage:
         }
 
 
-def launch(stage: Stage, case: Case, folder: Path) -> Running:
+def launch(stage: CampaignContext, case: Case, folder: Path) -> Running:
     mark = str(folder)
     return start(["grpo", *overrides(stage.settings(case, mark))], folder, before=Marked(mark))
 
@@ -228,22 +229,22 @@ def steps_logged(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def strike(case: Case, running: Running, result: Result) -> tuple[float, list[psutil.Process]]:
+def kill_victim(case: Case, running: Running, result: Result) -> tuple[float, list[psutil.Process]]:
     """Kill the case's process at its moment. Returns the time, and the driver's descendants at that time."""
     folder, mark = running.folder, str(running.folder)
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
-        ready = steps_logged(folder) >= case.after if case.after >= 0 else find(case, running, mark) is not None
+        ready = steps_logged(folder) >= case.after if case.after >= 0 else find_victim(case, running, mark) is not None
         if ready and case.after == 0:  # between the first publish of the weights and the first step
             ready = "weights: version 0 is in" in _output(folder)
         if ready:
             break
         time.sleep(0.02)
     time.sleep(case.delay)
-    victim = find(case, running, mark)
+    victim = find_victim(case, running, mark)
     while victim is None and running.process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
-        victim = find(case, running, mark)
+        victim = find_victim(case, running, mark)
     if victim is None or not running.process.is_alive():
         return time.monotonic(), []
     family: list[psutil.Process] = []
@@ -256,7 +257,7 @@ def strike(case: Case, running: Running, result: Result) -> tuple[float, list[ps
     return time.monotonic(), family
 
 
-class Progress:
+class CampaignProgress:
     """Measures the longest time without a new step."""
 
     def __init__(self, folder: Path, since: float) -> None:
@@ -265,27 +266,27 @@ class Progress:
         self._since = since
         self.longest: float | None = None
 
-    def look(self) -> None:
+    def update(self) -> None:
         now, steps = time.monotonic(), steps_logged(self.folder)
         if steps > self.furthest:
             self.longest = max(self.longest or 0.0, now - self._since)
             self.furthest, self._since = steps, now
 
 
-def wait(running: Running, progress: Progress) -> int | None:
+def wait_for_exit(running: Running, progress: CampaignProgress) -> int | None:
     """Wait for the run to end. Returns its exit code, or None if it hangs."""
     deadline = time.monotonic() + RUN_SECONDS
     while running.process.is_alive() and time.monotonic() < deadline:
-        progress.look()
+        progress.update()
         time.sleep(0.05)
     if running.process.is_alive():
         return None
     running.process.join()
-    progress.look()
+    progress.update()
     return int(running.process.exitcode)
 
 
-def perform(stage: Stage, case: Case) -> Result:
+def run_case(stage: CampaignContext, case: Case) -> Result:
     """Perform one run to its end and check it."""
     folder = stage.folder / f"run_{case.number}"
     result = Result(case=case, folder=str(folder))
@@ -293,11 +294,11 @@ def perform(stage: Stage, case: Case) -> Result:
     family: list[psutil.Process] = []
     struck = time.monotonic()
     if case.role:
-        struck, family = strike(case, running, result)
-    progress = Progress(folder, struck)
+        struck, family = kill_victim(case, running, result)
+    progress = CampaignProgress(folder, struck)
     said = ""
     while True:
-        code = wait(running, progress)
+        code = wait_for_exit(running, progress)
         result.lost = progress.longest
         said += _output(folder)
         if code is None:
@@ -305,10 +306,10 @@ def perform(stage: Stage, case: Case) -> Result:
             end(running, str(folder))
             return result
         result.codes.append(code)
-        left, seconds = left_over(str(folder), [*family, *guests(stage.head if case.joins else None)], GONE_SECONDS)
+        left, seconds = wait_for_processes(str(folder), [*family, *find_actors(stage.head if case.joins else None)], GONE_SECONDS)
         result.gone = max(result.gone, seconds)
         if left:
-            result.failures.append(f"left over after attempt {result.lives}: {described(left)}")
+            result.failures.append(f"left over after attempt {result.lives}: {describe_processes(left)}")
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
@@ -317,7 +318,7 @@ def perform(stage: Stage, case: Case) -> Result:
         result.lives += 1
         running = launch(stage, case, folder)
     (folder / "said.txt").write_text(said)
-    inspect(stage, case, result, said)
+    check_result(stage, case, result, said)
     return result
 
 
@@ -329,7 +330,7 @@ def end(running: Running, mark: str) -> None:
     """Kill all processes of a hung run."""
     running.process.kill()
     running.process.join()
-    for process in processes_of(mark):
+    for process in find_processes(mark):
         with suppress(psutil.Error):
             process.kill()
 
@@ -337,12 +338,12 @@ def end(running: Running, mark: str) -> None:
 # --- checks ---------------------------------------------------------------------------------------------------------------------------
 
 
-def inspect(stage: Stage, case: Case, result: Result, said: str) -> None:
+def check_result(stage: CampaignContext, case: Case, result: Result, said: str) -> None:
     folder, failures = Path(result.folder), result.failures
     if result.codes[-1] != 0:
         failures.append(f"exit code {result.codes[-1]}: {' / '.join(said.strip().splitlines()[-2:])[:400]}")
         return
-    for check in (steps_stand_once, rollouts_stand_once):
+    for check in (check_steps_unique, check_rollouts_unique):
         if (wrong := check(folder)) is not None:
             failures.append(wrong)
     needed = result.struck and result.reached < STEPS - 1  # a death in the last step may go unnoticed
@@ -355,18 +356,18 @@ def inspect(stage: Stage, case: Case, result: Result, said: str) -> None:
     ):
         failures.append("the log does not say from which step the run continued")
     if "asynchronous" not in case.mode and case.mode in stage.undisturbed and not failures:
-        result.deviation = deviation(folder, stage.undisturbed[case.mode])
+        result.deviation = compute_deviation(folder, stage.undisturbed[case.mode])
         if result.deviation > NOISE:
             failures.append(f"metrics differ from the undisturbed run's by {result.deviation:.2g}")
 
 
-def steps_stand_once(folder: Path) -> str | None:
+def check_steps_unique(folder: Path) -> str | None:
     lines = (folder / "logs" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     return None if steps == list(range(1, STEPS + 1)) else f"metrics.jsonl has the steps {steps}"
 
 
-def rollouts_stand_once(folder: Path) -> str | None:
+def check_rollouts_unique(folder: Path) -> str | None:
     """Check the stored rollouts: no duplicates, and no gaps, since tasks start in order."""
     from strop.tracking.rollouts import RolloutStore
 
@@ -383,7 +384,7 @@ def rollouts_stand_once(folder: Path) -> str | None:
     return None
 
 
-def deviation(folder: Path, wanted: Path) -> float:
+def compute_deviation(folder: Path, wanted: Path) -> float:
     """Return the largest difference between the metrics of two runs, relative for values above 1."""
     own, other = metrics_of(folder / "logs"), metrics_of(wanted / "logs")
     worst = 0.0
@@ -433,7 +434,7 @@ def running_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
                 process.kill()
 
 
-class Turns:
+class MachineLock:
     """Shares the machine with other processes through a file lock, some minutes each. Without a file it does nothing."""
 
     def __init__(self, file: Path | None, seconds: float = 240.0) -> None:
@@ -453,36 +454,36 @@ class Turns:
             self._since = time.monotonic()
 
 
-def undisturbed(stage: Stage, mode: str, turns: Turns) -> None:
+def run_undisturbed(stage: CampaignContext, mode: str, turns: MachineLock) -> None:
     """Perform the undisturbed run of a mode, the reference for comparisons."""
     turns.take()
     number = 1000 + len(stage.undisturbed)
     case = Case(number=number, mode=mode, role="", after=0, delay=0, save_period=2, joins=True)
-    result = perform(stage, case)
+    result = run_case(stage, case)
     if not result.good:
         raise SystemExit(f"the undisturbed run failed, {mode}: {result.failures}; see {result.folder}")
     stage.undisturbed[mode] = Path(result.folder)
 
 
-def campaign(
-    cases: Sequence[Case], stage: Stage, turns: Turns, report: Callable[[Sequence[Result]], None], *, keep: bool
+def run_campaign(
+    cases: Sequence[Case], stage: CampaignContext, turns: MachineLock, report: Callable[[Sequence[Result]], None], *, keep: bool
 ) -> list[Result]:
     results: list[Result] = []
     for case in cases:
         if "asynchronous" not in case.mode and case.mode not in stage.undisturbed:
-            undisturbed(stage, case.mode, turns)
+            run_undisturbed(stage, case.mode, turns)
         turns.take()
         began = time.monotonic()
-        result = perform(stage, case)
+        result = run_case(stage, case)
         results.append(result)
-        print(_line(result, time.monotonic() - began), flush=True)
+        print(_format_result(result, time.monotonic() - began), flush=True)
         if result.good and not keep:
             shutil.rmtree(result.folder, ignore_errors=True)
         report(results)
     return results
 
 
-def _line(result: Result, seconds: float) -> str:
+def _format_result(result: Result, seconds: float) -> str:
     case = result.case
     when = "while starting" if case.after < 0 else f"after step {case.after}"
     where = "joined" if case.joins else "own"
@@ -562,12 +563,12 @@ def main() -> int:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    turns = Turns(options.turns)
+    turns = MachineLock(options.turns)
     with ExitStack() as stack:
         turns.take()
         address, head = stack.enter_context(running_cluster(folder))
-        stage = Stage(folder, build_tiny(folder / "model", head_dim=32), address, head)
-        results = campaign(cases, stage, turns, report, keep=options.keep)
+        stage = CampaignContext(folder, build_tiny(folder / "model", head_dim=32), address, head)
+        results = run_campaign(cases, stage, turns, report, keep=options.keep)
     print()
     print(outcome_table(results))
     bad = [result for result in results if not result.good]

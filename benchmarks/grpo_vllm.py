@@ -25,7 +25,7 @@ from typing import Any
 
 from common import DISTURBED, MODEL, foreign_seconds, machine_line, number, spread, table, use_threads, versions, wait_for_quiet
 
-from strop.tracking.base import Silent
+from strop.tracking.base import NullTracker
 
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 SIDES = ("torch", "vllm")
@@ -85,7 +85,7 @@ class Stream:
         return getattr(self.inner, name)
 
 
-class Recorder(Silent):
+class Recorder(NullTracker):
     """A tracker that records steps and passes the turn on after each."""
 
     def __init__(self, side: str, baton: Baton | None) -> None:

@@ -29,18 +29,17 @@ from common import (
     MODEL,
     SIDES,
     Command,
-    Laps,
     ModelShape,
-    Player,
     Profile,
     Ready,
     Result,
     Settings,
     Side,
     SideFailed,
+    SideProcess,
     StepRecord,
+    TurnTimer,
     as_json,
-    elsewhere,
     machine_line,
     memory,
     order,
@@ -48,6 +47,7 @@ from common import (
     prepare_model,
     report,
     reset_peak_memory,
+    run_in_subprocess,
     save,
     tree_pairs,
     use_threads,
@@ -119,13 +119,13 @@ def trl_side(settings: Settings, baton: Connection) -> None:
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
-    from strop.environments.answers import last_number
+    from strop.environments.answers import extract_last_number
     from strop.models.loading import load_model, load_tokenizer
     from strop.models.memory import reuse_freed_memory
 
     torch.set_num_threads(settings.threads)
     tasks = training_rows(settings)
-    laps = Laps()
+    laps = TurnTimer()
     last: dict[str, Any] = {}
 
     class TimedTrainer(GRPOTrainer):
@@ -144,7 +144,10 @@ def trl_side(settings: Settings, baton: Connection) -> None:
                 return super().training_step(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        found = [float(last_number(text[0]["content"]) == int(wanted)) for text, wanted in zip(completions, answer, strict=True)]
+        found = [
+            float(extract_last_number(text[0]["content"]) == int(wanted))
+            for text, wanted in zip(completions, answer, strict=True)
+        ]
         last["reward"] = sum(found) / len(found)
         return found
 
@@ -249,10 +252,10 @@ def strop_config(settings: Settings, model: str) -> Any:
 
 def training_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the prompts of Strop's stream in order, as rows for TRL."""
-    from strop.assembly.tasks import training_tasks
+    from strop.assembly.tasks import make_training_tasks
 
     config = strop_config(settings, settings.model)
-    source = training_tasks(
+    source = make_training_tasks(
         config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
     )
     found = (source.at(index) for index in range(settings.prompts * settings.total_steps))
@@ -269,11 +272,11 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     from strop.generation.torch.engine import TorchEngine
     from strop.loop import Run, train
     from strop.rollouts.template import ChatTemplate
-    from strop.tracking.base import Silent
+    from strop.tracking.base import NullTracker
     from strop.types import Batch, Group, Message
 
     config = strop_config(settings, settings.model)
-    laps = Laps()
+    laps = TurnTimer()
     groups: list[Group] = []
     batches: list[Batch] = []
     profilers: dict[str, Any] = {}
@@ -316,15 +319,15 @@ def strop_side(settings: Settings, baton: Connection) -> None:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
 
-        async def lend_to_learner(self) -> None:
-            await self.inner.lend_to_learner()
+        async def yield_device(self) -> None:
+            await self.inner.yield_device()
             if "generation" in profilers:
                 profilers["generation"].stop()
 
         async def publish(self, version: int) -> Any:
             return await self.inner.publish(version)
 
-    class Turns(Silent):
+    class Turns(NullTracker):
         """Ends the turn when the step logs, which is its last action."""
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -391,7 +394,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     assert isinstance(generator, TorchEngine)
     template = ChatTemplate(generator.tokenizer)
     asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
-    prompts = [template.prompt(messages) for messages in asked]
+    prompts = [template.encode_prompt(messages) for messages in asked]
     baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), config.model_dump(mode="json")))
     baton.recv()
     reset_peak_memory()
@@ -436,19 +439,19 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.assembly.roles import load_training_policy, make_engine
-    from strop.assembly.rollouts import episode_rules
-    from strop.assembly.tasks import validation_tasks
+    from strop.assembly.roles import load_training_policy, make_torch_engine
+    from strop.assembly.rollouts import make_episode_rules
+    from strop.assembly.tasks import make_validation_tasks
     from strop.evaluation import Evaluator
     from strop.sampling import Sampling
 
     config = strop_config(settings, model)
     policy = load_training_policy(config.policy)
-    source = validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
+    source = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
     assert source is not None
 
     async def evaluate() -> list[float]:
-        engine = make_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
+        engine = make_torch_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
         engine.resume(0)
         evaluator = Evaluator(
             source=source,
@@ -457,12 +460,12 @@ def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) ->
             generator=engine,
             template=policy.template,
             sampling=Sampling(**config.policy.generation.sampling_options()),
-            rules=episode_rules(config),
+            rules=make_episode_rules(config),
             seed=settings.seed,
         )
         await evaluator.evaluate(0)
         await engine.close()
-        return [float(group.rewards.mean()) for group in evaluator.last]
+        return [float(group.rewards.mean()) for group in evaluator.last_groups]
 
     means = asyncio.run(evaluate())
     mean = sum(means) / len(means)
@@ -513,10 +516,10 @@ def matrix_rates(settings: Settings, shape: ModelShape, tokens: int, predicted: 
 
 def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0) -> Result:
     """Alternate the two sides, then evaluate both models and measure the machine."""
-    players = {"trl": Player("trl", trl_side, settings)}
-    ready = {side: player.hear(Ready) for side, player in players.items()}
-    players["strop"] = Player("strop", strop_side, settings)  # load one after the other
-    ready["strop"] = players["strop"].hear(Ready)
+    players = {"trl": SideProcess("trl", trl_side, settings)}
+    ready = {side: player.receive(Ready) for side, player in players.items()}
+    players["strop"] = SideProcess("strop", strop_side, settings)  # load one after the other
+    ready["strop"] = players["strop"].receive(Ready)
     for name in ("prompts", "stop_ids"):
         if getattr(ready["trl"], name) != getattr(ready["strop"], name):
             raise SideFailed(
@@ -534,14 +537,16 @@ def compare(settings: Settings, *, tasks: int, samples: int, patience: float = 0
     for player in players.values():
         player.turn("finish", type(None))
         player.process.join()
-    shape: ModelShape = elsewhere(model_shape, settings.model)
+    shape: ModelShape = run_in_subprocess(model_shape, settings.model)
     print("  measuring the machine, and rewards on held-out sums", flush=True)
     wait_for_quiet(patience)
     typical = sorted(records["strop"], key=lambda record: record.tokens_read)[len(records["strop"]) // 2]
-    rates: dict[str, float] = elsewhere(matrix_rates, settings, shape, typical.tokens_read, typical.head_rows)
+    rates: dict[str, float] = run_in_subprocess(matrix_rates, settings, shape, typical.tokens_read, typical.head_rows)
     models = {"before": settings.model, **{side: f"{settings.folder}/trained_{side}" for side in SIDES}}
     held_out = (
-        {name: elsewhere(held_out_reward, settings, model, tasks, samples) for name, model in models.items()} if tasks else {}
+        {name: run_in_subprocess(held_out_reward, settings, model, tasks, samples) for name, model in models.items()}
+        if tasks
+        else {}
     )
     return Result(settings=settings, ready=ready, records=records, rates=rates, shape=shape, held_out=held_out, profile=profile)
 
@@ -634,7 +639,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(machine_line(found))
     results = []
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
-        elsewhere(prepare_model, options.model, f"{folder}/model")
+        run_in_subprocess(prepare_model, options.model, f"{folder}/model")
         for dtype in ("float32", "bfloat16") if options.dtype == "both" else (options.dtype,):
             settings = settings_of(options, dtype, f"{folder}/model", f"{folder}/{dtype}")
             Path(settings.folder).mkdir()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient import PolicyGradient
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ class Experiment:
 
 
 def experiments() -> Iterator[Experiment]:
-    for name, kind in algorithms().items():
+    for name, kind in all_algorithms().items():
         if name == "gdpo":  # needs several rewards; a sum has one
             continue
         if name in ("ppo", "vapo"):
@@ -52,8 +52,8 @@ def experiments() -> Iterator[Experiment]:
             yield Experiment(name, "distillation", "arithmetic/distillation.yaml", "validation/accuracy", overrides, [kl])
         elif name == "reward_model":
             yield Experiment(name, "rm", "arithmetic/rm.yaml", "validation/accuracy", [], ["validation/loss"])
-        elif kind.recorded:
-            section, data = RECORDED[kind.recorded]
+        elif kind.recorded_data:
+            section, data = RECORDED[kind.recorded_data]
             files = [f"data.{part}.dataset_name=data/arithmetic/{data}_{part}.jsonl" for part in ("train", "validation")]
             metric = "validation/accuracy" if data == "preferences" else "validation/loss"
             yield Experiment(
@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = [one for one in experiments() if not options.names or one.name in options.names]
     if missing := set(options.names) - {one.name for one in chosen}:
-        parser.error(f"no such algorithm: {', '.join(sorted(missing))}; there are {', '.join(sorted(algorithms()))}")
+        parser.error(f"no such algorithm: {', '.join(sorted(missing))}; there are {', '.join(sorted(all_algorithms()))}")
     subprocess.run([sys.executable, str(ROOT / "examples" / "arithmetic_data.py")], cwd=ROOT, check=True, capture_output=True)
     rows = ["| algorithm | metric | before | after | also (first -> last step) | minutes |", "|---|---|---|---|---|---|"]
     for experiment in chosen:

@@ -30,19 +30,19 @@ from common import (
     DISTURBED,
     MODEL,
     SIDES,
-    Laps,
-    Player,
     Side,
     SideFailed,
+    SideProcess,
     Spread,
-    elsewhere,
-    keep_quiet,
+    TurnTimer,
     machine_line,
     memory,
     number,
     order,
     reset_peak_memory,
+    run_in_subprocess,
     save,
+    silence_libraries,
     spread,
     table,
     use_threads,
@@ -165,7 +165,7 @@ class Step:
         return self.phases["forward, backward"]
 
 
-class Turns(Protocol):
+class TurnTaker(Protocol):
     """Tells a side when to take its turns."""
 
     def begin(self, ready: Ready) -> None:
@@ -195,7 +195,7 @@ def words(count: int, draw: random.Random) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(max(count, 1)))
 
 
-def exchange(tokens: int, share: float, draw: random.Random) -> list[dict[str, str]]:
+def make_exchange(tokens: int, share: float, draw: random.Random) -> list[dict[str, str]]:
     """Return a question and an answer, about ``tokens`` tokens in total. ``share`` is the answer's share of the words."""
     said = tokens - SPEAKING
     answer = max(1, round(said * share))
@@ -205,18 +205,18 @@ def exchange(tokens: int, share: float, draw: random.Random) -> list[dict[str, s
     ]
 
 
-def conversation(tokens: int, share: float, draw: random.Random) -> Row:
+def make_conversation(tokens: int, share: float, draw: random.Random) -> Row:
     """Return one exchange, or two from 80 tokens on."""
     if tokens < 80:
-        return {"messages": exchange(tokens, share, draw)}
+        return {"messages": make_exchange(tokens, share, draw)}
     first = tokens // 2
-    return {"messages": [*exchange(first, share, draw), *exchange(tokens - first, share, draw)]}
+    return {"messages": [*make_exchange(first, share, draw), *make_exchange(tokens - first, share, draw)]}
 
 
 def conversations(count: int, draw: random.Random) -> list[Row]:
     """Return conversations of 20 to 120 tokens, a third of them up to 30; answers are 30 to 80 % of the words."""
     shares = [0.3 + 0.5 * (place * 0.618 % 1) for place in range(count)]
-    rows = [conversation(*each, draw) for each in zip(quantiles(20, 120, count, skew=2), shares, strict=True)]
+    rows = [make_conversation(*each, draw) for each in zip(quantiles(20, 120, count, skew=2), shares, strict=True)]
     draw.shuffle(rows)
     return rows
 
@@ -236,7 +236,7 @@ def preferences(count: int, draw: random.Random) -> list[Row]:
     return rows
 
 
-def rows_of(kind: str, per_step: int, steps: int, seed: int) -> list[Row]:
+def make_rows(kind: str, per_step: int, steps: int, seed: int) -> list[Row]:
     """Return the rows of all steps. All steps have the same lengths, in different order and with different words."""
     make = conversations if kind == "sft" else preferences
     return [row for step in range(steps) for row in make(per_step, random.Random(f"{seed} {kind} {step}"))]
@@ -295,7 +295,7 @@ def trl_configuration(race: Race, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def run_trl(race: Race, turns: Turns) -> None:
+def run_trl(race: Race, turns: TurnTaker) -> None:
     """Train with TRL's trainer, returning the turn after every optimizer step."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
@@ -320,7 +320,7 @@ def run_trl(race: Race, turns: Turns) -> None:
         "rm": (RewardTrainer, RewardConfig),
     }
     trainer_kind, config_kind = parts[race.mode.kind]
-    laps, seen = Laps(), Seen()
+    laps, seen = TurnTimer(), TokenCounts()
 
     class TimedTrainer(trainer_kind):  # type: ignore[misc, valid-type]
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +341,7 @@ def run_trl(race: Race, turns: Turns) -> None:
             phases = {**spent, "clip, optimizer": laps.since("forward, backward")}
             step = seen.step(state.global_step, seconds, phases, laps.foreign())
             turns.done(step)
-            seen.forget()
+            seen.reset()
             laps.start()
 
     tokenizer = load_tokenizer(race.model)
@@ -359,13 +359,13 @@ def run_trl(race: Race, turns: Turns) -> None:
     trainer.train()
 
 
-class Seen:
+class TokenCounts:
     """Counts the inputs of TRL's trainer in one optimizer step."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.loss, self.data, self.trained, self.read = 0.0, 0, 0, 0
 
     def count(self, kind: str, inputs: Mapping[str, Any]) -> None:
@@ -403,9 +403,9 @@ def trl_dataset(race: Race, tokenizer: Any) -> tuple[Any, int]:
     rows = read_rows(race)
     steps = [rows[start : start + race.per_step] for start in range(0, len(rows), race.per_step)]
     if race.mode.kind != "sft":
-        listed = [as_pair(row) for step in steps for row in sorted_rows(race, step)]
+        listed = [make_pair(row) for step in steps for row in sorted_rows(race, step)]
         return Dataset.from_list(listed), race.per_step // race.size
-    tokenized = [[as_tokens(row, tokenizer) for row in sorted_rows(race, step)] for step in steps]
+    tokenized = [[tokenize_conversation(row, tokenizer) for row in sorted_rows(race, step)] for step in steps]
     if not race.mode.packed:
         return Dataset.from_list([row for step in tokenized for row in step]), race.per_step // race.size
     packed = [packed_step(step, race.size, race.mode.rows) for step in tokenized]
@@ -421,7 +421,7 @@ def sorted_rows(race: Race, step: Sequence[Row]) -> list[Row]:
     return sorted(step, key=lambda row: -len(json.dumps(row))) if race.trl_options.get("sort_rows") else list(step)
 
 
-def as_tokens(row: Row, tokenizer: Any) -> dict[str, list[int]]:
+def tokenize_conversation(row: Row, tokenizer: Any) -> dict[str, list[int]]:
     """Tokenize a conversation like TRL with ``assistant_only_loss``."""
     found = tokenizer.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
@@ -438,7 +438,7 @@ def packed_step(step: Sequence[Mapping[str, list[int]]], length: int, strategy: 
     return list(pack_dataset(Dataset.from_list(list(step)), length, strategy))
 
 
-def as_pair(row: Row) -> dict[str, Any]:
+def make_pair(row: Row) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": row["prompt"]}],
         "chosen": [{"role": "assistant", "content": row["chosen"]}],
@@ -487,16 +487,16 @@ def strop_config(race: Race) -> Any:
     return load_config(None, overrides, root=TRAINING_RUNS[section]).config
 
 
-def run_strop(race: Race, turns: Turns) -> None:
+def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.assembly.run import build_run
     from strop.assembly.training import make_tracker
     from strop.loop import Run, train
-    from strop.tracking.base import Silent
+    from strop.tracking.base import NullTracker
     from strop.types import Batch, Group
 
     config = strop_config(race)
-    laps = Laps()
+    laps = TurnTimer()
     groups: list[Group] = []
     batches: list[Batch] = []
 
@@ -532,7 +532,7 @@ def run_strop(race: Race, turns: Turns) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-    class Steps(Silent):
+    class Steps(NullTracker):
         """Ends the turn when the step logs, which is its last action."""
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -575,10 +575,10 @@ def run_strop(race: Race, turns: Turns) -> None:
 
 # ---- trying sizes --------------------------------------------------------------------------------------------------------------
 
-RUN: Mapping[Side, Callable[[Race, Turns], None]] = {"trl": run_trl, "strop": run_strop}
+RUN: Mapping[Side, Callable[[Race, TurnTaker], None]] = {"trl": run_trl, "strop": run_strop}
 
 
-class Collected:
+class StepCollector:
     """Grants every turn immediately and collects the steps."""
 
     def __init__(self) -> None:
@@ -593,16 +593,16 @@ class Collected:
 
 def try_sizes(side: Side, race: Race, sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of forward and backward per step by micro-batch size. The first size takes an extra warm-up step."""
-    from strop.models.memory import give_back_freed_memory
+    from strop.models.memory import trim_freed_memory
 
-    keep_quiet()
+    silence_libraries()
     found = {}
     for place, size in enumerate(sizes):
-        turns = Collected()
+        turns = StepCollector()
         RUN[side](replace(race, size=size, warmup=0, steps=1 if place else 2), turns)
         found[size] = turns.steps[-1].computing
         gc.collect()
-        give_back_freed_memory()
+        trim_freed_memory()
     return found
 
 
@@ -693,14 +693,14 @@ def compare(race: Race, sizes: Mapping[Side, Sequence[int]], patience: float) ->
     for side in SIDES:
         if len(sizes[side]) > 1:
             wait_for_quiet(patience)
-            tried[side] = elsewhere(try_sizes, side, race, sizes[side])
+            tried[side] = run_in_subprocess(try_sizes, side, race, sizes[side])
     best = {side: fastest(tried[side]) if side in tried else sizes[side][0] for side in SIDES}
     bodies = {"trl": trl_side, "strop": strop_side}
-    players: dict[Side, Player] = {}
+    players: dict[Side, SideProcess] = {}
     ready: dict[Side, Ready] = {}
     for side in SIDES:  # load one after the other
-        players[side] = Player(side, bodies[side], replace(race, size=best[side]))
-        ready[side] = players[side].hear(Ready)
+        players[side] = SideProcess(side, bodies[side], replace(race, size=best[side]))
+        ready[side] = players[side].receive(Ready)
     records: dict[Side, list[Step]] = {side: [] for side in SIDES}
     for pair in range(race.total_steps):
         for side in order(pair):
@@ -814,10 +814,10 @@ def prepare_language_model(name: str, folder: str) -> None:
 def prepare_classifier(name: str, folder: str, seed: int) -> None:
     """Save a sequence classifier with one label, so that both sides start with the same score layer and padding token."""
     from strop.models.classifiers import load_classifier, set_pad_token
-    from strop.models.loading import load_tokenizer, stop_tokens
+    from strop.models.loading import find_stop_token_ids, load_tokenizer
 
     model, tokenizer = load_classifier(name, seed=seed), load_tokenizer(name)
-    set_pad_token(model, tokenizer, stop_tokens(model, tokenizer))
+    set_pad_token(model, tokenizer, find_stop_token_ids(model, tokenizer))
     save(model, tokenizer, folder)
 
 
@@ -878,12 +878,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def sizes_of(options: argparse.Namespace, mode: Mode, per_step: int) -> dict[Side, Sequence[int]]:
+def candidate_sizes(options: argparse.Namespace, mode: Mode, per_step: int) -> dict[Side, Sequence[int]]:
     found = usable_sizes(mode, options.trl_sizes or mode.sizes, per_step)
     return {"trl": found[-1:] if options.quick else found, "strop": options.strop_sizes}
 
 
-def race_of(options: argparse.Namespace, mode: Mode, dtype: str, folder: str) -> Race:
+def make_race(options: argparse.Namespace, mode: Mode, dtype: str, folder: str) -> Race:
     own = f"{folder}/{dtype}-{mode.name}"
     Path(own).mkdir()
     per_step = options.sequences if mode.kind == "sft" else options.sequences // 2
@@ -900,7 +900,7 @@ def race_of(options: argparse.Namespace, mode: Mode, dtype: str, folder: str) ->
         seed=options.seed,
         trl_options={name: getattr(options, f"trl_{name}") for name in ("reuse_memory", "sort_rows", "compile")},
     )
-    write_rows(race.data, rows_of(mode.kind, per_step, race.total_steps, options.seed))
+    write_rows(race.data, make_rows(mode.kind, per_step, race.total_steps, options.seed))
     return race
 
 
@@ -917,15 +917,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/datasets"
-        elsewhere(prepare_language_model, options.model, f"{folder}/model")
+        run_in_subprocess(prepare_language_model, options.model, f"{folder}/model")
         if any(MODES[name].kind == "rm" for name in options.modes):
-            elsewhere(prepare_classifier, f"{folder}/model", f"{folder}/classifier", options.seed)
+            run_in_subprocess(prepare_classifier, f"{folder}/model", f"{folder}/classifier", options.seed)
         for dtype in dtypes:
             for mode in (MODES[name] for name in options.modes):
-                race = race_of(options, mode, dtype, folder)
+                race = make_race(options, mode, dtype, folder)
                 print(f"\n{mode.about}\n{options.model}, {dtype}, {race.threads} threads, {race.per_step} examples a step")
                 try:
-                    results.append(compare(race, sizes_of(options, mode, race.per_step), options.wait_quiet))
+                    results.append(compare(race, candidate_sizes(options, mode, race.per_step), options.wait_quiet))
                 except SideFailed as error:
                     print(f"error: {error}", file=sys.stderr)
                     return 1

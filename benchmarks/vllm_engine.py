@@ -22,8 +22,8 @@ from common import DISTURBED, MODEL, foreign_seconds, machine_line, spread, tabl
 async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
-    from strop.generation.replicas import Replicas
-    from strop.generation.vllm.arguments import EngineOptions
+    from strop.generation.replicas import EnginePool
+    from strop.generation.vllm.arguments import VllmOptions
     from strop.generation.vllm.engine import VllmEngine
     from strop.models.loading import load_model, load_tokenizer
     from strop.sampling import Sampling
@@ -31,15 +31,15 @@ async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any
     model, tokenizer = load_model(options.model), load_tokenizer(options.model)
     model.to(getattr(torch, options.dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings = EngineOptions(
+    settings = VllmOptions(
         model=str(folder), dtype=options.dtype, max_model_len=1024, on_cpu=not torch.cuda.is_available(), load_weights=True,
-        kv_cache_memory_gb=1, environment={"OMP_NUM_THREADS": str(options.threads)}, output=folder / "engine.log",
+        kv_cache_memory_gb=1, environment={"OMP_NUM_THREADS": str(options.threads)}, output_file=folder / "engine.log",
     )  # fmt: skip
     engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=())
-    replicas = Replicas([engine])
+    replicas = EnginePool([engine])
     await engine.start()
     await engine.use_own_weights(0)
-    replicas.published(0)
+    replicas.set_version(0)
     texts = [
         f"Question {number}: what is {number} plus {number * 7 % 50}? Think, then answer." for number in range(options.prompts)
     ]
@@ -78,7 +78,7 @@ async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any
     for round_ in range(options.repeats + 1):
         wait_for_quiet(options.wait_quiet)
         for name in ("strop", "direct") if round_ % 2 == 0 else ("direct", "strop"):
-            await engine.forget_prefixes(running=False)
+            await engine.reset_prefix_cache(running=False)
             before, started = foreign_seconds(), time.perf_counter()
             tokens = await sides[name](round_)
             seconds = time.perf_counter() - started

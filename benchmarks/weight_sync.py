@@ -35,9 +35,9 @@ from strop.weights.base import ChannelAddress, Manifest, Sender
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
-from strop.weights.manifest import large_in_the_middle, manifest_of
+from strop.weights.manifest import build_manifest, move_large_to_middle
 from strop.weights.memory import MemorySender
-from strop.weights.source import weights_of
+from strop.weights.source import local_weights
 
 TRANSPORTS = ("memory", "gloo", "folder")
 Named = list[tuple[str, Tensor]]
@@ -105,7 +105,7 @@ def even_shapes(size: int, itemsize: int) -> Iterator[tuple[str, tuple[int, ...]
         yield f"layers.{index}.weight", (4096, 4096)
 
 
-def filled(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Named:
+def make_weights(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Named:
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(1 << 20, generator=generator).to(dtype)
     return [
@@ -157,11 +157,11 @@ def generator(address: ChannelAddress, manifest: Manifest, threads: int) -> Iter
 # ---- this process ----
 
 
-class Contest:
+class AlternatingRuns:
     """Alternates publishes and copies of the same tensors."""
 
     def __init__(self, sender: Sender, pipe: Connection, manifest: Manifest, tensors: Named, proven: bool) -> None:
-        self.sender, self.pipe, self.manifest, self.tensors, self.proven = sender, pipe, manifest, tensors, proven
+        self.sender, self.pipe, self.manifest, self.tensors, self.fingerprints = sender, pipe, manifest, tensors, proven
         self.copies = destinations(manifest)
         self.theirs = 0.0  # CPU seconds of the other process
 
@@ -170,12 +170,12 @@ class Contest:
 
         def given() -> Iterator[tuple[str, Tensor]]:
             for (name, tensor), entry in zip(self.tensors, self.manifest.entries, strict=True):
-                if self.proven:
+                if self.fingerprints:
                     taken.append(fingerprint(tensor.to(entry.dtype)))
                 yield name, tensor
 
         started = time.perf_counter()
-        self.pipe.send(self.proven)
+        self.pipe.send(self.fingerprints)
         self.sender.send(self.manifest, given())
         ended, found, self.theirs = self.pipe.recv()
         assert found == taken, "the fingerprints differ"
@@ -200,7 +200,7 @@ class Contest:
             yield Pair(seconds["publish"], seconds["copy"], foreign)
 
 
-def make(transport: str, options: argparse.Namespace, folder: str) -> Sender:
+def make_sender(transport: str, options: argparse.Namespace, folder: str) -> Sender:
     size = {"bucket_size": int(options.bucket * 2**20)} if options.bucket else {}
     if transport == "memory":
         return MemorySender(1, slots=options.slots, **size) if options.slots else MemorySender(1, **size)
@@ -210,14 +210,14 @@ def make(transport: str, options: argparse.Namespace, folder: str) -> Sender:
 def measure(transport: str, source: str, dtype: str, options: argparse.Namespace) -> Iterator[Measured]:
     kind = getattr(torch, source)
     shapes = even_shapes(int(options.gigabytes * 1e9), kind.itemsize) if options.gigabytes else smol_shapes()
-    tensors = [(weight.name, weight.like) for weight in large_in_the_middle(weights_of(filled(shapes, kind)))]
-    manifest = manifest_of(tensors, getattr(torch, dtype))
+    tensors = [(weight.name, weight.spec) for weight in move_large_to_middle(local_weights(make_weights(shapes, kind)))]
+    manifest = build_manifest(tensors, getattr(torch, dtype))
     with tempfile.TemporaryDirectory() as folder:
-        sender = make(transport, options, folder)
+        sender = make_sender(transport, options, folder)
         with generator(sender.address, manifest, options.threads) as pipe:
             for proven in (False, True):
-                pairs = Contest(sender, pipe, manifest, tensors, proven).pairs(options.repeats, options.wait_quiet)
-                yield Measured(transport, source, dtype, proven, manifest.size, tuple(pairs))
+                pairs = AlternatingRuns(sender, pipe, manifest, tensors, proven).pairs(options.repeats, options.wait_quiet)
+                yield Measured(transport, source, dtype, proven, manifest.nbytes, tuple(pairs))
         sender.close()
 
 

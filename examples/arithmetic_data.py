@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from strop.data.split import held_out
+from strop.data.split import is_held_out
 
 Row = Mapping[str, Any]
 
@@ -32,15 +32,15 @@ def conversation(a: int, b: int, draw: random.Random) -> Row:
     return {"messages": messages}
 
 
-def wrong(a: int, b: int, draw: random.Random) -> int:
+def wrong_answer(a: int, b: int, draw: random.Random) -> int:
     return a + b + draw.choice([-10, -2, -1, 1, 2, 10])
 
 
 def preference(a: int, b: int, draw: random.Random) -> Row:
     """Return the correct answer as chosen, and a wrong or an evasive one as rejected. The margin is larger for the evasive one."""
     if draw.random() < 0.5:
-        return {"prompt": question(a, b), "chosen": str(a + b), "rejected": str(wrong(a, b, draw)), "margin": 0.5}
-    evasive = f"That is not easy to say, but it might be {wrong(a, b, draw)}."
+        return {"prompt": question(a, b), "chosen": str(a + b), "rejected": str(wrong_answer(a, b, draw)), "margin": 0.5}
+    evasive = f"That is not easy to say, but it might be {wrong_answer(a, b, draw)}."
     return {"prompt": question(a, b), "chosen": str(a + b), "rejected": evasive, "margin": 1.0}
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     sums = [(a, b) for a in range(1, options.largest + 1) for b in range(1, options.largest + 1)]
     random.Random(0).shuffle(sums)
-    held = [held_out(question(*pair), 0.1) for pair in sums]
+    held = [is_held_out(question(*pair), 0.1) for pair in sums]
     parts = {
         "train": [pair for pair, out in zip(sums, held, strict=True) if not out][: options.train],
         "validation": [pair for pair, out in zip(sums, held, strict=True) if out][: options.validation],

@@ -18,7 +18,7 @@ from typing import Any
 
 from strop.cli import main as strop
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.tracking.jsonl import FILE_NAME, read_metrics
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
@@ -61,7 +61,7 @@ def with_own_folders(arguments: Sequence[str]) -> list[str]:
 
 
 def last_step(log_dir: Path) -> int | None:
-    steps = read_metrics(log_dir / FILE_NAME)
+    steps = read_metrics(log_dir / METRICS_FILE)
     return steps[-1][0] if steps else None
 
 
@@ -69,7 +69,7 @@ def summary(log_dir: Path) -> str:
     """Summarize validation and samples before and after training, the rewards, and the output files."""
     from strop.tracking.plot import plot_run
 
-    steps = read_metrics(log_dir / FILE_NAME)
+    steps = read_metrics(log_dir / METRICS_FILE)
     lines = ["", f"Held-out tasks that were never trained on ({log_dir / 'validation'}):"]
     reports = [json.loads(path.read_text()) for path in sorted((log_dir / "validation").glob("step_*.json"))]
     reports = [report for report in reports if report["step"] <= steps[-1][0]]
@@ -78,7 +78,7 @@ def summary(log_dir: Path) -> str:
     else:
         lines.append("  there are no two validations to compare (grpo.val_at_start, grpo.val_at_end)")
     lines += ["", *training([values for step, values in steps if step > 0])]
-    lines += ["", f"curves    {plot_run(log_dir)}", f"metrics   {log_dir / FILE_NAME}", f"rollouts  {log_dir / 'rollouts'}"]
+    lines += ["", f"curves    {plot_run(log_dir)}", f"metrics   {log_dir / METRICS_FILE}", f"rollouts  {log_dir / 'rollouts'}"]
     return "\n".join(lines)
 
 

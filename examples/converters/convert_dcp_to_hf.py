@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from strop.checkpointing.convert import ConversionError, convert_pieces
+from strop.checkpointing.convert import ConversionError, convert_shards
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     given = parser.parse_args(arguments)
     try:
         name = model_name(given.config) if given.config else None
-        convert_pieces(given.dcp_ckpt_path, given.hf_ckpt_path, model_name=name)
+        convert_shards(given.dcp_ckpt_path, given.hf_ckpt_path, model_name=name)
     except ConversionError as error:
         return f"error: {error}"
     print(f"saved the model and its tokenizer to {given.hf_ckpt_path}")

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop import __version__
-from strop.stopping import ENDED_EARLY, EndedEarly
+from strop.stopping import STOPPED_EXIT_CODE, RunStopped
 
 if TYPE_CHECKING:
-    from strop.config import ConfigError, EvalRunConfig, Loaded, TrainingRunConfig
+    from strop.config import ConfigError, EvalRunConfig, LoadedConfig, TrainingRunConfig
 
 OVERRIDES_HELP = "key=value settings that override the file, such as grpo.num_prompts_per_step=8; ~key removes a key"
-MISTAKE, INTERRUPTED = 2, 130
+USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``strop`` command. Return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _top_parser()
+    parser = _make_parser()
     if not arguments:
         parser.print_help()
         return 0
@@ -46,7 +46,7 @@ def run_script(command: str, default_config: Path) -> int:
     return train_run(command, arguments, typed, default_config)
 
 
-def _top_parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop",
         description="Strop post-trains language models.",
@@ -70,7 +70,7 @@ def _top_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_parser(command: str, description: str, default_config: Path | None) -> argparse.ArgumentParser:
+def _make_run_parser(command: str, description: str, default_config: Path | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"strop {command}", description=description, allow_abbrev=False)
     default = "the default of every key" if default_config is None else str(default_config)
     parser.add_argument(
@@ -83,37 +83,37 @@ def _run_parser(command: str, description: str, default_config: Path | None) -> 
     return parser
 
 
-def train_run(section: str, arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
+def train_run(section: str, arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
     """Run a training command. Return its exit code."""
     from strop.config import TRAINING_RUNS, ConfigError, load_config
 
-    options = _run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
+    options = _make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
         arguments
     )
-    loaded: Loaded[TrainingRunConfig] | None = None
+    loaded: LoadedConfig[TrainingRunConfig] | None = None
     try:
         loaded = load_config(options.config, options.overrides, root=TRAINING_RUNS[section])
-        _warn(loaded)
+        _print_warnings(loaded)
         if options.dry_run:
             return _dry_run(loaded.config)
         from strop import assembly
 
         return assembly.run_training(loaded.config)
     except ConfigError as error:
-        return _refuse(error)
+        return _print_config_error(error)
     except KeyboardInterrupt:
         if loaded is None:
-            return _interrupted("The run had not started.")
-        return _interrupted(_how_to_continue(loaded.config, typed))
-    except EndedEarly as ended:
+            return _print_interrupted("The run had not started.")
+        return _print_interrupted(_format_resume_hint(loaded.config, command_line))
+    except RunStopped as ended:
         assert loaded is not None
-        print(f"\n{ended} {_how_to_continue(loaded.config, typed)}", file=sys.stderr)
-        return ENDED_EARLY
+        print(f"\n{ended} {_format_resume_hint(loaded.config, command_line)}", file=sys.stderr)
+        return STOPPED_EXIT_CODE
 
 
-def _how_to_continue(config: TrainingRunConfig, typed: str) -> str:
+def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     saving = config.checkpointing
-    if not (saving.saves and saving.resume):
+    if not (saving.saving_enabled and saving.resume):
         return "Checkpoints or checkpointing.resume are disabled, so the same command starts from the beginning."
     there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
     where = (
@@ -121,29 +121,29 @@ def _how_to_continue(config: TrainingRunConfig, typed: str) -> str:
         if there_is
         else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
     )
-    return f"Start the same command again to continue {where}:\n    {typed}"
+    return f"Start the same command again to continue {where}:\n    {command_line}"
 
 
-def evaluate(arguments: Sequence[str], typed: str, default_config: Path | None = None) -> int:
+def evaluate(arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
     """Run ``strop eval``. Return its exit code."""
     from strop.config import ConfigError, EvalRunConfig, load_config
 
-    options = _run_parser("eval", "Evaluate a language model.", default_config).parse_intermixed_args(arguments)
+    options = _make_run_parser("eval", "Evaluate a language model.", default_config).parse_intermixed_args(arguments)
     try:
         loaded = load_config(options.config, options.overrides, root=EvalRunConfig)
-        _warn(loaded)
+        _print_warnings(loaded)
         if options.dry_run:
             return _dry_run(loaded.config)
         from strop import assembly
 
         return assembly.run_evaluation(loaded.config)
     except ConfigError as error:
-        return _refuse(error)
+        return _print_config_error(error)
     except KeyboardInterrupt:
-        return _interrupted(f"An evaluation starts from the beginning:\n    {typed}")
+        return _print_interrupted(f"An evaluation starts from the beginning:\n    {command_line}")
 
 
-def plot(arguments: Sequence[str], typed: str) -> int:
+def plot(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop plot``. Return its exit code."""
     parser = argparse.ArgumentParser(
         prog="strop plot", description="Plot the metrics of a run to a PNG file.", allow_abbrev=False
@@ -156,18 +156,18 @@ def plot(arguments: Sequence[str], typed: str) -> int:
             f"error: there is no folder {options.run}; give the log folder of a run, which contains metrics.jsonl",
             file=sys.stderr,
         )
-        return MISTAKE
+        return USAGE_ERROR
     from strop.tracking.plot import plot_run
 
     try:
         print(plot_run(options.run, options.output))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return USAGE_ERROR
     return 0
 
 
-def doctor(arguments: Sequence[str], typed: str) -> int:
+def doctor(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop doctor``. Return 0 if the run is healthy, 1 if not, 2 if there is no such run."""
     parser = argparse.ArgumentParser(
         prog="strop doctor",
@@ -178,26 +178,26 @@ def doctor(arguments: Sequence[str], typed: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     options = parser.parse_args(arguments)
-    from strop.watch.doctor import NoRun, diagnose, plain, show
+    from strop.watch.doctor import RunNotFound, diagnose, format_plain, print_diagnosis
 
     try:
-        found = diagnose(_log_folder(options.run))
-    except (NoRun, ValueError) as error:
+        found = diagnose(_find_log_folder(options.run))
+    except (RunNotFound, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return USAGE_ERROR
     if options.json:
         import dataclasses
         import json
 
         print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False))
     elif sys.stdout.isatty():
-        show(found)
+        print_diagnosis(found)
     else:
-        print(plain(found))
+        print(format_plain(found))
     return 0 if found.healthy else 1
 
 
-def cluster(arguments: Sequence[str], typed: str) -> int:
+def cluster(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop cluster check``. Return 0 if a run can start, 1 if there are problems, 2 for an error in the configuration."""
     parser = argparse.ArgumentParser(
         prog="strop cluster",
@@ -219,22 +219,22 @@ def cluster(arguments: Sequence[str], typed: str) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     options = parser.parse_intermixed_args(arguments)
     from strop.config import ConfigError
-    from strop.config.kinds import load_any
+    from strop.config.kinds import load_any_kind
 
     try:
-        loaded = load_any(options.config, options.overrides)
-        _warn(loaded)
+        loaded = load_any_kind(options.config, options.overrides)
+        _print_warnings(loaded)
     except ConfigError as error:
-        return _refuse(error)
+        return _print_config_error(error)
     try:
         from strop.assembly.cluster_check import check_cluster
 
         return check_cluster(loaded.config)
     except KeyboardInterrupt:
-        return _interrupted("All processes and files of the check were removed.")
+        return _print_interrupted("All processes and files of the check were removed.")
 
 
-def _log_folder(run: Path) -> Path:
+def _find_log_folder(run: Path) -> Path:
     """Return the log folder of a run, given the folder itself, a configuration, or a checkpoint, which contains its configuration."""
     from strop.config import yaml_text
 
@@ -251,7 +251,7 @@ def _log_folder(run: Path) -> Path:
     return run
 
 
-def config(arguments: Sequence[str], typed: str) -> int:
+def config(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop config``. Return its exit code."""
     parser = argparse.ArgumentParser(
         prog="strop config", description="List every key with its type, default and description.", allow_abbrev=False
@@ -260,10 +260,10 @@ def config(arguments: Sequence[str], typed: str) -> int:
         "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
     )
     options = parser.parse_args(arguments)
-    from strop.config.document import annotated_yaml
+    from strop.config.document import render_annotated_yaml
     from strop.config.schema import TRAINING_RUNS, EvalRunConfig
 
-    print(annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
+    print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
     return 0
 
 
@@ -292,24 +292,24 @@ def _dry_run(config: TrainingRunConfig | EvalRunConfig) -> int:
     from strop import assembly
 
     try:
-        print(assembly.describe(config))
+        print(assembly.summarize(config))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+        return USAGE_ERROR
     return 0
 
 
-def _warn(loaded: Loaded[Any]) -> None:
+def _print_warnings(loaded: LoadedConfig[Any]) -> None:
     for problem in loaded.warnings:
         print(f"warning: {problem}", file=sys.stderr)
 
 
-def _refuse(error: ConfigError) -> int:
+def _print_config_error(error: ConfigError) -> int:
     print(f"error: {error}", file=sys.stderr)
-    return MISTAKE
+    return USAGE_ERROR
 
 
-def _interrupted(hint: str) -> int:
+def _print_interrupted(hint: str) -> int:
     print(f"\nInterrupted. {hint}", file=sys.stderr)
     return INTERRUPTED
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.environments.base import Environment, EnvironmentConfigError, Judged
+from strop.environments.base import Environment, EnvironmentConfigError, Grade
 from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
-from strop.tracking.atomic import replacing
+from strop.tracking.atomic import atomic_write
 from strop.tracking.base import Tracker
 from strop.types import Group, Rollout
 
-_VALIDATION = 0x76616C  # separates the seeds of validation from those of training
+_VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -58,7 +58,7 @@ class TaskResult:
         return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
 
 
-def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
+def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
     """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
     count, samples = len(results), len(results[0].accuracies)
     found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
@@ -72,7 +72,7 @@ def summarise(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence
     return found
 
 
-class Validation(Protocol):
+class Validator(Protocol):
     """Measures the policy between steps."""
 
     async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
@@ -95,49 +95,49 @@ class Evaluator:
     folder: Path | None = None
     ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, if that is above 1
     voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
-    at_once: int | None = None  # tasks sampled concurrently; None: all
-    show: int = 0  # samples to print at each evaluation
-    last: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
+    concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
+    samples_to_print: int = 0  # samples to print at each evaluation
+    last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
         if tracker is not None:
             tracker.progress(f"validating on {self.size} tasks")
-        groups = self.last = await self._groups()
+        groups = self.last_groups = await self._sample_groups()
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
-        results = await asyncio.gather(*(_result(group, environments[group.environment]) for group in groups))
+        results = await asyncio.gather(*(_grade_group(group, environments[group.environment]) for group in groups))
         several = self.samples > 1
         powers = tuple(1 << power for power in range(self.samples.bit_length())) if several else ()
         ks = powers if self.ks is None else self.ks
         voters = ((self.samples,) if several else ()) if self.voters is None else self.voters
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         found = {
-            **summarise(results, ks, voters),
+            **summarize_results(results, ks, voters),
             "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
             "avg_length": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
             "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
             "errors": float(sum(rollout.error is not None for rollout in rollouts)),
         }
         for name in environments if len(environments) > 1 else ():
-            own = summarise([result for result in results if result.environment == name], ks, voters)
+            own = summarize_results([result for result in results if result.environment == name], ks, voters)
             found |= {f"{name}/{key}": value for key, value in own.items()}
         if self.folder is not None:
-            self._write(self.folder / f"step_{step:06d}.json", step, found, groups, results)
+            self._write_samples(self.folder / f"step_{step:06d}.json", step, found, groups, results)
         if tracker is not None:
-            self._print(tracker, groups, results)
+            self._print_samples(tracker, groups, results)
         found["seconds"] = time.perf_counter() - started
         return {f"validation/{name}": value for name, value in found.items()}
 
-    async def _groups(self) -> list[Group]:
+    async def _sample_groups(self) -> list[Group]:
         """Sample every task, ``at_once`` tasks at a time."""
         groups: list[Group] = []
-        for start in range(0, self.size, self.at_once or self.size):
-            part = range(start, min(start + (self.at_once or self.size), self.size))
-            groups += await asyncio.gather(*(self._group(index) for index in part))
+        for start in range(0, self.size, self.concurrent_tasks or self.size):
+            part = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
+            groups += await asyncio.gather(*(self._sample_group(index) for index in part))
         return groups
 
-    async def _group(self, index: int) -> Group:
+    async def _sample_group(self, index: int) -> Group:
         try:
             name, environment, task = self.source.at(index)
         except Exception as error:
@@ -153,18 +153,18 @@ class Evaluator:
             template=self.template,
             sampling=self.sampling,
             rules=self.rules,
-            seed=mix_seed(self.seed, _VALIDATION),
+            seed=mix_seed(self.seed, _VALIDATION_SEED),
         )
 
-    def _write(
+    def _write_samples(
         self, path: Path, step: int, found: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
     ) -> None:
-        tasks = [_as_json(group, result) for group, result in zip(groups, results, strict=True)]
-        with replacing(path) as draft:
+        tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps({"step": step, "metrics": found, "tasks": tasks}, ensure_ascii=False, indent=1))
 
-    def _print(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
-        for group, result in list(zip(groups, results, strict=True))[: self.show]:
+    def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
+        for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
             rollout = group.rollouts[0]
             tracker.note(f"{_last_question(group)!r} -> {rollout.text!r} (accuracy {result.accuracies[0]:g})")
 
@@ -175,16 +175,16 @@ def _last_question(group: Group) -> str:
     return asked[-1] if asked else group.task.question
 
 
-async def _result(group: Group, environment: Environment[Any]) -> TaskResult:
-    judged = await asyncio.gather(*(_judged(rollout, environment) for rollout in group.rollouts))
+async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResult:
+    judged = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
     return TaskResult(group.environment, tuple(own.accuracy for own in judged), tuple(own.answer for own in judged))
 
 
-async def _judged(rollout: Rollout, environment: Environment[Any]) -> Judged:
-    return Judged(0.0, None) if rollout.error is not None else await environment.judged(rollout.task, rollout)
+async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
+    return Grade(0.0, None) if rollout.error is not None else await environment.grade(rollout.task, rollout)
 
 
-def _as_json(group: Group, result: TaskResult) -> dict[str, Any]:
+def _to_json(group: Group, result: TaskResult) -> dict[str, Any]:
     samples = [
         {
             "messages": [message.as_dict() for message in rollout.messages],

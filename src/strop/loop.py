@@ -14,18 +14,18 @@ from typing import Literal
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, Outputs, TokenOutputs
-from strop.checkpointing.base import Checkpoints, RunState
-from strop.data.packing import mini_batches, pack
-from strop.evaluation import Validation
-from strop.mismatch import MismatchGuard, measure
+from strop.checkpointing.base import Checkpointer, RunState
+from strop.data.packing import pack, split_mini_batches
+from strop.evaluation import Validator
+from strop.mismatch import MismatchGuard, measure_mismatch
 from strop.reports import batch_metrics, group_metrics
 from strop.rollouts.stream import EndOfTasks, GroupStream, StreamState
-from strop.stopping import EarlyStop, Stopper
+from strop.stopping import EarlyStop, StopRequest
 from strop.tracking.base import Tracker
-from strop.tracking.rollouts import Dropped, RolloutRecord, RolloutStore, by_rollout, records_of
-from strop.training.base import ColumnSource, Learner, token_outputs
+from strop.tracking.rollouts import DropReason, RolloutRecord, RolloutStore, make_records, split_by_rollout
+from strop.training.base import ColumnSource, Learner, require_token_outputs
 from strop.types import Batch, Group
-from strop.watch.waits import Kind, waiting
+from strop.watch.waits import WaitKind, waiting
 from strop.weights.base import WeightSync
 
 
@@ -33,17 +33,17 @@ class TooManyDropped(RuntimeError):
     """Too many groups were dropped to continue the run. The message gives the reasons."""
 
 
-class OutOfTasks(RuntimeError):
+class TooFewTasks(RuntimeError):
     """There were too few tasks to train a single step. The message says what happened to them."""
 
 
 # When the loop waits for the groups in flight: before training, if learner and generator take turns on the same devices; before the new
 # weights are published, if they run on separate devices; or never, so that weights change while groups are sampled.
-Drain = Literal["training", "publishing", "never"]
+DrainBefore = Literal["training", "publishing", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions:
+class TrainOptions:
     """Options of the training loop. Periods are in steps; 0 means never."""
 
     max_steps: int
@@ -53,8 +53,8 @@ class LoopOptions:
     steps_per_batch: int = 1  # optimizer steps in one pass over a batch
     update_epochs: int = 1  # passes over a batch
     max_staleness: int = 0  # how many steps newer the trained policy may be than the one that started a rollout
-    drops_stale: bool = False  # the stream's order does not wait for slow groups: older ones are dropped
-    drain_before: Drain = "never"
+    drop_stale: bool = False  # the stream's order does not wait for slow groups: older ones are dropped
+    drain_before: DrainBefore = "never"
     max_groups_per_step: int = 1_000_000  # groups that may be generated to find enough that pass the filter
     max_errors_in_a_row: int = 16
     val_period: int = 0
@@ -69,7 +69,7 @@ class LoopOptions:
 class Run:
     """The components and the state of a training run. ``step`` counts trained batches and is also the version of the weights."""
 
-    options: LoopOptions
+    options: TrainOptions
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, Learner]
@@ -78,96 +78,98 @@ class Run:
     tracker: Tracker
     rollouts: RolloutStore
     decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
-    evaluator: Validation | None = None
+    evaluator: Validator | None = None
     early_stop: EarlyStop | None = None
-    stopper: Stopper = field(default_factory=Stopper)
+    stop_request: StopRequest = field(default_factory=StopRequest)
     mismatch: MismatchGuard = field(default_factory=MismatchGuard)
-    checkpoints: Checkpoints | None = None
+    checkpoints: Checkpointer | None = None
     step: int = 0
     done: bool = False
-    leaving: bool = False  # a stop was requested; the run continues when it is started again
+    stopping: bool = False  # a stop was requested; the run continues when it is started again
     errors_in_a_row: int = 0
-    saved: int = -1  # the step of the newest checkpoint
-    logged: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
-    dropped: list[tuple[Group, Dropped]] = field(default_factory=list)  # dropped in the current step, with the reason
+    saved_step: int = -1  # the step of the newest checkpoint
+    last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+    dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
 
     @property
     def finished(self) -> bool:
         return self.done or self.step >= self.options.max_steps
 
     @property
-    def over(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the loop starts no further step."""
-        return self.finished or self.leaving
+        return self.finished or self.stopping
 
 
 async def train(run: Run) -> None:
     """Train until the last step, the last task, early stopping or a stop request."""
     await run.weights.publish(run.step)
-    await validate_before(run)
-    while not run.over:
-        clock = Stopwatch()
+    await validate_at_start(run)
+    while not run.should_stop:
+        clock = PhaseTimer()
         begun = run.stream.state()
         with clock("generation"):
             groups, logged = await collect(run)
         if len(groups) < run.options.groups_per_step:
-            await end_of_tasks(run, len(groups), begun)
+            await handle_end_of_tasks(run, len(groups), begun)
             break
         with clock("drain"):
-            await drain(run, before="training")
-            await run.weights.lend_to_learner()
+            await drain_if_due(run, before="training")
+            await run.weights.yield_device()
         with clock("packing"):
             batch = pack(groups, run.algorithm, share_prefixes=run.options.share_prefixes)
         with clock("logprobs"):
             for required in sorted(run.algorithm.requires):
-                batch = batch.with_extras(await run.scorers[required].columns(batch, groups))
-        batch = run.algorithm.credit(batch)
+                batch = batch.with_columns(await run.scorers[required].columns(batch, groups))
+        batch = run.algorithm.token_credit(batch)
         with clock("policy_training"):
             before, trained = await update(run, batch)
         with clock("drain"):
-            await drain(run, before="publishing")
+            await drain_if_due(run, before="publishing")
         run.step += 1
         with clock("weight_sync"):
             synced = await run.weights.publish(run.step)
         run.stream.release(len(groups))
         with clock("storing"):
-            run.rollouts.write(run.step, records_of_step(run, groups, batch, before))
-        run.logged = {**logged, **trained, **metrics.values(synced)}
-        run.done = stops(run, run.logged)
+            run.rollouts.write(run.step, rollout_records(run, groups, batch, before))
+        run.last_metrics = {**logged, **trained, **metrics.to_floats(synced)}
+        run.done = check_early_stop(run, run.last_metrics)
         with clock("validation"):
             validated = await validate_if_due(run)
-        run.logged = {**run.logged, **validated}
-        run.done |= stops(run, validated)
+        run.last_metrics = {**run.last_metrics, **validated}
+        run.done |= check_early_stop(run, validated)
         with clock("checkpointing"):
             save_if_due(run, run.stream.state())
-        run.tracker.log(run.step, {**run.logged, **clock.metrics(run, batch)})
+        run.tracker.log(run.step, {**run.last_metrics, **clock.metrics(run, batch)})
 
 
-async def drain(run: Run, *, before: Drain) -> None:
+async def drain_if_due(run: Run, *, before: DrainBefore) -> None:
     """Wait for the groups in flight if ``drain_before`` asks for it here. Then all tokens of a rollout have the same weight version."""
     if run.options.drain_before == before:
         run.tracker.progress(f"finishing the groups in flight before {before}")
-        await run.stream.drained()
+        await run.stream.drain()
 
 
-async def end_of_tasks(run: Run, left_over: int, begun: StreamState) -> None:
-    """Validate, save and log as after the last step, because no tasks are left. Raises OutOfTasks if no step was trained.
+async def handle_end_of_tasks(run: Run, left_over_groups: int, begun: StreamState) -> None:
+    """Validate, save and log as after the last step, because no tasks are left. Raises TooFewTasks if no step was trained.
 
     The checkpoint stores the stream's state from before the leftover tasks were started, so that a run with more epochs trains on them.
     """
-    dropped = f"; {len(run.dropped)} groups were dropped:{_reasons(run)}" if run.dropped else ""
+    dropped = f"; {len(run.dropped)} groups were dropped:{_describe_drops(run)}" if run.dropped else ""
     if run.step == 0:
-        raise OutOfTasks(
-            f"the tasks are used up and nothing was trained: {left_over} groups are left, and one step needs "
+        raise TooFewTasks(
+            f"the tasks are used up and nothing was trained: {left_over_groups} groups are left, and one step needs "
             f"{run.options.groups_per_step} ({run.options.batch_key}). Add data, allow more epochs "
             f"({run.options.section}.max_num_epochs; null is unbounded), or lower {run.options.batch_key}{dropped}"
         )
-    run.tracker.note(f"the tasks are used up after step {run.step}: {left_over} groups left over are not trained on{dropped}")
+    run.tracker.note(
+        f"the tasks are used up after step {run.step}: {left_over_groups} groups left over are not trained on{dropped}"
+    )
     run.done = True
-    known = any(name.startswith("validation/") for name in run.logged)
+    known = any(name.startswith("validation/") for name in run.last_metrics)
     validated = {} if known else await validate_if_due(run)
-    run.logged = {**run.logged, **validated}
-    if run.saved < run.step:
+    run.last_metrics = {**run.last_metrics, **validated}
+    if run.saved_step < run.step:
         save_if_due(run, begun)
     if validated:
         run.tracker.log(run.step, validated)
@@ -187,34 +189,34 @@ async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
             group = await run.stream.next()
         except EndOfTasks:
             break
-        reason = refused(run, group)
+        reason = drop_reason(run, group)
         if reason is None:
             kept.append(group)
         else:
             run.dropped.append((group, reason))
             run.stream.release(1)
         run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
-        _stop_if_hopeless(run, len(kept))
-    staleness = [] if run.algorithm.recorded else [run.step - group.version for group in kept]
+        _check_drop_limits(run, len(kept))
+    staleness = [] if run.algorithm.recorded_data else [run.step - group.version for group in kept]
     if staleness and max(staleness) > run.options.max_staleness:
         raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
-    return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded))
+    return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded_data))
 
 
-def refused(run: Run, group: Group) -> Dropped | None:
+def drop_reason(run: Run, group: Group) -> DropReason | None:
     """Return why a group is dropped; None if it is trained on."""
     if group.errors:
         return "error"
-    if run.options.drops_stale and run.step - group.version > run.options.max_staleness:
+    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
         return "stale"
     return None if run.algorithm.keep(group) else "filtered"
 
 
-def _stop_if_hopeless(run: Run, kept: int) -> None:
+def _check_drop_limits(run: Run, kept: int) -> None:
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(
-            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_reasons(run)}"
+            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_describe_drops(run)}"
         )
     dropped = [group for group, reason in run.dropped if reason != "stale"]
     if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
@@ -226,7 +228,7 @@ def _stop_if_hopeless(run: Run, kept: int) -> None:
         )
 
 
-def _reasons(run: Run) -> str:
+def _describe_drops(run: Run) -> str:
     """Describe why groups of this step were dropped, one reason per line: the last three distinct errors, then the number of groups that
     did not pass the filter and of those that were too old."""
     errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
@@ -245,67 +247,67 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
     several = options.steps_per_batch * options.update_epochs > 1
     before = await run.learners["policy"].score(batch) if several or "policy" not in losses else None
     if isinstance(before, TokenOutputs):
-        batch = batch.with_extra("policy_logprobs", before.logprobs)
+        batch = batch.with_column("policy_logprobs", before.logprobs)
     logged: list[metrics.Metrics] = []
     steps = 0
     for _ in range(options.update_epochs):
-        for part in mini_batches(batch, options.steps_per_batch):
+        for part in split_mini_batches(batch, options.steps_per_batch):
             steps += 1
             run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
-            surveyed = await survey(run, part.batch)
+            surveyed = await prepare_step(run, part.batch)
             for name, loss in losses.items():
-                seen = replace(surveyed, idle=run.algorithm.idle(surveyed, name))
+                seen = replace(surveyed, zero_gradient=run.algorithm.zero_gradient(surveyed, name))
                 result = await run.learners[name].forward_backward(seen, loss)
                 prefix = "" if name == "policy" else f"{name}_"
                 measured = {**result.metrics, **await run.learners[name].step()}
-                logged.append({prefix + key: metrics.per_step(metric) for key, metric in measured.items()})
+                logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in measured.items()})
                 if name == "policy" and before is None:
                     before = result.outputs
     assert before is not None
-    trained = {f"train/{name}": value for name, value in metrics.values(metrics.merge(*logged)).items()}
-    recorded = bool(run.algorithm.recorded)
-    described = {**batch_metrics(batch, before, recorded=recorded), **agreement(run, batch, before)}
+    trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
+    recorded = bool(run.algorithm.recorded_data)
+    described = {**batch_metrics(batch, before, recorded=recorded), **check_mismatch(run, batch, before)}
     return before, {**trained, **run.algorithm.report(batch), **described}
 
 
-def agreement(run: Run, batch: Batch, before: Outputs) -> dict[str, float]:
+def check_mismatch(run: Run, batch: Batch, old_outputs: Outputs) -> dict[str, float]:
     """Compare the log-probabilities of sampler and learner; warn if they differ too much. Raises MismatchTooLarge."""
-    if run.algorithm.recorded or not isinstance(before, TokenOutputs):
+    if run.algorithm.recorded_data or not isinstance(old_outputs, TokenOutputs):
         return {}
-    report = measure(batch, before.logprobs, run.step)
-    if (warning := run.mismatch.judge(run.step + 1, report)) is not None:
+    report = measure_mismatch(batch, old_outputs.logprobs, run.step)
+    if (warning := run.mismatch.check(run.step + 1, report)) is not None:
         run.tracker.note(f"warning: {warning}")
     return report.metrics()
 
 
-async def survey(run: Run, batch: Batch) -> Batch:
+async def prepare_step(run: Run, batch: Batch) -> Batch:
     """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
-    outputs = await run.learners["policy"].score(batch) if run.algorithm.surveys else None
-    return run.algorithm.survey(batch, None if outputs is None else token_outputs(outputs))
+    outputs = await run.learners["policy"].score(batch) if run.algorithm.needs_step_outputs else None
+    return run.algorithm.prepare_step(batch, None if outputs is None else require_token_outputs(outputs))
 
 
-def records_of_step(run: Run, groups: Sequence[Group], batch: Batch, before: Outputs) -> list[RolloutRecord]:
+def rollout_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
     """Return the records of this step's rollouts to store, including dropped ones; none for recorded data, which is stored already."""
-    if run.algorithm.recorded:
+    if run.algorithm.recorded_data:
         return []
-    learner_logprobs = token_outputs(before).logprobs
-    credit = by_rollout(batch.advantages, batch, groups)
-    return records_of(
+    learner_logprobs = require_token_outputs(old_outputs).logprobs
+    credit = split_by_rollout(batch.advantages, batch, groups)
+    return make_records(
         run.step,
         [*groups, *(group for group, _ in run.dropped)],
         advantages={key: float(column.mean()) for key, column in credit.items() if len(column)},
-        learner_logprobs=by_rollout(learner_logprobs, batch, groups),
+        learner_logprobs=split_by_rollout(learner_logprobs, batch, groups),
         dropped={group.index: reason for group, reason in run.dropped},
         decode=run.decode,
     )
 
 
-async def validate_before(run: Run) -> None:
+async def validate_at_start(run: Run) -> None:
     """Validate the policy before training, if due, and log the metrics as step 0."""
-    due = run.options.val_at_start and run.step == 0 and not leaves(run)
+    due = run.options.val_at_start and run.step == 0 and not check_stop_request(run)
     if run.evaluator is not None and due:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
-    leaves(run)
+    check_stop_request(run)
 
 
 async def validate_if_due(run: Run) -> dict[str, float]:
@@ -319,37 +321,37 @@ async def validate_if_due(run: Run) -> dict[str, float]:
 
 def save_if_due(run: Run, stream: StreamState) -> None:
     period = run.options.save_period
-    if run.checkpoints is None or not period or not (run.step % period == 0 or run.over):
+    if run.checkpoints is None or not period or not (run.step % period == 0 or run.should_stop):
         return
     run.tracker.progress("saving a checkpoint")
-    state = RunState(step=run.step, stream=stream, logged=run.logged, early_stop=run.early_stop)
+    state = RunState(step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop)
     path = run.checkpoints.save(state, run.learners)
-    run.saved = run.step
+    run.saved_step = run.step
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 
 
-def stops(run: Run, logged: Mapping[str, float]) -> bool:
+def check_early_stop(run: Run, logged: Mapping[str, float]) -> bool:
     """Return whether the metrics stop the run early, and log the reason. Also check for a stop request."""
-    leaves(run)
+    check_stop_request(run)
     if run.early_stop is None:
         return False
-    before, run.early_stop = run.early_stop, run.early_stop.seen(logged)
+    before, run.early_stop = run.early_stop, run.early_stop.update(logged)
     if run.early_stop.reason is None or run.early_stop is before:
         return False
     run.tracker.note(f"{run.early_stop.reason}: training ends")
     return True
 
 
-def leaves(run: Run) -> bool:
+def check_stop_request(run: Run) -> bool:
     """Return whether a stop was requested, and log it once. The run then stops without what is due after the last step."""
-    if not run.leaving and (reason := run.stopper.asked()) is not None:
-        run.leaving = True
+    if not run.stopping and (reason := run.stop_request.check()) is not None:
+        run.stopping = True
         run.tracker.note(f"{reason}: this run ends after step {run.step}")
-    return run.leaving
+    return run.stopping
 
 
 # The watchdog limit that applies to each phase. Other phases have no limit, or contain waits with limits of their own.
-LIMITED: Mapping[str, Kind] = {
+PHASE_KINDS: Mapping[str, WaitKind] = {
     "drain": "generation",
     "logprobs": "training",
     "policy_training": "training",
@@ -358,7 +360,7 @@ LIMITED: Mapping[str, Kind] = {
 }
 
 
-class Stopwatch:
+class PhaseTimer:
     """Measures the seconds that each phase of a step takes, and registers the phase with the watchdog while it runs."""
 
     def __init__(self) -> None:
@@ -368,7 +370,7 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        with waiting("training loop", on=phase, kind=LIMITED.get(phase, "")):
+        with waiting("training loop", on=phase, kind=PHASE_KINDS.get(phase, "")):
             yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
@@ -383,7 +385,7 @@ class Stopwatch:
             "performance/tokens_per_sec": len(batch.tokens) / busy,
             **(
                 {}
-                if run.algorithm.recorded
+                if run.algorithm.recorded_data
                 else {"performance/generation_tokens_per_sec": sampled / max(self.seconds["generation"], 1e-9)}
             ),
             "performance/training_tokens_per_sec": len(batch.tokens) / max(self.seconds["policy_training"], 1e-9),

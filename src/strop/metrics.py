@@ -51,7 +51,7 @@ def maximum(value: float) -> Metric:
     return Metric(value, 1.0, "max")
 
 
-def per_step(metric: Metric) -> Metric:
+def to_step_mean(metric: Metric) -> Metric:
     """Turn a sum over the parts of one optimizer step into a mean over steps; return other metrics unchanged."""
     return Metric(metric.value, 1.0, "mean") if metric.reduction == "sum" else metric
 
@@ -64,5 +64,5 @@ def merge(*parts: Metrics) -> dict[str, Metric]:
     return merged
 
 
-def values(metrics: Metrics) -> dict[str, float]:
+def to_floats(metrics: Metrics) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}

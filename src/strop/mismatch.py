@@ -18,9 +18,9 @@ from torch import Tensor
 
 from strop.types import Batch
 
-POSITIONS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open
-OLDEST = 8  # ages from here on share one bucket
-ENOUGH = 0.01  # share of the tokens that an age must have for the limits to apply to it
+POSITION_BUCKETS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open
+MAX_AGE = 8  # ages from here on share one bucket
+MIN_SHARE = 0.01  # share of the tokens that an age must have for the limits to apply to it
 
 
 class MismatchTooLarge(RuntimeError):
@@ -28,82 +28,82 @@ class MismatchTooLarge(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreement:
+class MismatchStats:
     """Mismatch statistics of a set of tokens. All means are over its tokens."""
 
     tokens: int
     error: float  # mean of exp|d|, the factor by which the two probabilities of a token differ; 1 is perfect
-    largest: float  # the largest exp|d|
+    max_error: float  # the largest exp|d|
     kl: float  # nats per token: expm1(d) - d, an estimate of KL(sampler || learner) that is never negative
     reverse_kl: float  # nats per token: exp(d) d - expm1(d), the same estimate of KL(learner || sampler)
-    doubled: float  # share of tokens with exp|d| above 2
+    above_2: float  # share of tokens with exp|d| above 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchReport:
-    overall: Agreement
+    overall: MismatchStats
     # Position among the rollout's sampled tokens, as "1", "2_16", "17_64", ..; empty buckets are left out.
-    by_position: Mapping[str, Agreement]
+    by_position: Mapping[str, MismatchStats]
     # Steps between the weights that sampled a token and the weights before the update; OLDEST includes all older ones.
-    by_age: Mapping[int, Agreement]
-    judged_age: int  # the lowest age with enough tokens; the limits apply to it
+    by_age: Mapping[int, MismatchStats]
+    checked_age: int  # the lowest age with enough tokens; the limits apply to it
 
     @property
-    def judged(self) -> Agreement:
-        return self.by_age.get(self.judged_age, self.overall)
+    def checked(self) -> MismatchStats:
+        return self.by_age.get(self.checked_age, self.overall)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics under ``train/``. Those by position or age are left out if there is only one bucket."""
         whole = self.overall
         logged = {
             "train/token_mult_prob_error": whole.error,
-            "train/token_mult_prob_error_max": whole.largest,
+            "train/token_mult_prob_error_max": whole.max_error,
             "train/gen_kl_error": whole.kl,
             "train/gen_kl_error_reverse": whole.reverse_kl,
-            "train/token_ratio_above_2": whole.doubled,
+            "train/token_ratio_above_2": whole.above_2,
         }
         parts = {f"position_{name}": part for name, part in self.by_position.items()} if len(self.by_position) > 1 else {}
         if len(self.by_age) > 1:
-            parts |= {f"age_{age}" + ("_on" if age == OLDEST else ""): part for age, part in self.by_age.items()}
+            parts |= {f"age_{age}" + ("_on" if age == MAX_AGE else ""): part for age, part in self.by_age.items()}
         for name, part in parts.items():
             logged[f"train/mismatch/{name}/token_mult_prob_error"] = part.error
             logged[f"train/mismatch/{name}/gen_kl_error"] = part.kl
         return logged
 
 
-def measure(batch: Batch, logprobs: Tensor, version: int) -> MismatchReport:
+def measure_mismatch(batch: Batch, logprobs: Tensor, version: int) -> MismatchReport:
     """Compare the learner's log-probabilities with the sampler's over counted tokens.
 
     ``logprobs`` [N] are the learner's before the update, with weights of ``version``.
     """
     counted = batch.mask > 0
-    difference = (logprobs.detach() - batch.sampler_logprobs)[counted].double().cpu()
+    difference = (logprobs.detach() - batch.rollout_logprobs)[counted].double().cpu()
     positions = positions_in_rollout(batch)[counted].cpu()
-    ages = (version - batch.versions[counted].cpu()).clamp(0, OLDEST)
-    bucket = torch.bucketize(positions, torch.tensor(POSITIONS))
-    by_age = {int(age): agreement(difference[ages == age]) for age in ages.unique()}
-    enough = [age for age, part in by_age.items() if part.tokens >= ENOUGH * len(difference)]
+    ages = (version - batch.versions[counted].cpu()).clamp(0, MAX_AGE)
+    bucket = torch.bucketize(positions, torch.tensor(POSITION_BUCKETS))
+    by_age = {int(age): mismatch_stats(difference[ages == age]) for age in ages.unique()}
+    enough = [age for age, part in by_age.items() if part.tokens >= MIN_SHARE * len(difference)]
     return MismatchReport(
-        overall=agreement(difference),
-        by_position={_bucket_name(int(place)): agreement(difference[bucket == place]) for place in bucket.unique()},
+        overall=mismatch_stats(difference),
+        by_position={_bucket_name(int(place)): mismatch_stats(difference[bucket == place]) for place in bucket.unique()},
         by_age=by_age,
-        judged_age=min(enough, default=0),
+        checked_age=min(enough, default=0),
     )
 
 
-def agreement(difference: Tensor) -> Agreement:
+def mismatch_stats(difference: Tensor) -> MismatchStats:
     """Return the statistics of ``difference`` [n] float64: learner - sampler, in nats. Without tokens the match is perfect."""
     if not len(difference):
-        return Agreement(tokens=0, error=1.0, largest=1.0, kl=0.0, reverse_kl=0.0, doubled=0.0)
+        return MismatchStats(tokens=0, error=1.0, max_error=1.0, kl=0.0, reverse_kl=0.0, above_2=0.0)
     factor, ratio = difference.abs().exp(), difference.exp()
     weighed = torch.where(ratio == 0, 0.0, ratio * difference)  # a token with probability 0 under the learner adds 0 to its KL
-    return Agreement(
+    return MismatchStats(
         tokens=len(difference),
         error=float(factor.mean()),
-        largest=float(factor.max()),
+        max_error=float(factor.max()),
         kl=float((torch.expm1(difference) - difference).mean()),
         reverse_kl=float((weighed - torch.expm1(difference)).mean()),
-        doubled=float((factor > 2).double().mean()),
+        above_2=float((factor > 2).double().mean()),
     )
 
 
@@ -118,10 +118,10 @@ def positions_in_rollout(batch: Batch) -> Tensor:
 
 
 def _bucket_name(bucket: int) -> str:
-    low = POSITIONS[bucket - 1] + 1 if bucket else 1
-    if bucket == len(POSITIONS):
+    low = POSITION_BUCKETS[bucket - 1] + 1 if bucket else 1
+    if bucket == len(POSITION_BUCKETS):
         return f"{low}_on"
-    return str(low) if low == POSITIONS[bucket] else f"{low}_{POSITIONS[bucket]}"
+    return str(low) if low == POSITION_BUCKETS[bucket] else f"{low}_{POSITION_BUCKETS[bucket]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,48 +139,49 @@ class MismatchGuard:
     """Checks each step against the limits."""
 
     limits: MismatchLimits = field(default_factory=MismatchLimits)
-    in_a_row: int = 0  # steps above ``stop``
-    warned: int | None = None  # the step of the last warning
+    steps_above_stop: int = 0  # steps above ``stop``
+    last_warning: int | None = None  # the step of the last warning
 
-    def judge(self, step: int, report: MismatchReport) -> str | None:
+    def check(self, step: int, report: MismatchReport) -> str | None:
         """Return a warning, if one is due. Raises MismatchTooLarge after ``stop_after`` consecutive steps above ``stop``."""
-        limits, error = self.limits, report.judged.error
-        self.in_a_row = self.in_a_row + 1 if _above(error, limits.stop) else 0
-        if self.in_a_row >= limits.stop_after:
+        limits, error = self.limits, report.checked.error
+        self.steps_above_stop = self.steps_above_stop + 1 if _exceeds(error, limits.stop) else 0
+        if self.steps_above_stop >= limits.stop_after:
             raise MismatchTooLarge(
-                f"step {step}: {_found(report)}. That is above policy.generation.mismatch.stop = {limits.stop:g} for {self.in_a_row} steps "
+                f"step {step}: {_describe(report)}. That is above policy.generation.mismatch.stop = "
+                f"{limits.stop:g} for {self.steps_above_stop} steps "
                 "in a row. The learner's policy is not the one that sampled these rollouts, so training on them is meaningless. "
-                f"{_advice(report)}"
+                f"{_suggest_causes(report)}"
             )
-        if not _above(error, limits.warn) or (self.warned is not None and step < self.warned + limits.warn_every):
+        if not _exceeds(error, limits.warn) or (self.last_warning is not None and step < self.last_warning + limits.warn_every):
             return None
-        self.warned = step
+        self.last_warning = step
         return (
-            f"mismatch: step {step}: {_found(report)}; expected is about 1.00 to 1.05 (policy.generation.mismatch.warn = "
-            f"{limits.warn:g}). {_advice(report)}"
+            f"mismatch: step {step}: {_describe(report)}; expected is about 1.00 to 1.05 (policy.generation.mismatch.warn = "
+            f"{limits.warn:g}). {_suggest_causes(report)}"
         )
 
 
-def _above(error: float, limit: float | None) -> bool:
+def _exceeds(error: float, limit: float | None) -> bool:
     """NaN exceeds every limit: values that cannot be compared do not match."""
     return limit is not None and (math.isnan(error) or error > limit)
 
 
-def _found(report: MismatchReport) -> str:
-    part = report.judged
+def _describe(report: MismatchReport) -> str:
+    part = report.checked
     whose = (
         f"on {part.tokens} tokens that the current weights sampled"
-        if report.judged_age == 0
-        else f"on {part.tokens} tokens of weights {report.judged_age} steps old (too few tokens have newer weights, so part of the "
+        if report.checked_age == 0
+        else f"on {part.tokens} tokens of weights {report.checked_age} steps old (too few tokens have newer weights, so part of the "
         "difference is the policy's own change)"
     )
     return (
-        f"sampler and learner differ by a factor of {part.error:.3f} (train/token_mult_prob_error), at most {part.largest:.3g}, {whose}; "
+        f"sampler and learner differ by a factor of {part.error:.3f} (train/token_mult_prob_error), at most {part.max_error:.3g}, {whose}; "
         f"KL(sampler, learner) {part.kl:.3g} nats per token"
     )
 
 
-def _advice(report: MismatchReport) -> str:
+def _suggest_causes(report: MismatchReport) -> str:
     worst = max(report.by_position.items(), key=lambda item: item[1].error, default=None)
     where = f"It is worst at position {worst[0].replace('_', ' to ', 1).replace('to on', 'and later')}. " if worst else ""
     return (

@@ -52,16 +52,16 @@ def group_metrics(
     }
 
 
-def batch_metrics(batch: Batch, before: Outputs, *, recorded: bool = False) -> dict[str, float]:
+def batch_metrics(batch: Batch, old_outputs: Outputs, *, recorded: bool = False) -> dict[str, float]:
     """Return means over counted tokens of the policy's outputs from before this step's updates.
 
     ``strop.mismatch`` compares sampler and learner.
     """
     counted = batch.mask > 0
     logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
-    if not isinstance(before, TokenOutputs):
+    if not isinstance(old_outputs, TokenOutputs):
         return logged
-    logged |= {"train/entropy": _mean(before.entropy[counted]), "train/logprob": _mean(before.logprobs[counted])}
+    logged |= {"train/entropy": _mean(old_outputs.entropy[counted]), "train/logprob": _mean(old_outputs.logprobs[counted])}
     return logged if recorded else {**logged, "train/advantages_abs": _mean(batch.advantages[counted].abs())}
 
 

@@ -2,7 +2,8 @@
 
 The engine samples from the softmax of ``filtered_logits(logits, sampling)``; the learner computes log-probabilities with the same function
 on its own logits. Filters make that function discontinuous: a small difference in the logits can change the set of tokens that pass, and
-with it the probability of every token. ``Sampling.record_kept`` avoids this: the engine records the set that it sampled from, and the
+with it the probability of every token. ``Sampling.record_sampling_mask`` avoids this: the engine records the set that it sampled
+from, and the
 learner renormalizes over that set (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-KEPT = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
+KEPT_TOKENS = "kept_tokens"  # a batch column, [N, K] int32: the token ids each target was sampled from, padded with NO_TOKEN
 NO_TOKEN = -1
-MOST_RECORDED = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
+MAX_RECORDED_TOP_K = 4096  # largest top_k of a request that records the sampling mask: 16 KiB per sampled token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     entropy: bool = False  # also report the entropy of each token's distribution, in nats
-    record_kept: bool = False  # also report which tokens the filters kept at each step; no effect without filters
+    record_sampling_mask: bool = False  # also report which tokens the filters kept at each step; no effect without filters
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -45,10 +46,11 @@ class Sampling:
             raise ValueError(f"min_p is {self.min_p}; it must be in [0, 1], and 0 keeps every token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.records and (self.top_k is None or self.top_k > MOST_RECORDED):
+        if self.records_sampling_mask and (self.top_k is None or self.top_k > MAX_RECORDED_TOP_K):
             raise ValueError(
                 f"the sampling mask is to be recorded for each sampled token, but top_k is {self.top_k}: a mask may then hold most of the "
-                f"vocabulary. Set top_k to at most {MOST_RECORDED}; 512 seldom changes the result of a top_p below 0.95 and costs at most "
+                f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a "
+                f"top_p below 0.95 and costs at most "
                 "2 KiB per token"
             )
 
@@ -62,16 +64,16 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
-    def records(self) -> bool:
+    def records_sampling_mask(self) -> bool:
         """Whether the engine reports the sampling mask of each token."""
-        return self.record_kept and self.filtered and not self.greedy
+        return self.record_sampling_mask and self.filtered and not self.greedy
 
 
 def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor:
+def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return which tokens top-k and min-p, then top-p keep; logits [.., V], already divided by temperature -> bool [.., V].
 
     top_p is relative to the probability mass that the other two filters kept, as in vLLM.
@@ -96,35 +98,35 @@ def filtered_logits(logits: Tensor, sampling: Sampling, sampled: Tensor | None =
     ``sampled`` [..] gives the tokens that were sampled. They are always kept, so that the learner does not assign probability
     zero to a sampled token because its logits differ from the sampler's in the last bit.
     """
-    scaled = _scaled(logits, sampling)
+    scaled = _apply_temperature(logits, sampling)
     if not sampling.filtered or sampling.greedy:
         return scaled
-    keep = kept_tokens(scaled.detach(), sampling)
+    keep = keep_mask(scaled.detach(), sampling)
     if sampled is not None:
         keep.scatter_(-1, sampled.unsqueeze(-1), True)
     return scaled.masked_fill(~keep, float("-inf"))
 
 
-def recorded_logits(logits: Tensor, kept: Tensor, sampling: Sampling) -> Tensor:
+def kept_logits(logits: Tensor, kept: Tensor, sampling: Sampling) -> Tensor:
     """Return the logits [.., V] of the recorded tokens ``kept`` [.., K] after temperature, [.., K] in float32; -inf for padding.
 
     Their softmax is the distribution over the set that the sampler used, even where filtering these logits would keep another set.
     """
-    chosen = _scaled(logits.gather(-1, kept.long().clamp(min=0)), sampling)
+    chosen = _apply_temperature(logits.gather(-1, kept.long().clamp(min=0)), sampling)
     return chosen.masked_fill(kept == NO_TOKEN, float("-inf"))
 
 
-def pad_kept(rows: Sequence[Tensor]) -> Tensor:
+def pad_kept_tokens(rows: Sequence[Tensor]) -> Tensor:
     """Pad sets of token ids, one [k] per token, to [L, K] int32, with K the size of the largest set."""
     return pad_sequence([row.to(torch.int32) for row in rows], batch_first=True, padding_value=NO_TOKEN)
 
 
-def _scaled(logits: Tensor, sampling: Sampling) -> Tensor:
+def _apply_temperature(logits: Tensor, sampling: Sampling) -> Tensor:
     scaled = at_least_float32(logits)
     return scaled if sampling.temperature in (0.0, 1.0) else scaled / sampling.temperature
 
 
-_MASK = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 def mix_seed(*identity: int) -> int:
@@ -134,11 +136,11 @@ def mix_seed(*identity: int) -> int:
     """
     state = 0x9E3779B97F4A7C15
     for part in identity:
-        state = (state ^ (part & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15 & _MASK
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state = (state ^ (part & _UINT64_MASK)) * 0xBF58476D1CE4E5B9 & _UINT64_MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _UINT64_MASK
+        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15 & _UINT64_MASK
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64_MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _UINT64_MASK
     return state ^ (state >> 31)
 
 

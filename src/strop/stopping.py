@@ -6,21 +6,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-ENDED_EARLY = 143  # exit code for any stop request: 128 + SIGTERM
+STOPPED_EXIT_CODE = 143  # exit code for any stop request: 128 + SIGTERM
 
 
-class EndedEarly(BaseException):
+class RunStopped(BaseException):
     """The run stopped on request and continues when it is started again. Not an error, like KeyboardInterrupt."""
 
 
 @dataclass
-class Stopper:
+class StopRequest:
     """A request to stop the run after the current step and continue it later, by a signal or because its time is up."""
 
     deadline: float | None = None  # in the time of ``time.monotonic``
     reason: str | None = None  # set to request a stop
 
-    def asked(self) -> str | None:
+    def check(self) -> str | None:
         """Return the reason of the stop request, or None. A request is never withdrawn."""
         if self.reason is None and self.deadline is not None and time.monotonic() >= self.deadline:
             self.reason = "the time is up (checkpointing.checkpoint_must_save_by)"
@@ -40,7 +40,7 @@ class EarlyStop:
     without_improvement: int = 0
     reason: str | None = None
 
-    def seen(self, logged: Mapping[str, float]) -> EarlyStop:
+    def update(self, logged: Mapping[str, float]) -> EarlyStop:
         """Return the state after another step, which may or may not have measured the metric.
 
         Raises ValueError if the step reported other metrics of the same group, such as validation/, but not this one.

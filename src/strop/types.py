@@ -89,7 +89,7 @@ class Turn:
         return self.author == "policy"
 
 
-def observation(tokens: Sequence[int], text: str) -> Turn:
+def observation_turn(tokens: Sequence[int], text: str) -> Turn:
     """Return a turn of the environment: tokens appended to the conversation and never trained on."""
     length = len(tokens)
     return Turn(
@@ -209,7 +209,7 @@ class Batch:
     source: Tensor  # [N] int64, index into T
     target: Tensor  # [N] int64, token id
     sequence: Tensor  # [N] int64, index into S
-    sampler_logprobs: Tensor  # [N] float32
+    rollout_logprobs: Tensor  # [N] float32
     versions: Tensor  # [N] int32
     advantages: Tensor  # [N] float32: credit per token
     mask: Tensor  # [N] float32: 1 where the token counts in the loss, 0 where it was filtered out
@@ -219,15 +219,15 @@ class Batch:
     rewards: Tensor  # [S] float64, as returned by ``Algorithm.rewards``
 
     totals: Totals
-    idle: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
+    zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], or [N, K]
 
     def __post_init__(self) -> None:
         predicted = len(self.target)
-        for name in ("source", "sequence", "sampler_logprobs", "versions", "advantages", "mask"):
+        for name in ("source", "sequence", "rollout_logprobs", "versions", "advantages", "mask"):
             if len(getattr(self, name)) != predicted:
                 raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
-        for name, column in self.extras.items():
+        for name, column in self.columns.items():
             if len(column) != predicted:
                 raise ValueError(f"Batch extra {name!r} has {len(column)} entries, but {predicted} tokens are predicted")
 
@@ -248,14 +248,14 @@ class Batch:
     def sequence_lengths(self) -> Tensor:  # [S] float32: number of predicted tokens that count, per rollout
         return self.mask.new_zeros(self.num_sequences).index_add_(0, self.sequence, self.mask)
 
-    def extra(self, name: str) -> Tensor:  # [N]
+    def column(self, name: str) -> Tensor:  # [N]
         """Return the column ``name``. Raises KeyError, listing the existing columns, if there is none."""
-        if name not in self.extras:
-            raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.extras)}")
-        return self.extras[name]
+        if name not in self.columns:
+            raise KeyError(f"the batch has no column {name!r}; it has {sorted(self.columns)}")
+        return self.columns[name]
 
-    def with_extra(self, name: str, column: Tensor) -> Batch:
-        return self.with_extras({name: column})
+    def with_column(self, name: str, column: Tensor) -> Batch:
+        return self.with_columns({name: column})
 
-    def with_extras(self, columns: Mapping[str, Tensor]) -> Batch:
-        return replace(self, extras={**self.extras, **columns}) if columns else self
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        return replace(self, columns={**self.columns, **columns}) if columns else self

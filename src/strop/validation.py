@@ -10,12 +10,12 @@ from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
 from strop.tracking.base import Tracker
-from strop.training.base import ColumnSource, Learner, token_outputs
+from strop.training.base import ColumnSource, Learner, require_token_outputs
 from strop.types import Batch, Group
 
 
 @dataclass(kw_only=True)
-class LossValidation:
+class LossValidator:
     """Computes the algorithm's loss and metrics on fixed groups, as means over all of them that do not depend on the micro-batches.
 
     The groups are packed once and the required columns are computed once, so the models that compute them must be frozen, as a reference
@@ -29,9 +29,9 @@ class LossValidation:
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        self.usable = [group for group in self.groups if not group.errors]
+        self.usable_groups = [group for group in self.groups if not group.errors]
         self._batch: Batch | None = None
-        if not self.usable:
+        if not self.usable_groups:
             reasons = [error for group in self.groups for error in group.errors]
             raise ValueError(
                 f"none of the {len(self.groups)} validation examples can be used{': ' + reasons[0] if reasons else ''}; set "
@@ -42,27 +42,27 @@ class LossValidation:
         """Return metrics under ``validation/``: those of the loss, and the number of examples used and left out."""
         started = time.perf_counter()
         if tracker is not None:
-            tracker.progress(f"validating on {len(self.usable)} examples")
-        batch = await self._surveyed(await self._prepared())
-        result = await self.learner.measure(batch, self.algorithm.losses(step)["policy"])
+            tracker.progress(f"validating on {len(self.usable_groups)} examples")
+        batch = await self._prepare_step(await self._prepare_batch())
+        result = await self.learner.evaluate_loss(batch, self.algorithm.losses(step)["policy"])
         found = {
-            **metrics.values(result.metrics),
-            "examples": float(len(self.usable)),
-            "examples_left_out": float(len(self.groups) - len(self.usable)),
+            **metrics.to_floats(result.metrics),
+            "examples": float(len(self.usable_groups)),
+            "examples_left_out": float(len(self.groups) - len(self.usable_groups)),
             "seconds": time.perf_counter() - started,
         }
         return {f"validation/{name}": value for name, value in found.items()}
 
-    async def _prepared(self) -> Batch:
+    async def _prepare_batch(self) -> Batch:
         """Pack the groups, with columns and credit; done once, at the first call."""
         if self._batch is None:
-            batch = pack(self.usable, self.algorithm, share_prefixes=self.share_prefixes)
+            batch = pack(self.usable_groups, self.algorithm, share_prefixes=self.share_prefixes)
             for required in sorted(self.algorithm.requires):
-                batch = batch.with_extras(await self.scorers[required].columns(batch, self.usable))
-            self._batch = self.algorithm.credit(batch)
+                batch = batch.with_columns(await self.scorers[required].columns(batch, self.usable_groups))
+            self._batch = self.algorithm.token_credit(batch)
         return self._batch
 
-    async def _surveyed(self, batch: Batch) -> Batch:
+    async def _prepare_step(self, batch: Batch) -> Batch:
         """Add the columns that depend on the current weights."""
-        outputs = token_outputs(await self.learner.score(batch)) if self.algorithm.surveys else None
-        return self.algorithm.survey(batch, outputs)
+        outputs = require_token_outputs(await self.learner.score(batch)) if self.algorithm.needs_step_outputs else None
+        return self.algorithm.prepare_step(batch, outputs)

@@ -17,18 +17,18 @@ from strop.algorithms.policy_gradient import PolicyGradient
 class Given(Advantage):
     """Rewards as they are: for tests of what comes after credit."""
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group.rewards
 
 
 def part(name: str, **options: Any) -> Any:
     """The part that a configuration calls ``name``."""
-    kind: type[Part] = catalogue.parts()[name]
+    kind: type[Part] = catalogue.all_parts()[name]
     return kind(**options)
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:
-    return catalogue.algorithms()[name](**options)
+    return catalogue.all_algorithms()[name](**options)
 
 
 def policy_gradient(**options: Any) -> PolicyGradient:

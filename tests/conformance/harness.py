@@ -151,7 +151,7 @@ def packed(step: Step, algorithm: Algorithm, candidates: Candidates | None = Non
     }
     if candidates is not None:
         extras |= {CANDIDATES: candidates.ids, "teacher_candidates": candidates.teacher}
-    return batch.with_extras(extras)
+    return batch.with_columns(extras)
 
 
 def given_advantages(step: Step, batch: Batch) -> Batch:
@@ -171,9 +171,9 @@ def through_strop(
     """Strop's loss and gradients. ``given``: with the samples' own advantages, past ``credit``."""
     leaves = Leaves(step, candidates)
     batch = packed(step, algorithm, candidates)
-    batch = prepare(given_advantages(step, batch) if given else algorithm.credit(batch))
+    batch = prepare(given_advantages(step, batch) if given else algorithm.token_credit(batch))
     outputs = TokenOutputs(leaves.now, leaves.entropy, leaves.candidates)
-    batch = algorithm.survey(batch, detached(outputs) if algorithm.surveys else None)
+    batch = algorithm.prepare_step(batch, detached(outputs) if algorithm.needs_step_outputs else None)
     loss = algorithm.losses(10**9)[learner]
     value, metrics = loss(outputs if learner == "policy" else ValueOutputs(leaves.new_value), batch)
     return Outcome(constant(value), leaves.gradients(value), {name: metric.value for name, metric in metrics.items()})

@@ -35,7 +35,9 @@ def lengths_of(rewards: Sequence[float], seed: int = 0) -> list[float]:
 def credit(case: GroupCase, rewards: Sequence[float], lengths: Sequence[float], greedy: float = 0.5) -> list[float]:
     rewards = taken(case, rewards)
     group = GroupRewards(
-        rewards=torch.tensor(rewards, dtype=torch.float64), lengths=torch.tensor(lengths, dtype=torch.float64), greedy=greedy
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        lengths=torch.tensor(lengths, dtype=torch.float64),
+        greedy_reward=greedy,
     )
     found: list[float] = part(case.part, **case.options).relative(group).tolist()
     return found
@@ -143,7 +145,7 @@ STEP = each("step", STEPS.values(), ids=STEPS)
 def credited(step: Step, advantage: str, options: dict[str, Any], *, kl: Kl | None = None) -> list[list[float]]:
     """What each token of each rollout has. Truncated rollouts do not count."""
     subject = policy_gradient(advantage=part(advantage, **options), kl=kl)
-    batch = subject.credit(packed(step, subject))
+    batch = subject.token_credit(packed(step, subject))
     flat = iter(batch.advantages.tolist())
     return [[next(flat) for _ in sample.now] for sample in step.samples]
 
@@ -255,7 +257,7 @@ def test_soft_overlong_punishment_is_a_line_down_to_the_limit(length: int) -> No
 def test_advantages_are_clipped_last() -> None:
     step = STEPS["a lone success in 16"]
     subject = policy_gradient(advantage=part("group_relative"), advantage_low=-0.1, advantage_high=2.0)
-    found = subject.credit(packed(step, subject)).advantages.tolist()
+    found = subject.token_credit(packed(step, subject)).advantages.tolist()
     wanted = [min(max(value, -0.1), 2.0) for value in formulas.grpo(rewards_of(step)[0]) for _ in range(2)]
     assert found == pytest.approx(wanted, rel=1e-9)
 
@@ -265,7 +267,7 @@ def test_a_shaped_reward_is_what_the_baseline_sees() -> None:
     step = STEPS["random"]
     shaping = part("soft_overlong", max_length=5, buffer=3, penalty=0.7)
     subject = policy_gradient(advantage=part("group_relative"), shaping=shaping)
-    batch = subject.credit(packed(step, subject))
+    batch = subject.token_credit(packed(step, subject))
     shaped = [
         [sample.reward + formulas.soft_overlong(sample.length, max_length=5, buffer=3, penalty=0.7) for sample in group]
         for group in step.groups

@@ -26,7 +26,7 @@ def weights_of(case: CorrectionCase, step: Step) -> torch.Tensor:
     algorithm = policy_gradient()
     batch = given_advantages(step, packed(step, algorithm))
     log_ratio, now = (column(step, name) - column(step, "sampler") for name in ("before", "now"))
-    mismatch = Mismatch(log_ratio=log_ratio, now=now, advantages=batch.advantages, batch=batch)
+    mismatch = Mismatch(log_ratio=log_ratio, current_log_ratio=now, advantages=batch.advantages, batch=batch)
     found, _ = part(case.part, **case.options).weights(mismatch)
     assert isinstance(found, torch.Tensor)
     return found

@@ -35,7 +35,7 @@ GAE = [
 def credited(one: Step, gae: dict[str, Any], **options: Any) -> Batch:
     """With truncated rollouts filtered."""
     subject = algorithm("ppo", advantage=part("gae", **gae), overlong_filtering=True, **options)
-    return subject.credit(packed(one, subject))
+    return subject.token_credit(packed(one, subject))
 
 
 def rows_of(one: Step) -> list[Row]:
@@ -67,7 +67,7 @@ def test_advantages_and_returns_are_generalised_advantage_estimation(gae: dict[s
     batch = credited(step, {**gae, "whiten": False})
     rows = rows_of(step)
     compare(batch.advantages, [estimated(row, **gae)[0] for row in rows], rows)
-    compare(batch.extra("returns"), [estimated(row, **gae)[1] for row in rows], rows)
+    compare(batch.column("returns"), [estimated(row, **gae)[1] for row in rows], rows)
 
 
 @STEP
@@ -82,7 +82,7 @@ def test_whitening_is_over_the_tokens_that_count_and_leaves_returns_alone(gae: d
     counts = torch.tensor([row.counts for row in rows for _ in row.tokens])
     flat = torch.tensor([number for numbers in wanted for number in numbers])
     torch.testing.assert_close(batch.advantages.double()[counts], flat[counts], rtol=1e-5, atol=1e-5)
-    compare(batch.extra("returns"), [estimated(row, **gae)[1] for row in rows], rows)
+    compare(batch.column("returns"), [estimated(row, **gae)[1] for row in rows], rows)
 
 
 @STEP
@@ -97,7 +97,7 @@ def test_a_kl_penalty_is_taken_from_rewards_before_gae(place: str, step: Step) -
         penalties = each if place == "token_reward" else [0.0] * (row.length - 1) + [sum(each)] * bool(row.length)
         wanted.append(estimated(row, penalties=[float(number) for number in penalties]))
     compare(batch.advantages, [advantages for advantages, _ in wanted], rows)
-    compare(batch.extra("returns"), [targets for _, targets in wanted], rows)
+    compare(batch.column("returns"), [targets for _, targets in wanted], rows)
 
 
 @STEP
@@ -109,7 +109,7 @@ def test_the_value_loss_is_its_formula(clip: float | None, scale: float, step: S
 
     def exact(batch: Batch) -> Batch:
         targets = [number for row in rows_of(step) for number in estimated(row)[1]]
-        return batch.with_extra("returns", torch.tensor(targets))
+        return batch.with_column("returns", torch.tensor(targets))
 
     found = through_strop(subject, step, learner="value", prepare=exact)
 
@@ -166,7 +166,7 @@ def test_a_critic_alone_trains_during_its_warm_up() -> None:
 def test_the_explained_variance_is_its_formula() -> None:
     one = STEPS["random"]
     subject = algorithm("ppo")
-    batch = subject.credit(packed(one, subject))
+    batch = subject.token_credit(packed(one, subject))
     values = [number for row in rows_of(one) for number in row.value]
     targets = [number for row in rows_of(one) for number in estimated(row)[1]]
     reported = {name.rsplit("/", 1)[-1]: value for name, value in subject.report(batch).items()}

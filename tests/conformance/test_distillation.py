@@ -34,7 +34,7 @@ STEP = each("step", STEPS.values(), ids=STEPS)
 def test_the_teachers_advantage_is_its_formula(weight: float, step: Step) -> None:
     """A_t = log pi_T - log mu, and a share of GRPO's advantage; seven digits, as the column is float32."""
     subject = algorithm("distillation", advantage=part("reverse_kl", reward_weight=weight))
-    found = subject.credit(packed(step, subject)).advantages.double()
+    found = subject.token_credit(packed(step, subject)).advantages.double()
     wanted: list[float] = []
     for group in step.groups:
         credit = formulas_advantages.grpo([sample.reward for sample in group])

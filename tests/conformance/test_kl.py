@@ -73,7 +73,7 @@ def test_a_penalty_in_the_reward_changes_the_rewards_that_a_baseline_sees(estima
     """Advantages are float32 columns here, so that seven digits are compared."""
     kl = Kl(weight=0.3, estimator=estimator, place="reward", input_clamp=None, output_clamp=None)
     algorithm = policy_gradient(kl=kl, advantage=part("group_relative"), overlong_filtering=False)
-    found = algorithm.credit(packed(step, algorithm)).advantages
+    found = algorithm.token_credit(packed(step, algorithm)).advantages
     rows = rows_of(step)
     rewards = iter(formulas_kl.rewards_less_kl(rows, estimator, 0.3))
     wanted = []
@@ -88,7 +88,7 @@ def test_a_penalty_in_the_reward_changes_the_rewards_that_a_baseline_sees(estima
 def test_a_penalty_in_each_tokens_reward_is_what_is_still_to_come(estimator: str, step: Step) -> None:
     kl = Kl(weight=0.3, estimator=estimator, place="token_reward", input_clamp=None, output_clamp=None)
     algorithm = policy_gradient(kl=kl, overlong_filtering=False)
-    found = algorithm.credit(packed(step, algorithm)).advantages
+    found = algorithm.token_credit(packed(step, algorithm)).advantages
     wanted = [row.reward - 0.3 * penalty for row in rows_of(step) for penalty in formulas_kl.to_come(row, estimator)]
     torch.testing.assert_close(found.double(), torch.tensor(wanted), rtol=SINGLE, atol=SINGLE)
 

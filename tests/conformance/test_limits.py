@@ -112,7 +112,7 @@ def test_dr_grpo_is_grpo_without_its_deviation_over_a_constant_length(step: Step
 
 
 def credit(name: str, rewards: list[float], **options: Any) -> torch.Tensor:
-    group = GroupRewards(rewards=torch.tensor(rewards), lengths=torch.full((len(rewards),), 7.0), greedy=0.5)
+    group = GroupRewards(rewards=torch.tensor(rewards), lengths=torch.full((len(rewards),), 7.0), greedy_reward=0.5)
     found = part(name, **options).relative(group)
     assert isinstance(found, torch.Tensor)
     return found
@@ -321,5 +321,5 @@ def test_k1_in_the_token_reward_is_distillation_from_the_reference() -> None:
     step = STEPS["single tokens"].map(lambda one: replace(one, reward=0.0, teacher=one.reference))
     penalty = policy_gradient(kl=Kl(weight=1.0, estimator="k1", place="token_reward", input_clamp=None, output_clamp=None))
     taught = algorithm("distillation")
-    first, second = (subject.credit(packed(step, subject)).advantages.double() for subject in (penalty, taught))
+    first, second = (subject.token_credit(packed(step, subject)).advantages.double() for subject in (penalty, taught))
     torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)

@@ -159,7 +159,7 @@ def score(options: dict[str, object], scores: list[float], one: Step) -> Outcome
     batch = pack(groups_of(one), subject)
     assert len(batch.target) == len(scores), "one place for each rollout: its end"
     values = leaf(scores)
-    batch = subject.survey(subject.credit(batch), None)
+    batch = subject.prepare_step(subject.token_credit(batch), None)
     loss, metrics = subject.losses(0)["policy"](ValueOutputs(values), batch)
     (gradient,) = torch.autograd.grad(loss, values)
     return Outcome(constant(loss), {"scores": gradient}, {name: metric.value for name, metric in metrics.items()})

@@ -73,4 +73,4 @@ def test_ties_in_entropy_do_not_depend_on_the_order_of_rollouts() -> None:
     batch = given_advantages(step, packed(step, algorithm))
     count = len(batch.target)
     outputs = TokenOutputs(leaf([-1.0] * count).detach(), torch.ones(count))
-    assert algorithm.survey(batch, outputs).extra("selected").tolist() == [1.0] * count
+    assert algorithm.prepare_step(batch, outputs).column("selected").tolist() == [1.0] * count

@@ -85,8 +85,8 @@ def test_rollouts_that_are_idle_have_no_gradient(name: str, step: Step) -> None:
     if taken is None:
         pytest.skip("not for this step")
     subject = made(name)
-    batch = subject.credit(packed(taken, subject))
-    idle = subject.idle(batch)[batch.sequence]
+    batch = subject.token_credit(packed(taken, subject))
+    idle = subject.zero_gradient(batch)[batch.sequence]
     found = through_strop(subject, taken).gradients
     assert not found["logprobs"][idle].any()
     assert not found["entropy"][idle].any()
@@ -108,8 +108,8 @@ def test_rollouts_that_are_idle_have_no_gradient(name: str, step: Step) -> None:
 )
 def test_rollouts_that_are_idle_have_no_gradient_whatever_else_is_in_the_loss(options: dict[str, Any], step: Step) -> None:
     subject = made("grpo", **options)
-    batch = subject.credit(packed(step, subject))
-    idle = subject.idle(batch)[batch.sequence]
+    batch = subject.token_credit(packed(step, subject))
+    idle = subject.zero_gradient(batch)[batch.sequence]
     found = through_strop(subject, step).gradients
     assert not found["logprobs"][idle].any()
     assert not found["entropy"][idle].any()
@@ -154,7 +154,7 @@ def test_one_optimizer_step_needs_no_scoring_pass(name: str) -> None:
     alone = through_strop(
         made(name),
         step,
-        prepare=lambda batch: replace(batch, extras={k: v for k, v in batch.extras.items() if k != "policy_logprobs"}),
+        prepare=lambda batch: replace(batch, extras={k: v for k, v in batch.columns.items() if k != "policy_logprobs"}),
     )
     assert_same(alone, scored, rtol=1e-12)
 

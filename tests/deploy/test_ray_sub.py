@@ -85,9 +85,9 @@ class Job:
         (self.folder / "ray_command.py").write_text(RAY_COMMAND)
         (self.folder / "bin" / "ray").write_text(f'#!/bin/bash\nexec {sys.executable} {self.folder / "ray_command.py"} "$@"\n')
         (self.folder / "bin" / "ray").chmod(0o755)
-        (self.folder / "stand_in").mkdir()
-        (self.folder / "stand_in" / "ray.py").write_text(RAY_MODULE)
-        self.environment["PYTHONPATH"] = str(self.folder / "stand_in")
+        (self.folder / "dummy").mkdir()
+        (self.folder / "dummy" / "ray.py").write_text(RAY_MODULE)
+        self.environment["PYTHONPATH"] = str(self.folder / "dummy")
         return self
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
@@ -193,7 +193,7 @@ def test_a_node_that_cannot_start_ends_the_job_before_the_command(job: Job) -> N
 
 def test_nodes_that_do_not_join_in_time_end_the_job(job: Job) -> None:
     job.with_stand_in_for_ray()
-    (job.folder / "stand_in" / "ray.py").write_text(RAY_MODULE.replace("return [{", "return [] and [{"))
+    (job.folder / "dummy" / "ray.py").write_text(RAY_MODULE.replace("return [{", "return [] and [{"))
     assert job.run(COMMAND="echo ran", WAIT_SECONDS="3") == 1, job.everything()
     assert "0 of 2 nodes joined" in job.log("ray-driver.log")
     assert job.left_behind() == []

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.generation.torch.runner import CachedRunner, cache_shape
+from strop.generation.torch.runner import CachedRunner, infer_cache_shape
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from strop.training.torch.learner import FrozenScorer
-from support.engine import Request, answers, cached_runner, engine_on, tokens_of
+from support.engine import Request, make_engine, make_runner, run_requests, token_lists
 from support.models import FAMILIES, build
-from support.rollouts import group_of, packed, rollout_of, turn_of
+from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,9 @@ def requests(count: int = 12) -> list[Request]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_same_tokens_and_log_probabilities(family: str) -> None:
     network = Network(build(family).to("cuda"))
-    plain = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=False)), requests())
-    graphs = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=True)), requests())
-    assert tokens_of(graphs) == tokens_of(plain)
+    plain = run_requests(make_engine(make_runner(network, slots=5, cuda_graphs=False)), requests())
+    graphs = run_requests(make_engine(make_runner(network, slots=5, cuda_graphs=True)), requests())
+    assert token_lists(graphs) == token_lists(plain)
     for left, right in zip(graphs, plain, strict=True):
         assert torch.allclose(left.logprobs, right.logprobs, atol=FLOAT32)
 
@@ -48,22 +48,22 @@ def test_graphs_follow_new_weights() -> None:
     """A recorded graph reads the memory of weights or of their copies: both are refreshed in place."""
     for precision in (torch.float32, torch.bfloat16):
         network = Network(build("llama").to("cuda"), precision=precision)
-        runner = cached_runner(network, slots=5, cuda_graphs=True)
-        before = answers(engine_on(runner), requests())
+        runner = make_runner(network, slots=5, cuda_graphs=True)
+        before = run_requests(make_engine(runner), requests())
         with torch.no_grad():
             for parameter in network.model.parameters():
                 parameter.mul_(1.3)
-        after = answers(engine_on(runner), requests())
-        fresh = answers(engine_on(cached_runner(network, slots=5, cuda_graphs=False)), requests())
-        assert tokens_of(after) != tokens_of(before)
-        assert tokens_of(after) == tokens_of(fresh), precision
+        after = run_requests(make_engine(runner), requests())
+        fresh = run_requests(make_engine(make_runner(network, slots=5, cuda_graphs=False)), requests())
+        assert token_lists(after) != token_lists(before)
+        assert token_lists(after) == token_lists(fresh), precision
 
 
 def test_slots_and_neighbours_do_not_matter_on_the_gpu() -> None:
     network = Network(build("llama").to("cuda"))
-    wanted = [answers(engine_on(cached_runner(network, slots=1)), [request])[0] for request in requests()]
+    wanted = [run_requests(make_engine(make_runner(network, slots=1)), [request])[0] for request in requests()]
     for slots in (2, 12):
-        assert tokens_of(answers(engine_on(cached_runner(network, slots=slots)), requests())) == tokens_of(wanted)
+        assert token_lists(run_requests(make_engine(make_runner(network, slots=slots)), requests())) == token_lists(wanted)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -72,25 +72,27 @@ def test_sampler_and_learner_agree_on_the_gpu(precision: torch.dtype, cuda_graph
     network = Network(build("mistral").to("cuda"), precision=precision)
     sampling = Sampling(max_new_tokens=20, temperature=0.8)
     asked = [Request([5, 40, 200, 31, 7, 7, 90], sampling, seed) for seed in range(6)]
-    found = answers(engine_on(cached_runner(network, cuda_graphs=cuda_graphs)), asked)
-    batch = packed([group_of(*(rollout_of(request.prompt, turn_of(done)) for request, done in zip(asked, found, strict=True)))])
+    found = run_requests(make_engine(make_runner(network, cuda_graphs=cuda_graphs)), asked)
+    batch = pack_grpo(
+        [make_group(*(make_rollout(request.prompt, make_turn(done)) for request, done in zip(asked, found, strict=True)))]
+    )
     scores = asyncio.run(FrozenScorer(network, sampling, score_tokens=60).score(batch))
     bound = FLOAT32 if precision == torch.float32 else BFLOAT16
-    assert float((scores.logprobs - batch.sampler_logprobs).abs().max()) < bound
+    assert float((scores.logprobs - batch.rollout_logprobs).abs().max()) < bound
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_little(cuda_graphs: bool) -> None:
     network = Network(build("llama").to("cuda"))
     memory = 32 * 2**20
-    length = memory // cache_shape(network).bytes_per_token // 8  # eight slots fill it
+    length = memory // infer_cache_shape(network).bytes_per_token // 8  # eight slots fill it
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     runner = CachedRunner(network, memory_bytes=memory, max_slots=64, length=length, cuda_graphs=cuda_graphs)
     assert runner.slots == 8
     assert torch.cuda.memory_allocated() - before <= memory + 2**20
     torch.cuda.reset_peak_memory_stats()
-    answers(engine_on(runner), requests(30))
+    run_requests(make_engine(runner), requests(30))
     held = sum(entry.keys.nbytes + entry.values.nbytes for entry in runner.prefixes._entries.values())
     assert runner.cache.keys.nbytes + runner.cache.values.nbytes + held <= memory
     # Besides the cache: activations of small batches, and what graphs and libraries keep.
@@ -98,14 +100,14 @@ def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_lit
 
 
 def test_draws_on_the_gpu_are_those_on_the_cpu() -> None:
-    from strop.generation.torch.draw import draw
+    from strop.generation.torch.draw import sample_tokens
     from strop.sampling import uniform
 
     logits = 2 * torch.randn(500, 1000, generator=torch.Generator().manual_seed(0))
     numbers = [uniform(1, row) for row in range(500)]
     for sampling in (Sampling(entropy=True), Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01, entropy=True)):
-        cpu = draw(logits, [sampling] * 500, numbers)
-        gpu = draw(logits.cuda(), [sampling] * 500, numbers)
+        cpu = sample_tokens(logits, [sampling] * 500, numbers)
+        gpu = sample_tokens(logits.cuda(), [sampling] * 500, numbers)
         same = cpu.tokens == gpu.tokens.cpu()
         assert float(same.float().mean()) > 0.99, "a number may fall on the boundary between two tokens"
         assert torch.allclose(cpu.logprobs[same], gpu.logprobs.cpu()[same], atol=1e-5)

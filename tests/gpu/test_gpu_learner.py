@@ -15,7 +15,7 @@ from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
 from support.algorithms import grpo
-from support.models import FAMILIES, build, exact, gradients, largest_difference
+from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64
 from support.rollouts import simple_groups
 
 pytestmark = pytest.mark.gpu
@@ -42,15 +42,15 @@ def exact_products() -> Any:
 
 def batch_of(algorithm: GRPO) -> Batch:
     batch = pack(simple_groups(*SHAPES), algorithm)
-    return algorithm.credit(batch.with_extra("reference_logprobs", batch.sampler_logprobs - 0.2))
+    return algorithm.token_credit(batch.with_column("reference_logprobs", batch.rollout_logprobs - 0.2))
 
 
 def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
-    model = exact(build("llama")).to(device)
+    model = to_float64(build("llama")).to(device)
     network = Network(model, precision=torch.float64, packed=packed, chunk=13)
     learner = TorchLearner(network, Sampling(temperature=0.9), TorchLearnerOptions(train_tokens=budget))
     result = asyncio.run(learner.forward_backward(batch_of(algorithm), algorithm.loss))
-    return {name: tensor.cpu() for name, tensor in gradients(model).items()}, result
+    return {name: tensor.cpu() for name, tensor in copy_gradients(model).items()}, result
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -91,11 +91,11 @@ def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() 
 
 def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:
     """4,096 tokens x 50,000 words are 820 MB of float32 logits; chunks of 256 rows are 51 MB each."""
-    from strop.models.heads import Head, token_logprobs
+    from strop.models.heads import LMHead, token_logprobs
 
     rows, words, width, chunk = 4096, 50_000, 64, 256
     hidden = torch.randn(rows, width, device="cuda", requires_grad=True)
-    head = Head(torch.randn(words, width, device="cuda", requires_grad=True), None)
+    head = LMHead(torch.randn(words, width, device="cuda", requires_grad=True), None)
     target = torch.randint(words, (rows,), device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

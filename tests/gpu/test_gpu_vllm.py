@@ -17,7 +17,7 @@ from strop.weights.memory import MemorySender
 from support.needs import needs_vllm
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 needs_vllm()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -32,31 +32,31 @@ SENDERS = {
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[EngineRoom]:
-    from support.engines import EngineRoom
+def room() -> Iterator[BackgroundLoop]:
+    from support.engines import BackgroundLoop
 
-    room = EngineRoom()
+    room = BackgroundLoop()
     yield room
     room.close()
 
 
 @pytest.fixture(scope="module")
-def served(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve, served_model
+    from support.engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model().to(DEVICE)
-    folder: Path = describe(model, tokenizer, tmp_path_factory.mktemp("served"))
-    settings = options(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
+    folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
+    settings = make_engine_options(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
     engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))
-    served = serve(model, tokenizer, [engine], apart=False, tolerance=0.02)
+    served = serve(model, tokenizer, [engine], separate_devices=False, tolerance=0.02)
     room.run(served.weights.publish(0), 600)
     yield served
     room.run(served.close())
 
 
 @pytest.mark.parametrize("transport", list(SENDERS))
-def test_weights_of_a_gpu_arrive_and_are_proven(room: EngineRoom, served: Served, transport: str) -> None:
+def test_weights_of_a_gpu_arrive_and_are_proven(room: BackgroundLoop, served: ServedModel, transport: str) -> None:
     from support.engines import perturb
 
     def make(receivers: int) -> Sender:
@@ -69,13 +69,13 @@ def test_weights_of_a_gpu_arrive_and_are_proven(room: EngineRoom, served: Served
     assert said["weights/tensors_not_read_back"].value == 0
 
 
-def test_an_engine_sleeps_while_the_learner_works_and_wakes_with_new_weights(room: EngineRoom, served: Served) -> None:
+def test_an_engine_sleeps_while_the_learner_works_and_wakes_with_new_weights(room: BackgroundLoop, served: ServedModel) -> None:
     from support.engines import perturb
 
     free = torch.cuda.mem_get_info(DEVICE)[0]
-    room.run(served.weights.lend_to_learner())
+    room.run(served.weights.yield_device())
     assert torch.cuda.mem_get_info(DEVICE)[0] > free, "a sleeping engine gives memory back"
     perturb(served.model, 4)
     room.run(served.weights.publish(served.weights.version + 1))
-    completion = room.run(served.replicas.generate(PROMPT, sampling=Sampling(max_new_tokens=8), seed=1))
+    completion = room.run(served.pool.generate(PROMPT, sampling=Sampling(max_new_tokens=8), seed=1))
     assert completion.versions.unique().item() == served.weights.version

@@ -10,9 +10,9 @@ import torch
 from strop.weights.base import ChannelAddress, Sender
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
-from strop.weights.fingerprints import combine, fingerprint
+from strop.weights.fingerprints import combine_fingerprints, fingerprint
 from strop.weights.memory import MemorySender
-from support.transports import child, manifests, model, received, sent
+from support.transports import expected_fingerprints, make_manifest, make_tensors, receive_fingerprints, spawn_child
 
 pytestmark = pytest.mark.gpu
 
@@ -25,22 +25,22 @@ def receive_on_gpu(pipe: Connection, address: ChannelAddress, index: int, number
     torch.cuda.set_device(device)
     receiver = address.connect(index, device)
     while (manifest := pipe.recv()) is not None:
-        pipe.send(received(receiver, manifest))
+        pipe.send(receive_fingerprints(receiver, manifest))
     receiver.close()
 
 
 def on_gpu(seed: int) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.to(CUDA)) for name, tensor in model(seed)]
+    return [(name, tensor.to(CUDA)) for name, tensor in make_tensors(seed)]
 
 
 def arrives(sender: Sender, number: int = 0) -> None:
     """Two publishes, bit for bit."""
-    manifest = manifests()
-    with child(receive_on_gpu, sender.address, 0, number) as receiver:
+    manifest = make_manifest()
+    with spawn_child(receive_on_gpu, sender.address, 0, number) as receiver:
         for seed in range(2):
             receiver.pipe.send(manifest)
             sender.send(manifest, on_gpu(seed))
-            assert receiver.answer(120) == sent(model(seed), manifest)
+            assert receiver.answer(120) == expected_fingerprints(make_tensors(seed), manifest)
     sender.close()
 
 
@@ -50,7 +50,7 @@ def test_fingerprints_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     tensor = raw.view(dtype)
     there = tensor.to(CUDA)
     assert fingerprint(there) == fingerprint(tensor)
-    assert combine((fingerprint(there[:, :99]), fingerprint(there[:, 99:], columns=99))) == fingerprint(tensor)
+    assert combine_fingerprints((fingerprint(there[:, :99]), fingerprint(there[:, 99:], columns=99))) == fingerprint(tensor)
 
 
 def test_through_host_memory() -> None:

@@ -19,7 +19,7 @@ from strop.data.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.evaluation import Evaluator
 from strop.generation.base import Completion
-from strop.loop import LoopOptions, Run
+from strop.loop import Run, TrainOptions
 from strop.metrics import Metrics
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
@@ -29,7 +29,7 @@ from strop.stopping import EarlyStop
 from strop.tracking.rollouts import RolloutStore
 from strop.training.base import BackwardResult
 from strop.types import Batch, Group, Rollout, Task
-from strop.weights.shared import SharedWeights
+from strop.weights.shared import InProcessWeights
 from support.algorithms import grpo
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class _VirtualClock(selectors.SelectSelector):
         return super().select(0)
 
 
-def virtually(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine like ``asyncio.run``, on a virtual clock. A deadlock raises immediately."""
 
     def make_loop() -> asyncio.AbstractEventLoop:
@@ -143,7 +143,7 @@ class FakeLearner:
     on_step: Callable[[], None] = lambda: None
 
     def _logprobs(self, batch: Batch) -> torch.Tensor:
-        return batch.sampler_logprobs + self.shift
+        return batch.rollout_logprobs + self.shift
 
     async def score(self, batch: Batch) -> TokenOutputs:
         self.scored += 1
@@ -233,7 +233,7 @@ class Tasks:
 def make_run(
     tokenizer: Any,
     folder: Path,
-    options: LoopOptions,
+    options: TrainOptions,
     *,
     environment: Environment[Any] | None = None,
     algorithm: Algorithm | None = None,
@@ -270,10 +270,10 @@ def make_run(
     run = Run(
         options=options,
         algorithm=algorithm or grpo(),
-        stream=RolloutStream(group, slots=slots, size=tasks, ahead=options.max_staleness > 0),
+        stream=RolloutStream(group, slots=slots, size=tasks, refill_on_release=options.max_staleness > 0),
         learners=learners or {"policy": FakeLearner()},
         scorers=scorers or {},
-        weights=SharedWeights([generator]),
+        weights=InProcessWeights([generator]),
         tracker=tracker,
         rollouts=RolloutStore(folder, store),  # type: ignore[arg-type]
         evaluator=evaluator,

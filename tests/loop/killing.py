@@ -19,13 +19,13 @@ POINTS = {
     "at a file of the checkpoint": "torch:save",
     "at the log": "strop.tracking.jsonl:JsonlTracker.log",
     "at the stored rollouts": "strop.tracking.rollouts:RolloutStore.write",
-    "at pruning": "strop.checkpointing.folders:CheckpointFolders._prune",
-    "at a save": "strop.checkpointing.folders:CheckpointFolders.save",
+    "at pruning": "strop.checkpointing.folders:FolderCheckpointer._prune",
+    "at a save": "strop.checkpointing.folders:FolderCheckpointer.save",
     "at the optimizer step": "strop.training.torch.learner:TorchLearner.step",
     "in the backward pass": "strop.training.torch.learner:TorchLearner._part",
     "at a validation": "strop.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.runner:CachedRunner.decode",
-    "at a publish": "strop.weights.shared:SharedWeights.publish",
+    "at a publish": "strop.weights.shared:InProcessWeights.publish",
     "in the middle of a publish": "strop.weights.memory:MemorySender._written",
 }
 

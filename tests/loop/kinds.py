@@ -97,7 +97,7 @@ def sampling_config(section: str, model: Path, **changes: Any) -> dict[str, Any]
     return {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}
 
 
-def begin(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Running:
+def start_run(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Running:
     """Start ``strop SECTION`` with the tiny settings in ``folder``, and write recorded data there if it is missing."""
     config = recorded_config if section in DATA else sampling_config
     if section in DATA and not (folder / "conversations.jsonl").exists():
@@ -106,29 +106,29 @@ def begin(section: str, model: Path, folder: Path, *, before: Callable[[], None]
 
 
 def train(section: str, model: Path, folder: Path, *, before: Callable[[], None] | None = None, **changes: Any) -> Outcome:
-    return begin(section, model, folder, before=before, **changes).finish()
+    return start_run(section, model, folder, before=before, **changes).finish()
 
 
-def trained(section: str, model: Path, folder: Path, **changes: Any) -> str:
+def train_to_end(section: str, model: Path, folder: Path, **changes: Any) -> str:
     """Run to the end and return the output. Asserts success."""
     outcome = train(section, model, folder, **changes)
     assert outcome.code == 0, outcome.err
     return outcome.out + outcome.err
 
 
-def refused(outcome: Outcome, code: int = 1) -> str:
+def refusal_message(outcome: Outcome, code: int = 1) -> str:
     """Return the error output of a rejected run. Asserts its exit code and that it has no traceback."""
     assert outcome.code == code, outcome
     assert "Traceback" not in outcome.err and "error: " in outcome.err
     return outcome.err
 
 
-def equal(one: Any, other: Any) -> bool:
+def bitwise_equal(one: Any, other: Any) -> bool:
     """Return whether two trees of tensors and numbers are bitwise equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(bitwise_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(bitwise_equal, one, other))
     return bool(one == other)

@@ -14,13 +14,13 @@ from loop.killing import POINTS, replace_function
 
 
 @dataclass(frozen=True)
-class ToldToEnd:
+class SendStopSignal:
     """For ``before``: send ``times`` signals at the ``nth`` call of ``point``, then delay that call by ``longer`` seconds."""
 
     point: str
     nth: int
     times: int = 1
-    longer: float = 0.0
+    extra_seconds: float = 0.0
 
     def __call__(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -37,7 +37,7 @@ class ToldToEnd:
                 for _ in range(self.times):
                     os.kill(os.getpid(), signal.SIGTERM)
                     time.sleep(0.05)
-                time.sleep(self.longer)
+                time.sleep(self.extra_seconds)
             return function(*arguments, **options)
 
         return wrapped

@@ -22,10 +22,10 @@ from strop.data.source import DataSource
 from strop.environments.base import Environment
 from strop.evaluation import Evaluator
 from strop.generation.base import Completion
-from strop.loop import LoopOptions, Run
+from strop.loop import Run, TrainOptions
 from strop.metrics import Metrics
 from strop.rollouts.episode import EpisodeRules, run_group
-from strop.rollouts.order import Fifo, Order
+from strop.rollouts.order import Fifo, GroupOrder
 from strop.rollouts.stream import RolloutStream
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
@@ -86,7 +86,7 @@ class CopiedWeights:
     learner: FakeLearner
     running_at_publish: list[int] = field(default_factory=list)
 
-    async def lend_to_learner(self) -> None:
+    async def yield_device(self) -> None:
         pass
 
     async def publish(self, version: int) -> Metrics:
@@ -137,12 +137,12 @@ class Checkpoints:
 def separate_run(
     tokenizer: Any,
     folder: Path,
-    options: LoopOptions,
+    options: TrainOptions,
     *,
     clock: int,
     pace: float = 1.0,
     learner: SlowLearner | None = None,
-    order: Order | None = None,
+    order: GroupOrder | None = None,
     algorithm: Algorithm | None = None,
     tasks: int | None = None,
     validation: int = 0,
@@ -183,7 +183,7 @@ def separate_run(
             slots=(options.max_staleness + 1) * options.groups_per_step,
             size=tasks,
             state=saved[0].stream if saved else None,
-            ahead=options.max_staleness > 0,
+            refill_on_release=options.max_staleness > 0,
             order=order or Fifo(),
             version=lambda: generator.version,
         ),

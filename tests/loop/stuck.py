@@ -29,7 +29,7 @@ class StuckAt:
     def __call__(self) -> None:
         from strop.watch import watchdog
 
-        watchdog.ENDING = 1.0
+        watchdog.SHUTDOWN_SECONDS = 1.0
         replace_function(POINTS[self.point], self._around)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:

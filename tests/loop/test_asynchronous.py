@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from loop.fakes import FakeLearner, Recorder, make_run, virtually
+from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
-from strop.loop import LoopOptions, train
+from strop.loop import TrainOptions, train
 from strop.rollouts.episode import RewardScaling
-from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import StreamState
 from strop.tracking.rollouts import RolloutRecord
-from strop.training.threaded import LearnerThread, in_thread
+from strop.training.threaded import LearnerThread, wrap_in_thread
 from support.algorithms import grpo
 from support.sweep import sweep
 
 TOKENIZER = tiny_tokenizer()
 G, K = 2, 2
-ORDERS: dict[str, Order] = {
+ORDERS: dict[str, GroupOrder] = {
     "fifo": Fifo(),
     "windowed": Windowed(window=4, groups_per_step=G, max_staleness=K),
     "drop_too_old": DropTooOld(),
@@ -35,8 +35,8 @@ each_order = pytest.mark.parametrize("kind", list(ORDERS))
 DRAINING, IN_FLIGHT = {"drain_before": "publishing"}, {"drain_before": "never"}
 
 
-def options(**changes: Any) -> LoopOptions:
-    return LoopOptions(**{"max_steps": 8, "groups_per_step": G, "max_staleness": K, **DRAINING, **changes})
+def options(**changes: Any) -> TrainOptions:
+    return TrainOptions(**{"max_steps": 8, "groups_per_step": G, "max_staleness": K, **DRAINING, **changes})
 
 
 def play(folder: Path, *, clock: int, kind: str = "fifo", changes: dict[str, Any] | None = None, **parts: Any) -> Any:
@@ -48,11 +48,11 @@ def play(folder: Path, *, clock: int, kind: str = "fifo", changes: dict[str, Any
         await train(run)
         await run.stream.close()
 
-    virtually(whole())
+    run_virtually(whole())
     return run, generator, tracker
 
 
-def records_of(run: Any) -> list[RolloutRecord]:
+def make_records(run: Any) -> list[RolloutRecord]:
     return list(run.rollouts.read_all())
 
 
@@ -69,7 +69,7 @@ def test_drained_every_rollout_is_of_one_version(tmp_path, kind):
     for clock in range(5):
         run, generator, _ = play(tmp_path / str(clock), clock=clock, kind=kind)
         assert run.weights.running_at_publish == [0] * 9 and generator.most_versions == 1
-        for record in records_of(run):
+        for record in make_records(run):
             versions = {version for version in record.versions if version >= 0}
             assert len(versions) == 1 and (not record.kept or 0 <= record.step - 1 - versions.pop() <= K)
 
@@ -79,7 +79,7 @@ def test_drained_and_fifo_a_run_is_repeated_whatever_the_clock(tmp_path):
     for clock in range(1, 6):
         again, _, heard = play(tmp_path / str(clock), clock=clock, validation=3, changes={"val_period": 2})
         assert without_clocks(heard) == without_clocks(told)
-        assert records_of(again) == records_of(first)
+        assert make_records(again) == make_records(first)
         assert again.learners["policy"].shift == first.learners["policy"].shift
 
 
@@ -89,7 +89,7 @@ def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version
         run, generator, tracker = play(tmp_path / str(clock), clock=clock, changes=IN_FLIGHT)
         waited += sum(run.weights.running_at_publish)
         mixed += generator.most_versions > 1
-        for record in records_of(run):
+        for record in make_records(run):
             versions = [version for version in record.versions if version >= 0]
             assert versions == sorted(versions) and (not record.kept or record.step - 1 - versions[0] <= K)
         assert max(tracker.steps[step]["train/staleness_max"] for step in tracker.steps) <= K
@@ -98,8 +98,8 @@ def test_in_flight_publishing_waits_for_nobody_and_every_token_knows_its_version
 
 def test_in_flight_a_run_is_not_repeated(tmp_path):
     first, again = (play(tmp_path / str(clock), clock=clock, changes=IN_FLIGHT)[0] for clock in (0, 1))
-    assert records_of(first) != records_of(again)
-    assert {record.group for record in records_of(first)} == {record.group for record in records_of(again)}, (
+    assert make_records(first) != make_records(again)
+    assert {record.group for record in make_records(first)} == {record.group for record in make_records(again)}, (
         "yet FIFO keeps the order"
     )
 
@@ -153,7 +153,7 @@ def test_one_step_ahead_a_step_takes_as_long_as_the_longer_of_its_halves(tmp_pat
             learners={"policy": Sleepy()},
         )
         run.tracker = tracker = Clocked()
-        virtually(train(run))
+        run_virtually(train(run))
         found[k] = tracker.seconds[2:]
     assert found[0] == pytest.approx([generating + TRAINING] * 5)
     if changes is DRAINING or generating <= TRAINING:
@@ -181,18 +181,18 @@ def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_g
         learner = Blocking()
         run, _, _ = separate_run(TOKENIZER, tmp_path / name, options(max_steps=5), clock=0, pace=0.01, learner=learner)
         if name == "beside":
-            run.learners = {"policy": in_thread(learner, LearnerThread())}
+            run.learners = {"policy": wrap_in_thread(learner, LearnerThread())}
         asyncio.run(train(run))
         runs[name] = run, learner
     assert runs["blocking"][1].generating == 0 and runs["beside"][1].generating >= 3
-    assert records_of(runs["blocking"][0]) == records_of(runs["beside"][0])
+    assert make_records(runs["blocking"][0]) == make_records(runs["beside"][0])
     assert runs["blocking"][1].shift == runs["beside"][1].shift
 
 
 def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
     learner = Blocking()
     run, _, _ = separate_run(TOKENIZER, tmp_path, options(), clock=0, pace=0.001, learner=learner)
-    run.learners = {"policy": in_thread(learner, LearnerThread())}
+    run.learners = {"policy": wrap_in_thread(learner, LearnerThread())}
     calls: list[str] = []
 
     async def whole() -> None:
@@ -234,7 +234,7 @@ def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind
         assert sum(line["train/groups_dropped_by_filter"] for line in logged) >= 3
         assert all(line["train/groups_without_signal"] == 0 and line["train/staleness_max"] <= K for line in logged)
         assert all(-1 <= line["train/reward"] <= 3 for line in logged) and any(line["train/reward"] < 0 for line in logged)
-        records = records_of(run)
+        records = make_records(run)
         kept = {record.group for record in records if record.kept}
         assert len(kept) == 10 * G and kept.isdisjoint({2, 4, 5, 9, 11, 14})
         stale += sum(line["train/groups_dropped_stale"] for line in logged)
@@ -247,7 +247,7 @@ def test_the_tasks_end_once_every_group_was_used(tmp_path):
     for kind in ORDERS:
         run, _, tracker = play(tmp_path / kind, clock=1, kind=kind, tasks=13, changes={"max_steps": 100, **IN_FLIGHT})
         assert run.step >= 4 and "used up" in tracker.notes[-1]
-        groups = [record.group for record in records_of(run)]
+        groups = [record.group for record in make_records(run)]
         assert len(groups) == 3 * len(set(groups)), "none came twice"
 
 
@@ -277,7 +277,7 @@ def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, aft
         await asyncio.gather(training, return_exceptions=True)
         await run.stream.close()
 
-    virtually(whole())
+    run_virtually(whole())
     return run, tracker, groups
 
 
@@ -298,7 +298,7 @@ def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_gr
             run, _, restored = killed(
                 folder, kind, checkpoints, clock=1000 * seed + attempt, after=after, max_steps=12, **changes
             )
-            for record in records_of(run):  # a finished group is used as it was, not sampled again
+            for record in make_records(run):  # a finished group is used as it was, not sampled again
                 if record.group in restored:
                     group = restored[record.group]
                     assert list(record.versions) == [
@@ -307,7 +307,7 @@ def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_gr
             buffered += len(restored)
             if run.step == 12:
                 break
-        records = records_of(run)
+        records = make_records(run)
         identities = [(record.group, record.sample) for record in records]
         assert len(identities) == len(set(identities)), "no rollout is used twice"
         state = checkpoints.saved[-1][0].stream
@@ -332,5 +332,5 @@ def test_drained_and_fifo_a_killed_run_ends_as_if_nothing_had_happened(tmp_path)
             kills += run.step < 12
             if run.step == 12:
                 break
-        assert kills and records_of(run) == records_of(whole)
+        assert kills and make_records(run) == make_records(whole)
         assert run.learners["policy"].shift == whole.learners["policy"].shift

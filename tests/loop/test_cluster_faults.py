@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from loop.runs import Running, grpo, metrics_of, overrides, start, tiny_config
-from loop.victims import MARK, Marked, described, left_over, worker
+from loop.victims import MARK, Marked, describe_processes, find_worker, wait_for_exit
 from strop.tracking.rollouts import RolloutStore
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
@@ -66,7 +66,7 @@ def steps_logged(running: Running) -> int:
 
 
 def kill(running: Running, name: str) -> int:
-    process: psutil.Process = wait_for(running, lambda: worker(name, str(running.folder)))
+    process: psutil.Process = wait_for(running, lambda: find_worker(name, str(running.folder)))
     process.kill()
     return int(process.pid)
 
@@ -86,8 +86,8 @@ def assert_as_if_undisturbed(folder: Path, alone: Path) -> None:
 
 
 def assert_nobody_left(folder: Path) -> None:
-    left, _ = left_over(str(folder))
-    assert not left, described(left)
+    left, _ = wait_for_exit(str(folder))
+    assert not left, describe_processes(left)
 
 
 def test_an_engine_that_is_killed_is_started_anew_and_the_run_goes_on(tiny: Path, alone: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_learner_that_dies_again_and_again_ends_the_run_and_says_where_to_look
     running = begin(tiny, tmp_path, **{"cluster.max_restarts": 1})
     first = kill(running, "learner-0")
     wait_for(running, lambda: "restarts from the beginning" in said_by(running))
-    wait_for(running, lambda: (found := worker("learner-0", str(tmp_path))) is not None and found.pid != first)
+    wait_for(running, lambda: (found := find_worker("learner-0", str(tmp_path))) is not None and found.pid != first)
     kill(running, "learner-0")
     outcome = running.finish(200)
     assert outcome.code == 1
@@ -147,8 +147,8 @@ def test_a_run_that_is_interrupted_or_loses_its_driver_leaves_nobody_and_goes_on
     family = psutil.Process(running.process.pid).children(recursive=True)
     running.process.kill()
     assert running.finish(10).code == -signal.SIGKILL
-    left, _ = left_over(str(tmp_path), family)
-    assert not left, described(left)
+    left, _ = wait_for_exit(str(tmp_path), family)
+    assert not left, describe_processes(left)
 
     outcome = begin(tiny, tmp_path).finish(200)
     assert outcome.code == 0, outcome.err
@@ -186,7 +186,7 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node_if_it_may(
     }
     running = begin(tiny, tmp_path, **nodes)
     wait_for(running, lambda: steps_logged(running) >= 1)
-    engine = worker("engine-0", str(tmp_path))
+    engine = find_worker("engine-0", str(tmp_path))
     assert engine is not None
     node = engine.parent()
     assert node is not None and node.name() == "raylet"

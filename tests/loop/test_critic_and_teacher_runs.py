@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from loop.killing import HalfALine, Kill
-from loop.kinds import equal, refused, sampling_config, train, trained, write_data
+from loop.kinds import bitwise_equal, refusal_message, sampling_config, train, train_to_end, write_data
 from loop.runs import metrics_of, overrides, repeatable, strop
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
 from strop.tracking.rollouts import RolloutStore
@@ -58,7 +58,7 @@ def assert_same_run(folder: Path, wanted: Path, learners: tuple[str, ...]) -> No
     for name in learners:
         own, other = (part / "results" / "step_6" / name for part in (folder, wanted))
         assert (own / "weights" / "model.safetensors").read_bytes() == (other / "weights" / "model.safetensors").read_bytes()
-        assert equal(*(torch.load(part / "optimizer.pt", weights_only=True) for part in (own, other)))
+        assert bitwise_equal(*(torch.load(part / "optimizer.pt", weights_only=True) for part in (own, other)))
 
 
 # --- a critic ------------------------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ OF_A_CRITIC = ("value_loss", "value_grad_norm", "value_lr", "values_mean", "retu
 
 @pytest.mark.parametrize("name", sweep(CRITICS, "a head on the policy", "with adapters", "asynchronous"))
 def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, tiny: Path, tmp_path: Path) -> None:
-    said = trained("ppo", tiny, tmp_path, **{**PPO, **CRITICS[name], "ppo.val_at_start": True})
+    said = train_to_end("ppo", tiny, tmp_path, **{**PPO, **CRITICS[name], "ppo.val_at_start": True})
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == [0, 1, 2, 3, 4, 5, 6] and "done after step 6" in said
     for step in range(1, 7):
@@ -99,23 +99,23 @@ def test_a_run_with_a_critic_leaves_the_metrics_and_weights_of_both(name: str, t
 def test_a_critic_of_its_own_is_saved_as_a_sequence_classifier_and_goes_on_from_there(tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    trained("ppo", tiny, tmp_path, **PPO)
+    train_to_end("ppo", tiny, tmp_path, **PPO)
     critic = tmp_path / "results" / "step_6" / "value" / "weights"
     model = AutoModelForSequenceClassification.from_pretrained(critic)
     assert model.config.num_labels == 1 and bool(model.score.weight.abs().max() > 0)
     changes = {"value.model_name": str(critic), "value.tokenizer.name": str(tiny), "ppo.max_num_steps": 1}
-    trained("ppo", tiny, tmp_path / "next", **{**PPO, **changes})
+    train_to_end("ppo", tiny, tmp_path / "next", **{**PPO, **changes})
     first, last = metrics_of(tmp_path / "logs")[1], metrics_of(tmp_path / "next" / "logs")[1]
     assert first["train/values_mean"] == 0.0 != last["train/values_mean"]
 
 
 def test_a_killed_run_with_a_critic_ends_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
     changes = {**PPO, "ppo.val_at_start": True, "checkpointing.keep_top_k": None}
-    trained("ppo", tiny, tmp_path / "whole", **changes)
+    train_to_end("ppo", tiny, tmp_path / "whole", **changes)
     for kill in (Kill("at the optimizer step", 3), Kill("at a save", 1, "after"), Kill("at a rename", 1), HalfALine(3)):
         outcome = train("ppo", tiny, tmp_path / "parts", before=kill, **changes)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
-    trained("ppo", tiny, tmp_path / "parts", **changes)
+    train_to_end("ppo", tiny, tmp_path / "parts", **changes)
     assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy", "value"))
 
 
@@ -123,7 +123,7 @@ def test_a_critic_that_reads_other_tokens_than_the_policy_writes_is_refused(
     tiny: Path, other_tokens: Path, tmp_path: Path
 ) -> None:
     outcome = train("ppo", tiny, tmp_path, **{"value.model_name": str(other_tokens)})
-    assert "value.tokenizer.name" in refused(outcome)
+    assert "value.tokenizer.name" in refusal_message(outcome)
 
 
 # --- a teacher -----------------------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ TEACHERS: Mapping[str, Mapping[str, Any]] = {
     sweep(TEACHERS, "which is the policy, shown the answer", "which is the policy's average", "of a student with adapters"),
 )
 def test_a_run_with_a_teacher_says_how_far_the_student_is_from_it(name: str, tiny: Path, teacher: Path, tmp_path: Path) -> None:
-    said = trained("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
+    said = train_to_end("distillation", tiny, tmp_path, **{"teacher.model_name": str(teacher), **TEACHERS[name]})
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == [1, 2, 3, 4, 5, 6] and "done after step 6" in said
     distances = {"train/teacher_kl"} if TEACHERS[name].get("algorithm.name") else {"train/kl_forward", "train/kl_reverse"}
@@ -178,7 +178,7 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
         "algorithm.name": "distillation",
         "distillation.max_num_steps": 1,
     }
-    trained("distillation", tiny, tmp_path, **several)
+    train_to_end("distillation", tiny, tmp_path, **several)
     credit: dict[str, list[float]] = {}
     for record in RolloutStore(tmp_path / "logs").read_all():
         credit.setdefault(record.environment, []).append(abs(record.advantage))
@@ -189,11 +189,11 @@ def test_two_teachers_each_teach_their_own_environment(tiny: Path, teacher: Path
 @pytest.mark.exhaustive
 def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path, teacher: Path, tmp_path: Path) -> None:
     changes = {"teacher.model_name": str(teacher), "distillation.topk_logits_k": 16, "checkpointing.keep_top_k": None}
-    trained("distillation", tiny, tmp_path / "whole", **changes)
+    train_to_end("distillation", tiny, tmp_path / "whole", **changes)
     for kill in (Kill("at the optimizer step", 4), Kill("at a file of the checkpoint", 1)):
         outcome = train("distillation", tiny, tmp_path / "parts", before=kill, **changes)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
-    trained("distillation", tiny, tmp_path / "parts", **changes)
+    train_to_end("distillation", tiny, tmp_path / "parts", **changes)
     assert_same_run(tmp_path / "parts", tmp_path / "whole", ("policy",))
 
 
@@ -217,11 +217,11 @@ def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path,
 def test_a_teacher_that_cannot_teach_is_refused(
     changes: Mapping[str, Any], code: int, said: str, tiny: Path, tmp_path: Path
 ) -> None:
-    assert said in refused(train("distillation", tiny, tmp_path, **changes), code)
+    assert said in refusal_message(train("distillation", tiny, tmp_path, **changes), code)
 
 
 def test_a_teacher_of_another_family_is_refused(tiny: Path, other_tokens: Path, tmp_path: Path) -> None:
-    said = refused(train("distillation", tiny, tmp_path, **{"teacher.model_name": str(other_tokens)}))
+    said = refusal_message(train("distillation", tiny, tmp_path, **{"teacher.model_name": str(other_tokens)}))
     assert "the tokenizers of student and teacher differ in 2 tokens" in said
 
 
@@ -234,9 +234,9 @@ def test_grpo_with_adapters_measures_against_its_own_base_and_resumes(tiny: Path
     from transformers import AutoModelForCausalLM
 
     changes = {**LORA, "loss_fn.reference_policy_kl_penalty": 0.01, "policy.optimizer.kwargs.lr": 0.01}
-    trained("grpo", tiny, tmp_path, **{**changes, "grpo.max_num_steps": 3})
-    trained("grpo", tiny, tmp_path, **changes)
-    trained("grpo", tiny, tmp_path / "whole", **changes)
+    train_to_end("grpo", tiny, tmp_path, **{**changes, "grpo.max_num_steps": 3})
+    train_to_end("grpo", tiny, tmp_path, **changes)
+    train_to_end("grpo", tiny, tmp_path / "whole", **changes)
     logged = metrics_of(tmp_path / "logs")
     assert repeatable(logged) == repeatable(metrics_of(tmp_path / "whole" / "logs"))
     assert logged[1]["train/kl_penalty"] == 0 < logged[6]["train/kl_penalty"]

@@ -15,14 +15,14 @@ import torch
 from loop.fakes import Recorder, Tasks
 from loop.tiny import tiny_model, tiny_tokenizer
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation import TEACHER, Distillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.gae import VALUES, Gae
-from strop.algorithms.kl import REFERENCE, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.ppo import PPO
 from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.data.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.loop import LoopOptions, Run, train
+from strop.loop import Run, TrainOptions, train
 from strop.models.network import Network
 from strop.models.value import ValueNetwork
 from strop.models.value_head import ValueHead
@@ -35,8 +35,8 @@ from strop.training.base import ColumnSource, LogprobColumn, ValueColumn
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
 from strop.training.torch.teachers import SelfTeacher, Teacher, TeacherLogprobs, TeacherTopK
 from strop.types import Group, Rollout, Task
-from strop.weights.shared import SharedWeights
-from support.engine import cached_runner, engine_on
+from strop.weights.shared import InProcessWeights
+from support.engine import make_engine, make_runner
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def run_of(
     **options: Any,
 ) -> dict[int, dict[str, float]]:
     """What was logged, step by step."""
-    engine = engine_on(cached_runner(policy, slots=24, length=64), TOKENIZER, stop_ids=[TOKENIZER.eos_token_id])
+    engine = make_engine(make_runner(policy, slots=24, length=64), TOKENIZER, stop_ids=[TOKENIZER.eos_token_id])
     environment, template = Sevens(), ChatTemplate(TOKENIZER)
     source = Tasks(environment, environment.tasks(DataSource()))
     rules = EpisodeRules(max_length=64)
@@ -111,12 +111,12 @@ def run_of(
 
     staleness = options.get("max_staleness", 0)
     run = Run(
-        options=LoopOptions(max_steps=steps, groups_per_step=groups, **options),
+        options=TrainOptions(max_steps=steps, groups_per_step=groups, **options),
         algorithm=algorithm,
-        stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, ahead=staleness > 0),
+        stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, refill_on_release=staleness > 0),
         learners={"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})},
         scorers=scorers,
-        weights=SharedWeights([engine]),
+        weights=InProcessWeights([engine]),
         tracker=(tracker := Recorder()),
         rollouts=RolloutStore(folder, "none"),
     )
@@ -148,7 +148,7 @@ def test_ppo_learns_and_its_critic_explains_variance(
     value = learner_on(critic(policy), rate)
     kl = Kl(weight=0.01, estimator="k1", place="token_reward")
     algorithm = PPO(kl=kl, advantage=Gae(lambda_value=1.0), policy_training_start_step=3)
-    scorers = {VALUES: ValueColumn(VALUES, value), REFERENCE: LogprobColumn(REFERENCE, frozen(policy))}
+    scorers = {VALUES: ValueColumn(VALUES, value), REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, frozen(policy))}
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     logged = run_of(
         tmp_path, policy, algorithm, scorers, critic=value, steps=40, samples=1, groups=24, update_epochs=2, steps_per_batch=2
@@ -182,7 +182,7 @@ def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path) -> None:
     teacher = Teacher(network=language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), sampling=SAMPLING, score_tokens=500)
     student = language_model()
     logged = run_of(
-        tmp_path, student, Distillation(), {TEACHER: TeacherLogprobs(teacher)}, steps=40, samples=8, groups=8, rate=5e-3
+        tmp_path, student, Distillation(), {TEACHER_LOGPROBS: TeacherLogprobs(teacher)}, steps=40, samples=8, groups=8, rate=5e-3
     )
     assert mean(logged, "train/teacher_kl", range(38, 41)) < 0.5 * mean(logged, "train/teacher_kl", range(1, 4))
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from loop.kinds import sampling_config, trained
+from loop.kinds import sampling_config, train_to_end
 from loop.runs import grpo, metrics_of
 from loop.tiny import build_tiny
-from strop.algorithms.catalogue import algorithms
-from strop.assembly.algorithms import section_of
+from strop.algorithms.catalogue import all_algorithms
+from strop.assembly.algorithms import infer_section
 from strop.tracking.rollouts import RolloutStore
 from support.sweep import sweep
 
@@ -58,7 +58,7 @@ AT_THE_REFERENCE = {  # the first loss of those that compare with a reference, w
 
 def of_section(section: str) -> list[str]:
     """Those that are for one kind of run."""
-    return [name for name, kind in algorithms().items() if section_of(kind()) == section]
+    return [name for name, kind in all_algorithms().items() if infer_section(kind()) == section]
 
 
 def each_of(*sections: str) -> pytest.MarkDecorator:
@@ -72,7 +72,7 @@ def mean(logged: Logged, name: str, steps: range) -> float:
 
 
 def run(section: str, name: str, model: Path, folder: Path, **changes: Any) -> Logged:
-    trained(
+    train_to_end(
         section, model, folder, **{"algorithm.name": name, "checkpointing.enabled": False, **changes, **OPTIONS.get(name, {})}
     )
     return metrics_of(folder / "logs")
@@ -217,7 +217,7 @@ def test_sft_learns_its_examples_by_heart(name: str, tiny: Path, tmp_path: Path)
 
 @each_of("dpo", "rm")
 def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
-    section = section_of(algorithms()[name]())
+    section = infer_section(all_algorithms()[name]())
     changes = {f"{section}.max_num_steps": 40, f"{section}.val_period": 0, "data.validation.dataset_name": ...}
     logged = run(
         section,
@@ -231,7 +231,7 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
     if name in AT_THE_REFERENCE:
         assert logged[1]["train/loss"] == pytest.approx(AT_THE_REFERENCE[name], abs=1e-5)
     assert logged[last]["train/loss"] < logged[1]["train/loss"] - 0.2
-    if algorithms()[name].recorded == "judgements":
+    if all_algorithms()[name].recorded_data == "judgements":
         assert logged[last]["train/rewards_desirable"] > 0.2 > -0.2 > logged[last]["train/rewards_undesirable"]
     else:
         assert logged[1]["train/accuracy"] < 0.8
@@ -241,4 +241,4 @@ def test_pairs_are_told_apart(name: str, tiny: Path, tmp_path: Path) -> None:
 
 def test_every_algorithm_is_in_one_of_these_tests() -> None:
     tested = [name for section in ("grpo", "ppo", "distillation", "sft", "dpo", "rm") for name in of_section(section)]
-    assert sorted(tested) == sorted(algorithms()) and set(FAMILIES) <= set(tested)
+    assert sorted(tested) == sorted(all_algorithms()) and set(FAMILIES) <= set(tested)

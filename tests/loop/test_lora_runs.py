@@ -60,9 +60,9 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(run: Path, tiny: Path, tmp
 
 def test_what_is_saved_is_evaluated_under_the_name_of_its_folder(run: Path) -> None:
     """As the base with its adapters merged: the same answers as from the exported model."""
-    from strop.models.lora import export_merged
+    from strop.models.lora import export_merged_model
 
-    export_merged(weights(run), run / "merged")
+    export_merged_model(weights(run), run / "merged")
     assert (run / "merged" / "model.safetensors").exists()
     found = {}
     for name, model in {"adapters": weights(run), "merged": run / "merged"}.items():

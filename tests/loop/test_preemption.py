@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loop.preempted import ToldToEnd
+from loop.preempted import SendStopSignal
 from loop.runs import Outcome, grpo, metrics_of, repeatable
 from strop.tracking.rollouts import RolloutStore
 
@@ -57,7 +57,7 @@ def says_how_to_go_on(outcome: Outcome) -> bool:
 def test_a_run_that_is_told_to_end_saves_its_step_and_continues_bit_for_bit(
     tiny: Path, tmp_path: Path, uninterrupted: Path, point: str, nth: int, step: int
 ) -> None:
-    ended = grpo(tiny, tmp_path, before=ToldToEnd(point, nth), **CHANGES)
+    ended = grpo(tiny, tmp_path, before=SendStopSignal(point, nth), **CHANGES)
     assert ended.code == 143 and f"SIGTERM: the run ended after step {step}." in ended.err, ended.err
     if step:
         assert f"step_{step}" in steps_saved(tmp_path) and says_how_to_go_on(ended)
@@ -74,7 +74,7 @@ def test_a_run_that_is_told_to_end_saves_its_step_and_continues_bit_for_bit(
 
 
 def test_a_second_sigterm_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
-    ended = grpo(tiny, tmp_path, before=ToldToEnd("at the optimizer step", 2, times=2, longer=60), **CHANGES)
+    ended = grpo(tiny, tmp_path, before=SendStopSignal("at the optimizer step", 2, times=2, extra_seconds=60), **CHANGES)
     assert ended.code == 143 and "A second SIGTERM: the run ends here" in ended.err
     assert not steps_saved(tmp_path)
 
@@ -83,7 +83,7 @@ def test_a_step_that_takes_longer_than_there_is_time_is_not_waited_for(tiny: Pat
     """Also where the event loop is blocked."""
     limit = {"checkpointing.save_on_sigterm_within": 0.5}
     started = time.monotonic()
-    ended = grpo(tiny, tmp_path, before=ToldToEnd("at the optimizer step", 6, longer=60), **CHANGES, **limit)
+    ended = grpo(tiny, tmp_path, before=SendStopSignal("at the optimizer step", 6, extra_seconds=60), **CHANGES, **limit)
     assert ended.code == 143 and "The step took longer than 0.5 s after SIGTERM: the run ends here" in ended.err
     assert steps_saved(tmp_path) == {"step_4"} and time.monotonic() - started < 50
 
@@ -100,4 +100,4 @@ def test_a_run_whose_time_is_up_saves_and_stops(tiny: Path, tmp_path: Path, unin
 
 def test_where_nothing_is_saved_sigterm_ends_a_run_like_any_program(tiny: Path, tmp_path: Path) -> None:
     changes = {**CHANGES, "checkpointing.save_period": 0}
-    assert grpo(tiny, tmp_path, before=ToldToEnd("at the optimizer step", 2), **changes).code == -signal.SIGTERM
+    assert grpo(tiny, tmp_path, before=SendStopSignal("at the optimizer step", 2), **changes).code == -signal.SIGTERM

@@ -20,14 +20,14 @@ import torch
 from loop.killing import HalfALine, Kill
 from loop.kinds import (
     SUMS,
-    begin,
+    bitwise_equal,
     conversation,
-    equal,
     preference,
     recorded_config,
-    refused,
+    refusal_message,
+    start_run,
     train,
-    trained,
+    train_to_end,
     write_data,
     write_rows,
 )
@@ -71,7 +71,7 @@ MEASURED = {"sft": {"nll"}, "dpo": {"accuracy", "margin", "sft_loss"}, "kto": {"
 @pytest.mark.parametrize("name", sweep(RUNS, "sft with adapters", "dpo", "kto", "rm"))
 def test_a_run_of_every_kind_leaves_metrics_weights_and_its_configuration(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes = RUNS[name]
-    said = trained(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
+    said = train_to_end(section, tiny, tmp_path, **{**changes, f"{section}.val_at_start": True})
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == [0, 1, 2, 3, 4, 5, 6]
     assert all(tag.startswith("validation/") for tag in logged[0])
@@ -102,7 +102,7 @@ def test_what_sft_trained_loads_in_transformers_and_says_what_it_was_taught(tiny
         "data.train.size": 8,
         "data.validation.dataset_name": ...,
     }
-    trained("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0, "policy.train_global_batch_size": 8})
+    train_to_end("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0, "policy.train_global_batch_size": 8})
     model = AutoModelForCausalLM.from_pretrained(weights(tmp_path, 60)).eval()
     tokenizer = AutoTokenizer.from_pretrained(weights(tmp_path, 60))
     for a, b in SUMS[1:4]:
@@ -121,7 +121,7 @@ def test_a_reward_model_loads_as_a_sequence_classifier_and_prefers_what_was_chos
         "data.validation.dataset_name": ...,
         "policy.train_global_batch_size": 16,
     }
-    trained("rm", tiny, tmp_path, **changes)
+    train_to_end("rm", tiny, tmp_path, **changes)
     model = AutoModelForSequenceClassification.from_pretrained(weights(tmp_path, 40)).eval()
     assert model.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(weights(tmp_path, 40))
@@ -147,7 +147,7 @@ def test_adapters_load_on_the_model_they_were_trained_on(tiny: Path, tmp_path: P
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    trained("sft", tiny, tmp_path, **LORA)
+    train_to_end("sft", tiny, tmp_path, **LORA)
     base = AutoModelForCausalLM.from_pretrained(tiny)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     model = peft.PeftModel.from_pretrained(base, weights(tmp_path)).merge_and_unload()
@@ -159,7 +159,7 @@ def test_adapters_load_on_the_model_they_were_trained_on(tiny: Path, tmp_path: P
 def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_each_step(tiny: Path, tmp_path: Path) -> None:
     changes = {"dpo.max_num_epochs": 2, "dpo.max_num_steps": -1, "dpo.val_at_start": True}
     for name, once in (("once", True), ("each", False)):
-        said = trained("dpo", tiny, tmp_path / name, **changes, **{"dpo.precompute_reference": once})
+        said = train_to_end("dpo", tiny, tmp_path / name, **changes, **{"dpo.precompute_reference": once})
         assert ("computed once" in said) is once
     assert (tmp_path / "once" / "logs" / "reference_logprobs.safetensors").exists()
     once, each = (repeatable(metrics_of(tmp_path / name / "logs")) for name in ("once", "each"))
@@ -172,18 +172,18 @@ def test_a_reference_computed_once_gives_the_metrics_of_one_that_is_asked_at_eac
 
 def test_a_reference_computed_of_other_weights_is_refused(tiny: Path, tmp_path: Path, other: Path) -> None:
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
-    trained("dpo", tiny, tmp_path, **changes)
+    train_to_end("dpo", tiny, tmp_path, **changes)
     outcome = train("dpo", other, tmp_path, **changes)
-    assert "were computed with other weights" in refused(outcome, 1)
+    assert "were computed with other weights" in refusal_message(outcome, 1)
 
 
 def test_a_computed_reference_that_lacks_an_example_says_what_to_remove(tiny: Path, tmp_path: Path) -> None:
     """What is measured was not when it was computed; or more of the data fits now."""
     changes = {"dpo.precompute_reference": True, "dpo.max_num_steps": 2}
-    trained("dpo", tiny, tmp_path, **changes, **{"dpo.val_period": 0})
-    said = refused(train("dpo", tiny, tmp_path, **{**changes, "dpo.max_num_steps": 4}))
+    train_to_end("dpo", tiny, tmp_path, **changes, **{"dpo.val_period": 0})
+    said = refusal_message(train("dpo", tiny, tmp_path, **{**changes, "dpo.max_num_steps": 4}))
     assert "was not among the examples" in said and "Remove that file to compute them again" in said
-    longer = refused(train("dpo", tiny, tmp_path, **{**changes, "policy.max_total_sequence_length": 80}))
+    longer = refusal_message(train("dpo", tiny, tmp_path, **{**changes, "policy.max_total_sequence_length": 80}))
     assert "were computed with other data" in longer
 
 
@@ -200,7 +200,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_epochs_end_a_run_without_a_last_step(tiny: Path, tmp_path: Path) -> None:
     """Sixteen examples by threes: in two passes ten steps and two left over, which are not trained on and are said."""
     changes = {"sft.max_num_steps": -1, "sft.max_num_epochs": 2, "policy.train_global_batch_size": 3, "sft.val_at_end": True}
-    said = trained("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0})
+    said = train_to_end("sft", tiny, tmp_path, **changes, **{"sft.val_period": 0})
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == list(range(1, 11))
     assert "the tasks are used up after step 10: 2 groups left over are not trained on" in said
@@ -209,7 +209,7 @@ def test_epochs_end_a_run_without_a_last_step(tiny: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_without_last_step_and_last_epoch_goes_on_until_it_is_stopped(tiny: Path, tmp_path: Path) -> None:
-    running = begin("sft", tiny, tmp_path, before=heed_interrupts, **{"sft.max_num_steps": -1})
+    running = start_run("sft", tiny, tmp_path, before=heed_interrupts, **{"sft.max_num_steps": -1})
     wait_for(tmp_path / "results" / "step_8", running)
     os.kill(running.process.pid, signal.SIGINT)
     interrupted = running.finish(timeout=30)
@@ -235,20 +235,20 @@ def test_a_run_stops_when_its_loss_no_longer_falls_and_stays_stopped(tiny: Path,
         "policy.optimizer.kwargs.lr": 0.3,
         "policy.max_grad_norm": None,
     }
-    said = trained("sft", tiny, tmp_path, **changes)
+    said = train_to_end("sft", tiny, tmp_path, **changes)
     logged = metrics_of(tmp_path / "logs")
     losses = [line["validation/loss"] for line in logged.values()]
     assert len(losses) < 40 and min(losses[:-2]) <= min(losses[-2:])
     assert "has not been better than" in said and f"done after step {len(losses)}" in said
     assert steps(tmp_path)[-1] == len(losses), "the last step is saved, whatever the period"
-    again = trained("sft", tiny, tmp_path, **changes)
+    again = train_to_end("sft", tiny, tmp_path, **changes)
     assert f"done after step {len(losses)}" in again
     assert metrics_of(tmp_path / "logs") == logged
 
 
 def test_a_run_stops_at_a_threshold(tiny: Path, tmp_path: Path) -> None:
     changes = {"dpo.stop_at_validation_metric": "val:accuracy", "dpo.stop_at_validation_threshold": 0.0}
-    assert "validation/accuracy" in trained("dpo", tiny, tmp_path, **changes)
+    assert "validation/accuracy" in train_to_end("dpo", tiny, tmp_path, **changes)
     assert list(metrics_of(tmp_path / "logs")) == [1]
 
 
@@ -259,13 +259,13 @@ def test_what_training_data_holds_out_is_measured_and_not_trained_on(tiny: Path,
         "sft.max_num_steps": -1,
         "sft.max_num_epochs": 1,
     }
-    trained("sft", tiny, tmp_path, **changes)
+    train_to_end("sft", tiny, tmp_path, **changes)
     logged = metrics_of(tmp_path / "logs")
     assert list(logged) == [1, 2, 3] and all(line["validation/examples"] == 4 for line in logged.values())
 
 
 def test_a_fixed_number_of_validation_batches_is_measured(tiny: Path, tmp_path: Path) -> None:
-    trained("sft", tiny, tmp_path, **{"sft.val_batches": 2, "sft.val_global_batch_size": 3, "sft.max_num_steps": 1})
+    train_to_end("sft", tiny, tmp_path, **{"sft.val_batches": 2, "sft.val_global_batch_size": 3, "sft.max_num_steps": 1})
     assert metrics_of(tmp_path / "logs")[1]["validation/examples"] == 6
 
 
@@ -275,7 +275,7 @@ def test_entries_are_mixed_by_weight(tiny: Path, tmp_path: Path) -> None:
     long = write_rows(tmp_path / "long.jsonl", [{"prompt": "a", "completion": "bcd"}] * 8)
     entries = [{"dataset_name": short.name, "weight": 3.0}, {"dataset_name": long.name, "weight": 1.0}]
     changes = {"data.train": entries, "data.train.dataset_name": ..., "data.validation.dataset_name": ..., "sft.val_period": 0}
-    trained("sft", tiny, tmp_path, **changes)
+    train_to_end("sft", tiny, tmp_path, **changes)
     assert all(line["train/tokens_trained"] == 3 * 2 + 4 for line in metrics_of(tmp_path / "logs").values())
 
 
@@ -312,11 +312,11 @@ KILLED: Mapping[str, tuple[str, Mapping[str, Any], list[Any]]] = {
 def test_a_killed_run_ends_as_if_nothing_had_happened(name: str, tiny: Path, tmp_path: Path) -> None:
     section, changes, kills = KILLED[name]
     changes = {**changes, f"{section}.val_at_start": True, "checkpointing.keep_top_k": None}
-    trained(section, tiny, tmp_path / "whole", **changes)
+    train_to_end(section, tiny, tmp_path / "whole", **changes)
     for kill in kills:
         outcome = train(section, tiny, tmp_path / "parts", before=kill, **changes)
         assert outcome.code == -signal.SIGKILL, f"it did not come to {kill}: {outcome}"
-    trained(section, tiny, tmp_path / "parts", **changes)
+    train_to_end(section, tiny, tmp_path / "parts", **changes)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -332,7 +332,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
             compared += 1
     assert compared
     states = [torch.load(part / "results" / "step_6" / "policy" / "optimizer.pt", weights_only=True) for part in (folder, wanted)]
-    assert equal(*states)
+    assert bitwise_equal(*states)
 
 
 @pytest.mark.exhaustive
@@ -342,10 +342,10 @@ def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> No
     command = [sys.executable, "-m", "strop.cli", "sft", *overrides(recorded_config("sft", tiny, sft__max_num_steps=3))]
     done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
     assert "step 3/3  loss" in done.stdout or "loss" in done.stdout
-    more = trained("sft", tiny, tmp_path)
+    more = train_to_end("sft", tiny, tmp_path)
     assert "continuing after step 3" in more
     shutil.copytree(tmp_path / "logs", tmp_path / "parts")
-    trained("sft", tiny, tmp_path / "whole")
+    train_to_end("sft", tiny, tmp_path / "whole")
     whole, parts = (repeatable(metrics_of(folder)) for folder in (tmp_path / "whole" / "logs", tmp_path / "parts"))
     assert parts == whole
 
@@ -367,12 +367,12 @@ def test_the_scripts_are_the_command(script: str, section: str, tiny: Path, tmp_
 
 
 def test_a_misspelled_key_is_refused_with_the_nearest(tiny: Path, tmp_path: Path) -> None:
-    said = refused(train("sft", tiny, tmp_path, **{"sft.max_num_stps": 3}), 2)
+    said = refusal_message(train("sft", tiny, tmp_path, **{"sft.max_num_stps": 3}), 2)
     assert "sft.max_num_stps: there is no such key" in said and "Did you mean sft.max_num_steps?" in said
 
 
 def test_a_missing_file_is_named(tiny: Path, tmp_path: Path) -> None:
-    said = refused(train("dpo", tiny, tmp_path, **{"data.train.dataset_name": "nowhere.jsonl"}), 2)
+    said = refusal_message(train("dpo", tiny, tmp_path, **{"data.train.dataset_name": "nowhere.jsonl"}), 2)
     assert "data.train.dataset_name: there is no file nowhere.jsonl" in said
 
 
@@ -396,7 +396,7 @@ GOOD = json.dumps(conversation(1, 1)) + "\n"
 def test_a_bad_row_is_named(section: str, text: str, said: str, tiny: Path, tmp_path: Path) -> None:
     write_data(tmp_path)
     (tmp_path / "rows.jsonl").write_text(text)
-    assert said in refused(train(section, tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
+    assert said in refusal_message(train(section, tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
 
 
 LONG = {"messages": [{"role": "user", "content": "9" * 60}, {"role": "assistant", "content": "9"}]}
@@ -407,7 +407,7 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
     write_rows(tmp_path / "rows.jsonl", [*rows, LONG, LONG])
     write_rows(tmp_path / "held_out.jsonl", [LONG, *rows[:3]])
     changes = {"data.train.dataset_name": "rows.jsonl", "data.validation.dataset_name": "held_out.jsonl", "sft.max_num_epochs": 2}
-    said = trained("sft", tiny, tmp_path, **changes)
+    said = train_to_end("sft", tiny, tmp_path, **changes)
     logged = metrics_of(tmp_path / "logs")
     assert sum(line["train/groups_dropped_for_errors"] for line in logged.values()) == 4
     assert all(line["train/examples"] == 4 for line in logged.values()) and len(logged) == 4
@@ -418,18 +418,18 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tiny: Path, tmp_path
 def test_examples_that_are_all_too_long_stop_the_run_with_the_limit(tiny: Path, tmp_path: Path) -> None:
     write_data(tmp_path)
     write_rows(tmp_path / "rows.jsonl", [LONG] * 20)
-    said = refused(train("sft", tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
+    said = refusal_message(train("sft", tiny, tmp_path, **{"data.train.dataset_name": "rows.jsonl"}), 1)
     assert "16 groups in a row failed" in said and "ExampleTooLong" in said and "policy.max_total_sequence_length" in said
 
 
 def test_fewer_examples_than_a_step_needs_do_not_pass_for_a_finished_run(tiny: Path, tmp_path: Path) -> None:
-    said = refused(train("sft", tiny, tmp_path, **{"policy.train_global_batch_size": 17, "sft.max_num_epochs": 1}), 1)
+    said = refusal_message(train("sft", tiny, tmp_path, **{"policy.train_global_batch_size": 17, "sft.max_num_epochs": 1}), 1)
     assert "nothing was trained" in said and "policy.train_global_batch_size" in said and "sft.max_num_epochs" in said
 
 
 def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(tiny: Path, tmp_path: Path) -> None:
     changes = {"sft.stop_at_validation_metric": "accuracy", "sft.stop_at_validation_threshold": 0.5}
-    assert "there is no metric validation/accuracy; there are" in refused(train("sft", tiny, tmp_path, **changes), 1)
+    assert "there is no metric validation/accuracy; there are" in refusal_message(train("sft", tiny, tmp_path, **changes), 1)
 
 
 @pytest.mark.parametrize(
@@ -446,4 +446,4 @@ def test_a_metric_to_stop_at_that_is_not_measured_is_named_with_those_that_are(t
     ],
 )
 def test_an_algorithm_of_another_kind_of_run_is_refused(section: str, name: str, said: str, tiny: Path, tmp_path: Path) -> None:
-    assert said in refused(train(section, tiny, tmp_path, **{"algorithm.name": name}), 1)
+    assert said in refusal_message(train(section, tiny, tmp_path, **{"algorithm.name": name}), 1)

@@ -16,10 +16,10 @@ from loop.kinds import SUMS, sampling_config, write_rows
 from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
 from loop.tiny import build_tiny
-from strop.algorithms.distillation import TEACHER, Distillation
-from strop.assembly.scorer_hosts import TeacherDescription, host_teachers
-from strop.assembly.teachers import Student
-from strop.cluster.base import HostOptions
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
+from strop.assembly.scorer_hosts import TeacherSpec, spawn_teachers
+from strop.assembly.teachers import StudentInfo
+from strop.cluster.base import ActorOptions
 from strop.config import load_config
 from strop.config.schema import DistillationRunConfig
 from strop.data.packing import pack
@@ -111,7 +111,7 @@ def test_a_reward_model_in_a_process_of_its_own_gives_the_curve_of_one_process(t
 
 def reward_model(folder: Path, tiny: Path) -> Path:
     """As ``strop rm`` saves one, untrained: another tokenizer than the policy's is not needed for this."""
-    tokenizer, model = load_tokenizer(str(tiny)), load_classifier(str(tiny), seed=2, spread=0.5)
+    tokenizer, model = load_tokenizer(str(tiny)), load_classifier(str(tiny), seed=2, init_std=0.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -125,23 +125,23 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
         "algorithm.name": "distillation",
     }
     config: Any = load_config(None, overrides(settings), root=DistillationRunConfig).config
-    student = Student(len(load_tokenizer(str(tiny_model_folder))), load_tokenizer(str(tiny_model_folder)))
-    columns = frozenset({TEACHER})
-    described = TeacherDescription(key="teacher", config=config, student=student, columns=columns, sampling=Sampling())
+    student = StudentInfo(len(load_tokenizer(str(tiny_model_folder))), load_tokenizer(str(tiny_model_folder)))
+    columns = frozenset({TEACHER_LOGPROBS})
+    described = TeacherSpec(key="teacher", config=config, student=student, columns=columns, sampling=Sampling())
     groups = simple_groups((3, (4, 2)), (2, (3, 5)), (4, (1, 1)))
     batch = pack(groups, Distillation())
 
     async def ask() -> tuple[torch.Tensor, torch.Tensor]:
-        cluster = await connect(ClusterOptions(output=tmp_path / "workers"))
+        cluster = await connect(ClusterOptions(output_folder=tmp_path / "workers"))
         try:
-            places = [HostOptions(name=f"teacher-{number}", node=0) for number in range(2)]
-            source: Any = (await host_teachers(cluster, [described], {"teacher": places}))["teacher"][TEACHER]
+            places = [ActorOptions(name=f"teacher-{number}", node=0) for number in range(2)]
+            source: Any = (await spawn_teachers(cluster, [described], {"teacher": places}))["teacher"][TEACHER_LOGPROBS]
             before = await source.columns(batch, groups)
             victim = (await source.processes[1].start()).process
             os.kill(victim, signal.SIGKILL)
             after = await source.columns(batch, groups)
             assert source.processes[1].restarts == 1 and (await source.processes[1].start()).process != victim
-            return before[TEACHER], after[TEACHER]
+            return before[TEACHER_LOGPROBS], after[TEACHER_LOGPROBS]
         finally:
             await cluster.close()
 

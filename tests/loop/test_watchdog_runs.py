@@ -70,7 +70,7 @@ def test_what_is_stuck_is_named_within_its_limit_and_the_run_ends_if_asked_to(ti
     (stacks,) = (tmp_path / "logs").glob("stacks_*.txt")
     assert "stuck.py" in stacks.read_text(), "the very line is in the stacks"
     status = read_status(tmp_path / "logs")
-    assert status is not None and status.state == "failed" and status.step == 1 and "Stuck" in str(status.error)
+    assert status is not None and status.state == "failed" and status.step == 1 and "WatchdogTimeout" in str(status.error)
 
 
 def test_the_doctor_sees_a_run_live_hang_die_go_on_and_come_to_its_end(tiny, tmp_path):

@@ -80,7 +80,7 @@ QWEN3 = Family(
     specials=("<|im_start|>",),
 )
 # The generation prompt opens a reasoning tag; recorded replies are unchanged.
-OPENS_THINKING = Family(
+THINKING_PROMPT = Family(
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}",
     end="<|im_end|>",
@@ -95,7 +95,7 @@ GLM = Family(
 )
 
 
-def tokenizer_of(family: Family) -> Any:
+def make_tokenizer(family: Family) -> Any:
     """Build a byte-level tokenizer with the family's template. Its end of sequence is <|im_end|>."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.specials)})

@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.generation.base import Completion
 from strop.generation.torch.engine import TorchEngine
-from strop.generation.torch.runner import CachedRunner, Runner
+from strop.generation.torch.runner import CachedRunner, ModelRunner
 from strop.models.network import Network
 from strop.sampling import Sampling
 
@@ -22,7 +22,7 @@ class Request:
     session: str = ""
 
 
-def cached_runner(
+def make_runner(
     network: Network,
     *,
     slots: int = 4,
@@ -32,25 +32,27 @@ def cached_runner(
     cuda_graphs: bool = False,
 ) -> CachedRunner:
     """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens."""
-    from strop.generation.torch.runner import cache_shape
+    from strop.generation.torch.runner import infer_cache_shape
 
-    memory = (slots * length + prefix_tokens) * cache_shape(network).bytes_per_token
+    memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
     return CachedRunner(network, memory_bytes=memory, max_slots=slots, length=length, prepack=prepack, cuda_graphs=cuda_graphs)
 
 
-def engine_on(runner: Runner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096) -> TorchEngine:
+def make_engine(
+    runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096
+) -> TorchEngine:
     """Build an engine that is ready to generate with weights of version 0."""
-    engine = TorchEngine(runner, tokenizer or _NoText(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
+    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
     engine.resume(0)
     return engine
 
 
-class _NoText:
+class _EmptyTokenizer:
     def decode(self, tokens: Sequence[int], **_: Any) -> str:
         return ""
 
 
-async def ask(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+async def generate_all(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
     """Run all requests concurrently. Returns completions in order."""
     return list(
         await asyncio.gather(
@@ -62,17 +64,17 @@ async def ask(engine: TorchEngine, requests: Sequence[Request]) -> list[Completi
     )
 
 
-def answers(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+def run_requests(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
     """Run all requests without an event loop, then close the engine."""
 
     async def run() -> list[Completion]:
         try:
-            return await ask(engine, requests)
+            return await generate_all(engine, requests)
         finally:
             await engine.close()
 
     return asyncio.run(run())
 
 
-def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+def token_lists(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]

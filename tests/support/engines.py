@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from strop.generation.replicas import Replicas
-from strop.generation.vllm.arguments import EngineOptions
+from strop.generation.replicas import EnginePool
+from strop.generation.vllm.arguments import VllmOptions
 from strop.generation.vllm.engine import VllmEngine
 from strop.sampling import Sampling, filtered_logits
-from strop.weights.base import Answer, Sender
-from strop.weights.export import AdapterSource, LocalExporter, WeightExport, local_exporter
+from strop.weights.base import CanarySample, Sender
+from strop.weights.export import AdapterSource, BlockingExporter, LocalExporter, make_local_exporter
 from strop.weights.memory import MemorySender
-from strop.weights.proof import Canary, ProofSchedule
-from strop.weights.publish import PublishedWeights, PublishOptions
+from strop.weights.proof import Canary, VerificationSchedule
+from strop.weights.publish import PublishOptions, WeightPublisher
 from support.models import VOCABULARY
 from support.tokenizer import END
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 TESTS = Path(__file__).parents[1]  # on the engines' path, for the faulty worker
 
 
-class EngineRoom:
+class BackgroundLoop:
     """An event loop in a thread. Engines are bound to the loop that started them, and a test's own loop ends with the test."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def perturb(model: Any, seed: int, size: float = 0.02) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=noise))
 
 
-def describe(model: Any, tokenizer: Any, folder: Path, *, weights: bool = False) -> Path:
+def save_model_folder(model: Any, tokenizer: Any, folder: Path, *, weights: bool = False) -> Path:
     """Save the folder from which vLLM builds the model: config and tokenizer, optionally weights."""
     model.config.architectures = [type(model).__name__]
     if weights:
@@ -89,7 +89,7 @@ def describe(model: Any, tokenizer: Any, folder: Path, *, weights: bool = False)
     return folder
 
 
-def options(folder: Path, **changes: Any) -> EngineOptions:
+def make_engine_options(folder: Path, **changes: Any) -> VllmOptions:
     settings: dict[str, Any] = {
         "model": str(folder),
         "dtype": "float32",
@@ -98,12 +98,12 @@ def options(folder: Path, **changes: Any) -> EngineOptions:
         "kv_cache_memory_gb": 0.125,
         "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         "startup_seconds": 200,
-        "output": folder / "engine.log",
+        "output_file": folder / "engine.log",
     }
-    return EngineOptions(**{**settings, **changes})
+    return VllmOptions(**{**settings, **changes})
 
 
-def logprobs_of(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sampling) -> Tensor:
+def compute_logprobs(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sampling) -> Tensor:
     """Return the model's own log-probabilities of the tokens after the prompt, [L]."""
     row = torch.cat([torch.tensor(list(prompt)), tokens])
     with torch.no_grad():
@@ -111,39 +111,41 @@ def logprobs_of(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sam
     return filtered_logits(logits, sampling, tokens).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-def score_by(model: Any, sampling: Sampling) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
-    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
-        return [logprobs_of(model, prompt, answer.tokens, sampling) for prompt, answer in zip(prompts, answers, strict=True)]
+def make_canary_scorer(
+    model: Any, sampling: Sampling
+) -> Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[list[Tensor]]]:
+    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
+        return [compute_logprobs(model, prompt, answer.tokens, sampling) for prompt, answer in zip(prompts, answers, strict=True)]
 
     return score
 
 
-ALWAYS = ProofSchedule("always")
+ALWAYS = VerificationSchedule("always")
 PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # more than two blocks of the prefix cache
 
 
 @dataclass
-class Served:
+class ServedModel:
     """A model, its engines and the weight publisher."""
 
     model: Any
     tokenizer: Any
     engines: list[VllmEngine]
-    replicas: Replicas
-    weights: PublishedWeights
+    pool: EnginePool
+    weights: WeightPublisher
 
     @property
     def engine(self) -> VllmEngine:
         return self.engines[0]
 
     @property
-    def export(self) -> WeightExport:
+    def export(self) -> BlockingExporter:
         exporter = self.weights.exporter
         assert isinstance(exporter, LocalExporter)
         return exporter.export
 
     async def close(self) -> None:
-        await self.replicas.close()
+        await self.pool.close()
         await self.weights.close()
 
 
@@ -153,28 +155,28 @@ def serve(
     engines: list[VllmEngine],
     *,
     sampling: Sampling | None = None,
-    proof: ProofSchedule = ALWAYS,
+    proof: VerificationSchedule = ALWAYS,
     make_sender: Callable[[int], Sender] = MemorySender,
     adapters: AdapterSource | None = None,
     tolerance: float = 0.002,
     **changes: Any,
-) -> Served:
+) -> ServedModel:
     """Connect engines with a publisher. Nothing starts before the first publish."""
     asked = sampling or Sampling(max_new_tokens=8)
-    replicas = Replicas(engines)
-    options = PublishOptions(**{"apart": True, "proof": proof, "adapters": adapters is not None, **changes})
-    weights = PublishedWeights(
-        local_exporter(
+    replicas = EnginePool(engines)
+    options = PublishOptions(**{"separate_devices": True, "proof": proof, "adapters": adapters is not None, **changes})
+    weights = WeightPublisher(
+        make_local_exporter(
             lambda: model.state_dict().items(),
             make_sender,
             dtype=getattr(torch, engines[0].options.dtype),
-            keep_copy=options.learner_goes_on,
+            keep_snapshot=options.async_training,
             adapters=adapters,
         ),
         engines,
         options,
-        canary=Canary(prompts=PROMPTS, sampling=asked, score=score_by(model, asked), tolerance=tolerance),
-        published=replicas.published,
+        canary=Canary(prompts=PROMPTS, sampling=asked, score=make_canary_scorer(model, asked), tolerance=tolerance),
+        on_published=replicas.set_version,
     )
-    replicas.revive = weights.revive
-    return Served(model, tokenizer, engines, replicas, weights)
+    replicas.restart_engine = weights.restart_engine
+    return ServedModel(model, tokenizer, engines, replicas, weights)

@@ -13,7 +13,7 @@ class FaultyWorker(StropWorker):
     def plant(self, fault: str) -> None:
         self.fault = fault
 
-    def _strop_use(self, tensors: Any) -> None:
+    def _strop_apply_weights(self, tensors: Any) -> None:
         kept = list(tensors)
         if self.fault == "dropped tensor":
             kept = [pair for pair in kept if not pair[0].endswith("layers.1.mlp.down_proj.weight")]
@@ -28,13 +28,13 @@ class FaultyWorker(StropWorker):
             return
         if self.fault == "killed half way":
             raise RuntimeError("injected fault: this worker fails in the middle of a publish")
-        super()._strop_use(kept)
+        super()._strop_apply_weights(kept)
 
-    def strop_held_adapter(self, adapter: int) -> bytes:
+    def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
         """Inject adapter faults just before the read-back, as if they had happened during loading."""
         manager = self.model_runner.lora_manager._adapter_manager
         if self.fault == "adapter forgotten":
             manager.remove_all_adapters()
         if self.fault == "stale adapter in one layer":
             manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0].add_(0.01)
-        return super().strop_held_adapter(adapter)
+        return super().strop_read_adapter_fingerprints(adapter)

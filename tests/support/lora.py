@@ -7,30 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.models.lora import LoraOptions, add_adapters
 from support.models import build
 
 
-def adapted(model: Any, *, spread: float = 0.3, base: str = "base", seed: int = 0, **options: Any) -> Any:
+def with_random_adapters(model: Any, *, spread: float = 0.3, base: str = "base", seed: int = 0, **options: Any) -> Any:
     """Add adapters that change the model's outputs: ``up``, normally initialized to zero, is drawn with this spread."""
     add_adapters(model, LoraOptions(**options), base=base, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for layer in low_rank_layers(model):
+        for layer in lora_layers(model):
             layer.up.copy_(spread * torch.randn(layer.up.shape, generator=generator))
     return model
 
 
-def adapted_family(family: str, **options: Any) -> Any:
-    return adapted(build(family), **options)
+def build_with_adapters(family: str, **options: Any) -> Any:
+    return with_random_adapters(build(family), **options)
 
 
-def copy_of(model: nn.Module) -> dict[str, Tensor]:
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of every weight."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def base_weights(model: nn.Module) -> dict[str, Tensor]:
+def copy_base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the base weights, without adapters."""
-    return {name: tensor for name, tensor in copy_of(model).items() if ".lora_" not in name}
+    return {name: tensor for name, tensor in copy_weights(model).items() if ".lora_" not in name}

@@ -172,7 +172,7 @@ class ExactNorm(nn.Module):
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
 
 
-def exact(model: Any) -> Any:
+def to_float64(model: Any) -> Any:
     """Convert the model entirely to float64 (families with Llama's RMSNorm)."""
     model.double()
     for parent in list(model.modules()):
@@ -182,7 +182,7 @@ def exact(model: Any) -> Any:
     return model
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def copy_gradients(model: Any) -> dict[str, Tensor]:
     """Return a copy of every parameter's gradient, or zeros if it has none."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

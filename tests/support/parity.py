@@ -20,16 +20,16 @@ from strop.models.value import ValueNetwork
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
-from strop.training.torch.master import round_weights
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
-from strop.training.torch.parallel.loading import load_once
-from strop.training.torch.parallel.placement import Placement
-from strop.training.torch.parallel.sharding import parallelize, parallelize_head
-from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
+from strop.training.torch.master import cast_weights
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
+from strop.training.torch.parallel.loading import load_on_rank_zero
+from strop.training.torch.parallel.placement import Parallelism
+from strop.training.torch.parallel.sharding import parallelize_head, parallelize_network
+from strop.training.torch.parallel.share import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.types import Batch, Group
 from support.algorithms import grpo
-from support.lora import adapted
-from support.models import ExactNorm, build, exact
+from support.lora import with_random_adapters
+from support.models import ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
 from support.rollouts import simple_groups, with_columns
 
@@ -48,7 +48,7 @@ FEW = ((6, (5, 3, 4, 9)),)
 class Case:
     """One short training run."""
 
-    sizes: ParallelSizes
+    sizes: ParallelDims
     family: str = "llama"
     algorithm: str = "grpo"
     shapes: Sequence[tuple[int, Sequence[int]]] = MANY
@@ -60,7 +60,7 @@ class Case:
     lora: bool = False
     value: bool = False  # train a separate critic
     head: bool = False  # train a critic that is a head on the policy
-    loaded_once: bool = False
+    rank_zero_loading: bool = False
     rate: float = 1e-2
     train_tokens: int = 40
     sampling: Sampling = SAMPLING
@@ -69,22 +69,22 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainingResult:
     """The results of one rank or of the single process."""
 
-    steps: list[Shares]
-    stepped: list[dict[str, float]]
-    measured: Shares
-    scored: Shares
+    steps: list[MicroBatchOutputs]
+    step_metrics: list[dict[str, float]]
+    measured: MicroBatchOutputs
+    scored: MicroBatchOutputs
     weights: dict[str, Tensor]
     tied: list[tuple[str, str]]
     adapters: dict[str, Tensor]
 
 
-def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
+def build_network(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda build: build()) -> Network:
     """Build the network. ``load`` loads the model before it is converted to float64 and gets adapters."""
     model = load(lambda: build_classifier(case.family) if case.value else build(case.family))
-    model = exact(model) if case.dtype == torch.float64 else model.to(case.dtype)
+    model = to_float64(model) if case.dtype == torch.float64 else model.to(case.dtype)
     for parent in list(model.modules()) if case.dtype == torch.float64 else []:
         for name, child in list(parent.named_children()):
             if type(child).__name__ in ("Qwen3MoeRMSNorm", "MixtralRMSNorm"):
@@ -92,22 +92,22 @@ def network_of(case: Case, load: Callable[[Callable[[], Any]], Any] = lambda bui
     if case.dtype == torch.float64 and case.family in ("qwen3_moe", "mixtral", "deepseek_v3"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     if case.weights_dtype is not None and case.lora:
-        round_weights(model, case.weights_dtype)
+        cast_weights(model, case.weights_dtype)
     if case.lora:
-        model = adapted(model, dim=4)
+        model = with_random_adapters(model, dim=4)
         _double(model, case.dtype)
     kind = ValueNetwork if case.value else Network
     return kind(model, precision=case.precision or case.dtype, chunk=5, packed=case.packed)
 
 
-def trainee_of(case: Case, meshes: Meshes | None) -> tuple[Network | ValueHead, Placement | None]:
+def build_trained_network(case: Case, meshes: DeviceMeshes | None) -> tuple[Network | ValueHead, Parallelism | None]:
     """Return the network that a case trains, and its parallelism."""
-    network = network_of(case, load_once if case.loaded_once and meshes else lambda build: build())
+    network = build_network(case, load_on_rank_zero if case.rank_zero_loading and meshes else lambda build: build())
     placement = None
     if meshes is not None:
-        placement = parallelize(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
+        placement = parallelize_network(network, meshes, weights_dtype=case.weights_dtype, tensor_plan=case.tensor_plan)
     elif case.weights_dtype is not None and not case.lora:
-        round_weights(network.model, case.weights_dtype)
+        cast_weights(network.model, case.weights_dtype)
     if not case.head:
         return network, placement
     head = ValueHead(network)
@@ -119,7 +119,7 @@ def _double(model: nn.Module, dtype: torch.dtype) -> None:
         model.double()
 
 
-def groups_of(case: Case) -> list[Group]:
+def make_groups(case: Case) -> list[Group]:
     if case.algorithm in ("sft", "dpo"):
         return random_groups(len(case.shapes), seed=3)
     groups = simple_groups(*case.shapes)
@@ -128,21 +128,23 @@ def groups_of(case: Case) -> list[Group]:
     return groups
 
 
-def batch_of(case: Case) -> Batch:
+def make_batch(case: Case) -> Batch:
     """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
-    batch = pack(groups_of(case), algorithm)
-    plain = network_of(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
+    batch = pack(make_groups(case), algorithm)
+    plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs
     noise = torch.Generator().manual_seed(7)
     sampler = logprobs.float() + 0.2 * torch.randn(len(logprobs), generator=noise)
-    batch = algorithm.credit(with_columns(replace(batch, sampler_logprobs=sampler), logprobs))
-    batch = algorithm.survey(batch, TokenOutputs(logprobs.float(), logprobs.float()) if algorithm.surveys else None)
-    return replace(batch, idle=algorithm.idle(batch))
+    batch = algorithm.token_credit(with_columns(replace(batch, rollout_logprobs=sampler), logprobs))
+    batch = algorithm.prepare_step(
+        batch, TokenOutputs(logprobs.float(), logprobs.float()) if algorithm.needs_step_outputs else None
+    )
+    return replace(batch, idle=algorithm.zero_gradient(batch))
 
 
-def loss_of(case: Case) -> Any:
+def get_loss(case: Case) -> Any:
     return _value_loss if case.value or case.head else ALGORITHMS[case.algorithm].losses(0)["policy"]
 
 
@@ -151,8 +153,8 @@ def _value_loss(outputs: Any, batch: Batch) -> Any:
     return error, {"loss": metrics.total(error.item())}
 
 
-def train(case: Case, batch: Batch, meshes: Meshes | None = None) -> Trained:
-    network, placement = trainee_of(case, meshes)
+def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> TrainingResult:
+    network, placement = build_trained_network(case, meshes)
     options = TorchLearnerOptions(
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
         no_decay=() if case.lora or case.head else ("norm",),
@@ -165,9 +167,9 @@ def train(case: Case, batch: Batch, meshes: Meshes | None = None) -> Trained:
     learner = TorchLearner(network, case.sampling, options, placement)
     steps, stepped = [], []
     for _ in range(case.steps):
-        steps.append(learner.forward_backward_shares(batch, loss_of(case)))
-        stepped.append(metrics.values(asyncio.run(learner.step())))
-    measured, scored = learner.measure_shares(batch, loss_of(case)), learner.score_shares(batch)
+        steps.append(learner.forward_backward_local(batch, get_loss(case)))
+        stepped.append(metrics.to_floats(asyncio.run(learner.step())))
+    measured, scored = learner.evaluate_loss_local(batch, get_loss(case)), learner.score_local(batch)
     weights, tied = {}, []
     places: dict[int, str] = {}
     for name, tensor in learner.weights():
@@ -178,23 +180,23 @@ def train(case: Case, batch: Batch, meshes: Meshes | None = None) -> Trained:
         weights[name + "/held"] = tensor  # so that no other tensor reuses its address
     weights = {name: tensor for name, tensor in weights.items() if not name.endswith("/held")}
     adapters = {name: tensor.detach().clone() for name, tensor in learner.adapters()}
-    return Trained(steps, stepped, measured, scored, weights, tied, adapters)
+    return TrainingResult(steps, stepped, measured, scored, weights, tied, adapters)
 
 
-def on_rank(rank: int, cases: dict[str, tuple[Case, Batch]]) -> dict[str, Trained]:
+def train_on_rank(rank: int, cases: dict[str, tuple[Case, Batch]]) -> dict[str, TrainingResult]:
     """Train every case on this rank. Only rank 0 returns weights."""
     found = {}
     for name, (case, batch) in cases.items():
-        trained = train(case, batch, Meshes(case.sizes, "cpu"))
+        trained = train(case, batch, DeviceMeshes(case.sizes, "cpu"))
         found[name] = trained if rank == 0 else replace(trained, weights={}, adapters={})
     return found
 
 
-def frozen_scores(case: Case, batch: Batch, meshes: Meshes | None) -> Shares:
-    network = network_of(case)
+def frozen_scores(case: Case, batch: Batch, meshes: DeviceMeshes | None) -> MicroBatchOutputs:
+    network = build_network(case)
     network.model.requires_grad_(False)
-    placement = None if meshes is None else parallelize(network, meshes, weights_dtype=case.weights_dtype)
-    return FrozenScorer(network, case.sampling, score_tokens=30, placement=placement).score_shares(batch)
+    placement = None if meshes is None else parallelize_network(network, meshes, weights_dtype=case.weights_dtype)
+    return FrozenScorer(network, case.sampling, score_tokens=30, parallelism=placement).score_local(batch)
 
 
 @dataclass(frozen=True)
@@ -208,40 +210,43 @@ class Differences:
     metrics: float
 
 
-def compare(ranks: Sequence[Trained], alone: Trained, size: int) -> Differences:
+def compare(ranks: Sequence[TrainingResult], single: TrainingResult, size: int) -> Differences:
     """Compare ranks with a single process. Raises AssertionError if bitwise-equal results differ between ranks, or names differ."""
     first = ranks[0]
-    assert all(rank.stepped == first.stepped for rank in ranks), "all ranks report the same step metrics"
-    assert list(first.weights) == list(alone.weights)
-    assert first.tied == alone.tied
+    assert all(rank.step_metrics == first.step_metrics for rank in ranks), "all ranks report the same step metrics"
+    assert list(first.weights) == list(single.weights)
+    assert first.tied == single.tied
     losses, norms, outputs, others = [], [], [], []
-    runs = [[rank.steps[step] for rank in ranks] for step in range(len(alone.steps))] + [[rank.measured for rank in ranks]]
-    for answers, wanted in zip(runs, [*alone.steps, alone.measured], strict=True):
-        found, single = assemble(answers, size), assemble([wanted], size)
+    runs = [[rank.steps[step] for rank in ranks] for step in range(len(single.steps))] + [[rank.measured for rank in ranks]]
+    for answers, wanted in zip(runs, [*single.steps, single.measured], strict=True):
+        found, single = assemble_result(answers, size), assemble_result([wanted], size)
         extra = found.metrics.keys() - single.metrics.keys()
         assert extra <= {"tokens_per_rank_max_over_mean"}
         for name, metric in single.metrics.items():
-            (losses if name == "loss" else others).append(_relative(found.metrics[name].value, metric.value))
-        outputs.append(_outputs_differ(found.outputs, single.outputs))
+            (losses if name == "loss" else others).append(_relative_difference(found.metrics[name].value, metric.value))
+        outputs.append(_output_difference(found.outputs, single.outputs))
     outputs.append(
-        _outputs_differ(assemble_outputs([rank.scored for rank in ranks], size), assemble_outputs([alone.scored], size))
+        _output_difference(assemble_outputs([rank.scored for rank in ranks], size), assemble_outputs([single.scored], size))
     )
-    norms = [_relative(here["grad_norm"], there["grad_norm"]) for here, there in zip(first.stepped, alone.stepped, strict=True)]
-    weights = [_tensors_differ(first.weights[name], weight) for name, weight in alone.weights.items()]
-    assert first.adapters.keys() == alone.adapters.keys()
-    weights += [_tensors_differ(first.adapters[name], weight) for name, weight in alone.adapters.items()]
+    norms = [
+        _relative_difference(here["grad_norm"], there["grad_norm"])
+        for here, there in zip(first.step_metrics, single.step_metrics, strict=True)
+    ]
+    weights = [_tensor_difference(first.weights[name], weight) for name, weight in single.weights.items()]
+    assert first.adapters.keys() == single.adapters.keys()
+    weights += [_tensor_difference(first.adapters[name], weight) for name, weight in single.adapters.items()]
     return Differences(max(losses), max(norms), max(outputs), max(weights), max(others, default=0.0))
 
 
-def _relative(left: float, right: float) -> float:
+def _relative_difference(left: float, right: float) -> float:
     return abs(left - right) / max(abs(left), abs(right), 1e-3)
 
 
-def _tensors_differ(left: Tensor, right: Tensor) -> float:
+def _tensor_difference(left: Tensor, right: Tensor) -> float:
     assert left.shape == right.shape and left.dtype == right.dtype, (left.dtype, right.dtype)
     return float((left.double() - right.double()).abs().max() / right.double().abs().max().clamp(min=1e-12))
 
 
-def _outputs_differ(left: Any, right: Any) -> float:
+def _output_difference(left: Any, right: Any) -> float:
     names = ("logprobs", "entropy") if isinstance(right, TokenOutputs) else ("values",)
-    return max(_tensors_differ(getattr(left, name), getattr(right, name)) for name in names)
+    return max(_tensor_difference(getattr(left, name), getattr(right, name)) for name in names)

@@ -17,7 +17,7 @@ dist: Any = torch.distributed
 TIMEOUT = 240.0  # seconds for all of them together
 
 
-def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call ``function(rank, *arguments)`` on ranks 0 to ``count`` - 1 of a process group. Returns the results, which must be picklable.
 
     ``function`` must be importable: defined in a module, not inside a test. Raises AssertionError with the traceback of the first rank
@@ -28,14 +28,15 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
         ranks = [
-            context.Process(target=_rank, args=(rank, count, folder, pipes[rank][1], work), daemon=True) for rank in range(count)
+            context.Process(target=_run_rank, args=(rank, count, folder, pipes[rank][1], work), daemon=True)
+            for rank in range(count)
         ]
         for rank in ranks:
             rank.start()
         for _, sender in pipes:
             sender.close()
         try:
-            return [_answer(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
+            return [_receive_result(rank, receiver) for rank, (receiver, _) in enumerate(pipes)]
         finally:
             for rank in ranks:
                 rank.join(5)
@@ -44,7 +45,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
                     rank.join()
 
 
-def _answer(rank: int, receiver: Any) -> Any:
+def _receive_result(rank: int, receiver: Any) -> Any:
     assert receiver.poll(TIMEOUT), f"rank {rank} did not answer within {TIMEOUT:g} s"
     try:
         failed, result = pickle.loads(receiver.recv_bytes())
@@ -54,7 +55,7 @@ def _answer(rank: int, receiver: Any) -> Any:
     return result
 
 
-def _rank(rank: int, count: int, folder: str, sender: Any, work: bytes) -> None:
+def _run_rank(rank: int, count: int, folder: str, sender: Any, work: bytes) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)

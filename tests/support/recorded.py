@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
-from strop.models.value import score_layer
+from strop.models.value import get_score_layer
 from strop.sampling import Sampling
-from strop.training.base import ColumnSource, token_outputs
+from strop.training.base import ColumnSource, require_token_outputs
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group, Rollout, Task, Turn
 from support.models import CONFIGS, VOCABULARY, build
-from support.rollouts import GroupShape, group_of, rollout_of, rollout_shapes
+from support.rollouts import GroupShape, make_group, make_rollout, rollout_shapes
 
 
-def taught(tokens: Sequence[int]) -> Turn:
+def recorded_turn(tokens: Sequence[int]) -> Turn:
     """Build a recorded turn of the policy, which was not sampled."""
     count = len(tokens)
     return Turn(
@@ -33,22 +33,22 @@ def taught(tokens: Sequence[int]) -> Turn:
     )
 
 
-def recorded(
+def recorded_group(
     prompt: Sequence[int], *completions: Sequence[int], rewards: Sequence[float] = (1.0, 0.0), index: int = 0, name: str = "data"
 ) -> Group:
     """Build a group of recorded completions of one prompt; an empty completion has no turn."""
     rollouts = [
-        rollout_of(prompt, *([taught(tokens)] if len(tokens) else []), reward=reward)
+        make_rollout(prompt, *([recorded_turn(tokens)] if len(tokens) else []), reward=reward)
         for tokens, reward in zip(completions, rewards, strict=False)
     ]
-    return replace(named(group_of(*rollouts, index=index), f"{name}:{index}"), environment=name, version=-1)
+    return replace(with_task_id(make_group(*rollouts, index=index), f"{name}:{index}"), environment=name, version=-1)
 
 
-def named(group: Group, id: str) -> Group:
+def with_task_id(group: Group, id: str) -> Group:
     return replace(group, rollouts=tuple(replace(rollout, task=Task(id=id)) for rollout in group.rollouts))
 
 
-def other_prompt(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
+def with_prompt(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
     return replace(rollout, prompt=torch.tensor(list(prompt), dtype=torch.int64))
 
 
@@ -61,7 +61,7 @@ def random_groups(count: int, completions: int = 2, *, seed: int = 0, longest: i
         return torch.randint(4, VOCABULARY, (length,), generator=generator).tolist()
 
     return [
-        recorded(tokens(), *(tokens() for _ in range(completions)), rewards=(float(index % 2 == 0), 0.0), index=index)
+        recorded_group(tokens(), *(tokens() for _ in range(completions)), rewards=(float(index % 2 == 0), 0.0), index=index)
         for index in range(count)
     ]
 
@@ -86,13 +86,13 @@ def build_classifier(family: str, *, seed: int = 0, dtype: torch.dtype = torch.f
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config).eval()
     model.base_model.load_state_dict(build(family, seed=seed).base_model.state_dict())
-    layer = score_layer(model)
+    layer = get_score_layer(model)
     with torch.no_grad():
         layer.weight.copy_(0.2 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(seed)))
     return model.to(dtype)
 
 
-def learner_on(network: Any, algorithm: Algorithm, **options: Any) -> TorchLearner:
+def make_learner(network: Any, algorithm: Algorithm, **options: Any) -> TorchLearner:
     chosen = {
         "optimizer_kwargs": {"lr": 3e-3, "weight_decay": 0.0},
         "train_tokens": 60,
@@ -116,11 +116,11 @@ def train_steps(
         logged = []
         batch = pack(groups, algorithm)
         for scorer in scorers:
-            batch = batch.with_extras(await scorer.columns(batch, groups))
-        batch = algorithm.credit(batch)
+            batch = batch.with_columns(await scorer.columns(batch, groups))
+        batch = algorithm.token_credit(batch)
         for step in range(steps):
-            surveyed = await survey(learner, algorithm, batch)
-            seen = replace(surveyed, idle=algorithm.idle(surveyed))
+            surveyed = await prepare_step(learner, algorithm, batch)
+            seen = replace(surveyed, idle=algorithm.zero_gradient(surveyed))
             result = await learner.forward_backward(seen, algorithm.losses(step)["policy"])
             logged.append({name: metric.value for name, metric in {**result.metrics, **await learner.step()}.items()})
             watch(logged[-1])
@@ -129,6 +129,6 @@ def train_steps(
     return asyncio.run(run())
 
 
-async def survey(learner: TorchLearner, algorithm: Algorithm, batch: Batch) -> Batch:
-    outputs = token_outputs(await learner.score(batch)) if algorithm.surveys else None
-    return algorithm.survey(batch, outputs)
+async def prepare_step(learner: TorchLearner, algorithm: Algorithm, batch: Batch) -> Batch:
+    outputs = require_token_outputs(await learner.score(batch)) if algorithm.needs_step_outputs else None
+    return algorithm.prepare_step(batch, outputs)

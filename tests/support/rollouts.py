@@ -12,12 +12,12 @@ from torch import Tensor
 
 from strop.data.packing import pack
 from strop.generation.base import Completion
-from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation
+from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation_turn
 from support.algorithms import grpo
 from support.models import VOCABULARY
 
 
-def sampled(tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Turn:
+def sampled_turn(tokens: Sequence[int], logprobs: Sequence[float] | None = None, version: int = 0) -> Turn:
     """Build a sampled turn of the policy."""
     return Turn(
         author="policy",
@@ -28,7 +28,7 @@ def sampled(tokens: Sequence[int], logprobs: Sequence[float] | None = None, vers
     )
 
 
-def turn_of(completion: Completion) -> Turn:
+def make_turn(completion: Completion) -> Turn:
     """Build a turn from an engine's completion."""
     return Turn(
         author="policy",
@@ -40,7 +40,7 @@ def turn_of(completion: Completion) -> Turn:
     )
 
 
-def rollout_of(
+def make_rollout(
     prompt: Sequence[int], *turns: Turn, reward: float = 0.0, ending: Ending = Ending.STOP, sample: int = 0
 ) -> Rollout:
     return Rollout(
@@ -55,7 +55,7 @@ def rollout_of(
     )
 
 
-def group_of(*rollouts: Rollout, index: int = 0) -> Group:
+def make_group(*rollouts: Rollout, index: int = 0) -> Group:
     numbered = tuple(replace(rollout, sample=place) for place, rollout in enumerate(rollouts))
     return Group(index=index, environment="test", version=0, rollouts=numbered)
 
@@ -81,7 +81,7 @@ class GroupShape:
     own_prompts: bool = False  # each rollout has a different prompt, so that no prefix is shared
 
 
-def groups_of(shapes: Sequence[GroupShape], seed: int) -> list[Group]:
+def make_groups(shapes: Sequence[GroupShape], seed: int) -> list[Group]:
     return [_group(shape, index, seed) for index, shape in enumerate(shapes)]
 
 
@@ -96,17 +96,17 @@ def _group(shape: GroupShape, index: int, seed: int) -> Group:
     for member in shape.rollouts:
         turns = []
         for policy, answer in member.turns:
-            turns.append(sampled(tokens(policy), (-3 * torch.rand(policy, generator=generator)).tolist()))
-            turns += [observation(tokens(answer), "")] if answer else []
+            turns.append(sampled_turn(tokens(policy), (-3 * torch.rand(policy, generator=generator)).tolist()))
+            turns += [observation_turn(tokens(answer), "")] if answer else []
         rollouts.append(
-            rollout_of(
+            make_rollout(
                 tokens(shape.prompt) if shape.own_prompts else common,
                 *turns,
                 reward=float(torch.rand((), generator=generator, dtype=torch.float64)),
                 ending=Ending.LENGTH if member.truncated else Ending.STOP,
             )
         )
-    return group_of(*rollouts, index=index)
+    return make_group(*rollouts, index=index)
 
 
 _lengths = st.integers(1, 7)
@@ -128,10 +128,10 @@ def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
     """Add scored columns near ``logprobs`` [N], with ratios on both sides of the clip range and a different reference."""
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
-    batch = batch.with_extra("policy_logprobs", logprobs.float() + 0.3 * torch.randn(count, generator=generator))
-    return batch.with_extra("reference_logprobs", logprobs.float() + 0.5 * torch.randn(count, generator=generator))
+    batch = batch.with_column("policy_logprobs", logprobs.float() + 0.3 * torch.randn(count, generator=generator))
+    return batch.with_column("reference_logprobs", logprobs.float() + 0.5 * torch.randn(count, generator=generator))
 
 
-def packed(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
+def pack_grpo(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
     """Pack the groups into a batch for GRPO with ``options``."""
     return pack(groups, grpo(**options), share_prefixes=share_prefixes)

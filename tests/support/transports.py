@@ -17,13 +17,13 @@ from torch import Tensor
 
 from strop.weights.base import ChannelAddress, Manifest, Sender, TransportError
 from strop.weights.fingerprints import fingerprint
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import build_manifest
 from support.forks import forks
 
 CPU = torch.device("cpu")
 
 
-def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
+def make_tensors(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
     """Build tensors like a learner's: mostly float32, one larger than a small bucket, views, empty and scalar ones, integers."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -45,7 +45,7 @@ def model(seed: int, size: int = 300) -> list[tuple[str, Tensor]]:
     ]
 
 
-def sent(tensors: list[tuple[str, Tensor]], manifest: Manifest) -> dict[str, int]:
+def expected_fingerprints(tensors: list[tuple[str, Tensor]], manifest: Manifest) -> dict[str, int]:
     """Return the fingerprints of the tensors that must arrive."""
     return {name: fingerprint(tensor.to(entry.dtype)) for (name, tensor), entry in zip(tensors, manifest.entries, strict=True)}
 
@@ -58,7 +58,7 @@ class Failure:
     seconds: float
 
 
-def received(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:
+def receive_fingerprints(receiver: Any, manifest: Manifest) -> dict[str, int] | Failure:
     """Receive one publish. Returns the fingerprints, or the failure."""
     started = time.monotonic()
     try:
@@ -79,7 +79,7 @@ def receive_on_demand(pipe: Connection, address: ChannelAddress, index: int, pau
                     pipe.send("reading")
                 time.sleep(pause)
         else:
-            pipe.send(received(receiver, manifest))
+            pipe.send(receive_fingerprints(receiver, manifest))
     receiver.close()
 
 
@@ -89,7 +89,7 @@ def send_once(pipe: Connection, make: Callable[[], Sender], manifest: Manifest, 
     pipe.send(sender.address)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in model(seed):
+        for name, tensor in make_tensors(seed):
             if name == stop_at:
                 pipe.send("stopped")
                 time.sleep(1000)
@@ -102,7 +102,7 @@ def send_once(pipe: Connection, make: Callable[[], Sender], manifest: Manifest, 
 
 
 @dataclass(frozen=True)
-class Child:
+class ChildProcess:
     process: BaseProcess
     pipe: Connection
 
@@ -116,14 +116,14 @@ class Child:
 
 
 @contextmanager
-def child(body: Callable[..., None], *arguments: Any) -> Iterator[Child]:
+def spawn_child(body: Callable[..., None], *arguments: Any) -> Iterator[ChildProcess]:
     """Run ``body(pipe, *arguments)`` in its own process, which is killed at the end if it is still alive."""
     ours, theirs = multiprocessing.Pipe()
     process = forks().Process(target=body, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield Child(process, ours)
+        yield ChildProcess(process, ours)
         with suppress(OSError):
             ours.send(None)
         process.join(20)
@@ -133,8 +133,8 @@ def child(body: Callable[..., None], *arguments: Any) -> Iterator[Child]:
             process.join(20)
 
 
-def manifests(dtype: torch.dtype | None = torch.bfloat16) -> Manifest:
-    return manifest_of(model(0), dtype)
+def make_manifest(dtype: torch.dtype | None = torch.bfloat16) -> Manifest:
+    return build_manifest(make_tensors(0), dtype)
 
 
 def open_files() -> int:

@@ -150,7 +150,7 @@ def test_operators_are_told_apart(common: Any) -> None:
 
 
 def test_laps_add_up(common: Any) -> None:
-    laps = common.Laps()
+    laps = common.TurnTimer()
     with laps("a"):
         pass
     with laps("a"):

@@ -14,7 +14,7 @@ import pytest
 from strop import __version__, cli
 from strop.config import GrpoRunConfig
 from strop.config.schema import TRAINING_RUNS
-from strop.stopping import EndedEarly
+from strop.stopping import RunStopped
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -40,7 +40,7 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     module: Any = ModuleType("strop.assembly")
     module.run_training = run_training
     module.run_evaluation = lambda config: calls.evaluation.append(config) or 0
-    module.describe = lambda config: "what would run where"
+    module.summarize = lambda config: "what would run where"
     monkeypatch.setitem(sys.modules, "strop.assembly", module)
     monkeypatch.setattr("strop.assembly", module, raising=False)
     yield calls
@@ -111,7 +111,7 @@ def test_an_interrupted_run_says_how_to_continue(assembly: SimpleNamespace, caps
 def test_a_run_that_was_told_to_end_says_why_and_how_to_continue(
     assembly: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assembly.raises = EndedEarly("SIGTERM: the run ended after step 7.")
+    assembly.raises = RunStopped("SIGTERM: the run ended after step 7.")
     assert cli.main(["grpo", *RUN]) == 143
     error = capsys.readouterr().err
     assert (

@@ -18,7 +18,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.training.torch.parallel.checkpoint import save
-from strop.training.torch.parallel.pieces import Piece, write_pieces
+from strop.training.torch.parallel.pieces import TensorShard, write_shards
 from support.models import build
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "converters" / "convert_dcp_to_hf.py"
@@ -101,7 +101,7 @@ def test_what_cannot_be_converted_is_refused_with_a_reason(script: ModuleType, t
 
 def test_weights_of_another_model_than_its_configuration_are_refused(script: ModuleType, tmp_path: Path, tokenizer: Any) -> None:
     saved(tmp_path, "llama", tokenizer)
-    write_pieces(tmp_path / "policy" / "weights", {"odd": Piece(torch.ones(2), (0,), (2,))}, None)
+    write_shards(tmp_path / "policy" / "weights", {"odd": TensorShard(torch.ones(2), (0,), (2,))}, None)
     said = str(convert(script, tmp_path, tmp_path / "hf"))
     assert "do not fit LlamaForCausalLM" in said and "unexpected ['odd']" in said
     assert not (tmp_path / "hf").exists()

@@ -19,10 +19,10 @@ import torch
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.assembly.rollouts import algorithm_of
+from strop.assembly.rollouts import make_rollout_algorithm
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.kinds import load_any
-from strop.data.packing import micro_batches, pack
+from strop.config.kinds import load_any_kind
+from strop.data.packing import pack, split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.registry import import_attribute
 from strop.types import Group, Rollout, Task, Turn
@@ -132,8 +132,8 @@ def test_every_algorithm_and_part_has_a_row_in_a_table_of_its_family() -> None:
     folder = ROOT / "docs/algorithms"
     overview = names_in_rows(folder / "README.md")
     families = {found for page in folder.glob("*.md") if page.name != "README.md" for found in names_in_rows(page)}
-    assert not set(catalogue.algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
-    missing = (set(catalogue.algorithms()) | set(catalogue.parts())) - families
+    assert not set(catalogue.all_algorithms()) - overview, "docs/algorithms/README.md lists every algorithm by its name"
+    missing = (set(catalogue.all_algorithms()) | set(catalogue.all_parts())) - families
     assert not missing, f"give {sorted(missing)} a row on a page of docs/algorithms"
 
 
@@ -192,7 +192,7 @@ def test_commands_name_configurations_that_load(
         return
     if words[1:3] == ["cluster", "check"]:
         named = words[3] == "--config"
-        load_any(Path(words[4]) if named else None, words[5 if named else 3 :])
+        load_any_kind(Path(words[4]) if named else None, words[5 if named else 3 :])
         return
     kind, config = SCRIPTS[words[1]] if words[0] == "python" else (words[1], None)
     rest = words[2:]
@@ -225,17 +225,17 @@ def test_examples_run(page: Path, file: str, code: str, tmp_path: Path) -> None:
 def trains_with(algorithm: str) -> None:
     """The configuration takes it, it gives credit, and its loss does not depend on how the batch is cut."""
     overrides = ["policy.model_name=none", "data.train.env_name=arithmetic", "env.arithmetic={}", f"algorithm.name={algorithm}"]
-    made = algorithm_of(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
+    made = make_rollout_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
     group = Group(index=0, environment="arithmetic", version=0, rollouts=tuple(rollout(place) for place in range(4)))
-    batch = made.credit(pack([group], made))
+    batch = made.token_credit(pack([group], made))
     assert float(batch.advantages.abs().max()) > 0
     for column in made.requires:
-        batch = batch.with_extra(column, batch.sampler_logprobs.clone())
+        batch = batch.with_column(column, batch.rollout_logprobs.clone())
 
     def loss_of(budget: int) -> float:
         total = 0.0
-        for part in micro_batches(batch, budget):
-            logprobs = part.batch.sampler_logprobs.clone().requires_grad_()
+        for part in split_micro_batches(batch, budget):
+            logprobs = part.batch.rollout_logprobs.clone().requires_grad_()
             loss, logged = made.loss(TokenOutputs(logprobs, torch.ones_like(logprobs)), part.batch)
             loss.backward()
             assert logprobs.grad is not None and logprobs.grad.abs().sum() > 0 and "loss" in logged

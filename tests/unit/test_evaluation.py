@@ -12,7 +12,7 @@ import pytest
 from loop.fakes import FakeGenerator, Letters, Recorder, Tasks
 from loop.tiny import tiny_tokenizer
 from strop.data.source import DataSource
-from strop.evaluation import Evaluator, TaskResult, pass_at_k, summarise
+from strop.evaluation import Evaluator, TaskResult, pass_at_k, summarize_results
 from strop.rollouts.episode import EpisodeRules
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
@@ -59,7 +59,7 @@ def test_summaries_are_means_over_tasks():
         TaskResult("e", (1.0, 0.0, 0.0, 0.0), ("7", "8", "8", None)),
         TaskResult("e", (1.0, 1.0, 1.0, 0.5), ("7", "7", "7", "8")),
     ]
-    found = summarise(results, (1, 2, 4), (1, 4))
+    found = summarize_results(results, (1, 2, 4), (1, 4))
     assert found == pytest.approx(
         {
             "accuracy": (0.25 + 3.5 / 4) / 2,
@@ -75,8 +75,8 @@ def test_summaries_are_means_over_tasks():
 
 def test_answers_that_nobody_gives_are_not_voted_on():
     results = [TaskResult("e", (1.0, 0.0), (None, None))]
-    assert not any(name.startswith("cons") for name in summarise(results, (1, 2), (2,)))
-    assert summarise(results, ()) == {"accuracy": 0.5}
+    assert not any(name.startswith("cons") for name in summarize_results(results, (1, 2), (2,)))
+    assert summarize_results(results, ()) == {"accuracy": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +138,13 @@ def test_an_evaluation_does_not_depend_on_the_step_nor_on_what_ran_before(tmp_pa
 
 @pytest.mark.parametrize("at_once", [1, 4, 100])
 def test_how_many_tasks_are_sampled_at_once_changes_nothing(at_once):
-    whole, parts = asyncio.run(evaluator().evaluate(0)), asyncio.run(evaluator(at_once=at_once).evaluate(0))
+    whole, parts = asyncio.run(evaluator().evaluate(0)), asyncio.run(evaluator(concurrent_tasks=at_once).evaluate(0))
     assert whole.keys() == parts.keys()
     assert all(whole[name] == parts[name] for name in whole.keys() - {"validation/seconds"})
 
 
 def test_tasks_are_sampled_so_many_at_a_time():
-    limited = evaluator(at_once=2, generator=FakeGenerator(TOKENIZER, latency=lambda seed: 0.001))
+    limited = evaluator(concurrent_tasks=2, generator=FakeGenerator(TOKENIZER, latency=lambda seed: 0.001))
     running, most = 0, 0
     generate = limited.generator.generate
 
@@ -195,5 +195,5 @@ def test_the_environments_of_a_mixture_are_reported_each(tmp_path):
 
 def test_as_many_samples_are_shown_as_asked_for():
     tracker = Recorder()
-    asyncio.run(evaluator(show=2).evaluate(0, tracker))
+    asyncio.run(evaluator(samples_to_print=2).evaluate(0, tracker))
     assert len(tracker.notes) == 2 and tracker.notes[0].startswith("'task 0' -> ")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, virtually
+from loop.fakes import FakeCheckpoints, FakeLearner, Letters, make_run, run_virtually
 from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.grpo import GRPO
-from strop.loop import LoopOptions, OutOfTasks, TooManyDropped, collect, stops, train, update
+from strop.loop import TooFewTasks, TooManyDropped, TrainOptions, check_early_stop, collect, train, update
 from strop.stopping import EarlyStop
 from support.algorithms import grpo
 
@@ -21,7 +21,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def options(**changes):
-    return LoopOptions(**{"max_steps": 4, "groups_per_step": 3, **changes})
+    return TrainOptions(**{"max_steps": 4, "groups_per_step": 3, **changes})
 
 
 def trained(run):
@@ -52,7 +52,7 @@ def test_the_learner_sees_the_groups_in_order_and_the_weights_that_sampled_them(
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_staleness_is_reported_and_bounded(tmp_path, k):
     run, _, tracker = make_run(TOKENIZER, tmp_path, options(max_steps=12, max_staleness=k), latency=lambda seed: (seed % 13) / 10)
-    virtually(train(run))
+    run_virtually(train(run))
     found = [tracker.steps[step]["train/staleness_max"] for step in range(1, 13)]
     assert max(found) == k and found[0] == 0
 
@@ -73,7 +73,7 @@ def test_the_columns_an_algorithm_requires_are_scored_before_its_credit(tmp_path
     class Reference:
         async def columns(self, batch, groups):
             assert len(groups) == batch.num_groups
-            return {"reference_logprobs": batch.sampler_logprobs - 0.5}
+            return {"reference_logprobs": batch.rollout_logprobs - 0.5}
 
     algorithm = grpo(kl_penalty=0.1, kl_estimator="k1")
     run, _, tracker = make_run(
@@ -198,13 +198,13 @@ def test_nothing_is_saved_or_validated_twice_at_the_end_of_the_tasks(tmp_path):
 
 def test_tasks_too_few_for_a_single_step_are_an_error(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(), tasks=2)
-    with pytest.raises(OutOfTasks, match=r"2 groups are left, and one step needs 3 .*max_num_epochs"):
+    with pytest.raises(TooFewTasks, match=r"2 groups are left, and one step needs 3 .*max_num_epochs"):
         trained(run)
 
 
 def test_tasks_that_were_all_dropped_are_an_error_that_says_why(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(), tasks=4, environment=Letters(broken=tuple(range(4))))
-    with pytest.raises(OutOfTasks, match=r"4 groups were dropped:\n.*the verifier of task"):
+    with pytest.raises(TooFewTasks, match=r"4 groups were dropped:\n.*the verifier of task"):
         trained(run)
 
 
@@ -222,10 +222,10 @@ def test_the_ratio_is_to_the_policy_before_the_first_step_in_every_epoch_and_min
     trained(run)
     assert learner.steps == 6 and learner.scored == 1
     for batch in learner.batches:
-        assert torch.equal(batch.extra("policy_logprobs"), batch.sampler_logprobs + 0.25)
+        assert torch.equal(batch.column("policy_logprobs"), batch.rollout_logprobs + 0.25)
         assert batch.num_groups == 2 and batch.totals.sequences == 8
     for place, outputs in enumerate(learner.outputs):
-        moved = (outputs - learner.batches[place].extra("policy_logprobs")).mean()
+        moved = (outputs - learner.batches[place].column("policy_logprobs")).mean()
         assert moved == pytest.approx(0.1 * place, abs=1e-5)
     first, second = learner.batches[0], learner.batches[1]
     assert torch.equal(first.target, learner.batches[2].target) and len(first.rewards) == len(second.rewards)
@@ -237,7 +237,7 @@ def test_one_optimizer_step_needs_no_scoring_pass(tmp_path):
     learner = FakeLearner(shift=0.5)
     run, _, tracker = make_run(TOKENIZER, tmp_path, options(max_steps=1), learners={"policy": learner})
     trained(run)
-    assert learner.scored == 0 and "policy_logprobs" not in learner.batches[0].extras
+    assert learner.scored == 0 and "policy_logprobs" not in learner.batches[0].columns
     assert tracker.steps[1]["train/probs_ratio"] == pytest.approx(1.0)
     assert tracker.steps[1]["train/token_mult_prob_error"] == pytest.approx(torch.exp(torch.tensor(0.5)).item(), rel=1e-5)
 
@@ -281,7 +281,7 @@ def test_the_log_probabilities_of_the_learner_are_those_before_the_update(tmp_pa
         return batch, (await update(run, batch))[0]
 
     batch, logprobs = asyncio.run(one())
-    assert torch.equal(logprobs.logprobs, batch.sampler_logprobs + 0.5)
+    assert torch.equal(logprobs.logprobs, batch.rollout_logprobs + 0.5)
 
 
 # --- when things happen -----------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_a_metric_to_stop_at_that_no_validation_reports_is_an_error(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(val_period=1), validation=2, early_stop=early_stop)
     with pytest.raises(ValueError, match=r"no metric validation/acuracy; there are validation/accuracy"):
         trained(run)
-    assert not stops(run, {"train/loss": 1.0}), "before the first validation nothing is known"
+    assert not check_early_stop(run, {"train/loss": 1.0}), "before the first validation nothing is known"
 
 
 def test_no_step_is_trained_where_none_is_wanted(tmp_path):

@@ -40,7 +40,7 @@ def test_a_mean_of_no_weight_changes_nothing() -> None:
 
 
 def test_a_metric_that_only_some_parts_have_is_kept() -> None:
-    assert metrics.values(metrics.merge({"a": metrics.total(1)}, {"b": metrics.total(2)})) == {"a": 1, "b": 2}
+    assert metrics.to_floats(metrics.merge({"a": metrics.total(1)}, {"b": metrics.total(2)})) == {"a": 1, "b": 2}
 
 
 def test_metrics_of_different_kinds_do_not_merge() -> None:
@@ -49,6 +49,6 @@ def test_metrics_of_different_kinds_do_not_merge() -> None:
 
 
 def test_sums_of_steps_are_averaged_over_steps() -> None:
-    steps = [{"loss": metrics.per_step(metrics.total(value))} for value in (1.0, 3.0)]
+    steps = [{"loss": metrics.to_step_mean(metrics.total(value))} for value in (1.0, 3.0)]
     assert metrics.merge(*steps)["loss"].value == 2.0
-    assert metrics.per_step(metrics.maximum(4.0)) == metrics.maximum(4.0)
+    assert metrics.to_step_mean(metrics.maximum(4.0)) == metrics.maximum(4.0)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
-from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED, no_learner
+from strop.config.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS, check_learner_enabled
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
 from strop.loop import train
@@ -92,20 +92,26 @@ def test_a_row_says_what_the_code_does(found: Row, workplace: Path, monkeypatch:
 
 def test_every_algorithm_stands_in_the_table_once() -> None:
     named = [name for found in ROWS for name in found.names]
-    assert sorted(named) == sorted(algorithms())
+    assert sorted(named) == sorted(all_algorithms())
 
 
 def test_every_part_that_is_refused_has_a_row(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that arrives loses its function in ``strop.config.unsupported``; its row then fails above."""
     monkeypatch.chdir(workplace)
-    missing = {check.__name__ for check in (*BOTH_UNSUPPORTED, *TRAINING_UNSUPPORTED) if check is not no_learner}
+    missing = {
+        check.__name__
+        for check in (*COMMON_UNSUPPORTED_CHECKS, *TRAINING_UNSUPPORTED_CHECKS)
+        if check is not check_learner_enabled
+    }
     for found in COMMANDS:
         if found.state == "not yet":
             try:
                 config = start(found, check=False)
             except ConfigError:
                 continue
-            missing -= {check.__name__ for check in (*BOTH_UNSUPPORTED, *TRAINING_UNSUPPORTED) if list(check(config))}
+            missing -= {
+                check.__name__ for check in (*COMMON_UNSUPPORTED_CHECKS, *TRAINING_UNSUPPORTED_CHECKS) if list(check(config))
+            }
     assert not missing, f"README.md has no row for {missing}"
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.sampling import Sampling, filtered_logits, kept_tokens, mix_seed, pad_kept, recorded_logits, uniform
+from strop.sampling import Sampling, filtered_logits, keep_mask, kept_logits, mix_seed, pad_kept_tokens, uniform
 
 SEEDS = [16294208416658607535, 756822902802210472, 3976058954295664219]
 UNIFORM = 0.1407204796355167
@@ -46,25 +46,25 @@ def test_the_kept_tokens_are_those_of_a_slow_reference(
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     row = torch.tensor(logits, dtype=torch.float64)
     wanted = slowly_kept(logits, sampling)
-    assert kept_tokens(row, sampling).tolist() == wanted
-    assert kept_tokens(torch.stack([row, row.flip(0)]), sampling).tolist() == [wanted, wanted[::-1]], "rows do not mix"
+    assert keep_mask(row, sampling).tolist() == wanted
+    assert keep_mask(torch.stack([row, row.flip(0)]), sampling).tolist() == [wanted, wanted[::-1]], "rows do not mix"
     assert any(wanted), "the likeliest token is always kept"
 
 
 def test_top_p_keeps_the_token_that_crosses_the_mass_and_no_more() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert kept_tokens(logits, Sampling(top_p=0.6)).tolist() == [True, True, False, False]
-    assert kept_tokens(logits, Sampling(top_p=0.45)).tolist() == [True, False, False, False]
+    assert keep_mask(logits, Sampling(top_p=0.6)).tolist() == [True, True, False, False]
+    assert keep_mask(logits, Sampling(top_p=0.45)).tolist() == [True, False, False, False]
 
 
 def test_top_p_looks_at_what_top_k_kept() -> None:
     """Of {0.5, 0.3} renormalised the first has 0.625: it alone reaches 0.6, though it is only half of everything."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert kept_tokens(logits, Sampling(top_k=2, top_p=0.6)).tolist() == [True, False, False, False]
+    assert keep_mask(logits, Sampling(top_k=2, top_p=0.6)).tolist() == [True, False, False, False]
 
 
 def test_tokens_as_likely_as_the_kth_are_all_kept() -> None:
-    assert kept_tokens(torch.tensor([2.0, 1.0, 1.0, 0.0]), Sampling(top_k=2)).tolist() == [True, True, True, False]
+    assert keep_mask(torch.tensor([2.0, 1.0, 1.0, 0.0]), Sampling(top_k=2)).tolist() == [True, True, True, False]
 
 
 def test_the_distribution_is_renormalised_over_what_is_kept_after_the_temperature() -> None:
@@ -82,18 +82,18 @@ def test_a_token_that_was_drawn_keeps_its_probability_even_if_rounding_would_cut
 
 def test_recorded_logits_are_those_of_the_set_after_the_temperature_with_nothing_for_padding() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 5.0, 7.0]])
-    kept = pad_kept([torch.tensor([1, 3]), torch.tensor([0, 1, 2])])
+    kept = pad_kept_tokens([torch.tensor([1, 3]), torch.tensor([0, 1, 2])])
     assert kept.tolist() == [[1, 3, -1], [0, 1, 2]] and kept.dtype == torch.int32
-    found = recorded_logits(logits, kept, Sampling(temperature=0.5, top_k=1))
+    found = kept_logits(logits, kept, Sampling(temperature=0.5, top_k=1))
     assert found.tolist() == [[2.0, -2.0, float("-inf")], [0.0, 6.0, 10.0]]
 
 
 def test_sets_are_recorded_only_where_something_is_cut_and_something_is_drawn() -> None:
-    asked = Sampling(record_kept=True)
-    assert not asked.records
-    assert replace(asked, top_k=5).records
-    assert not replace(asked, top_k=5, temperature=0.0).records
-    assert not Sampling(top_k=5).records
+    asked = Sampling(record_sampling_mask=True)
+    assert not asked.records_sampling_mask
+    assert replace(asked, top_k=5).records_sampling_mask
+    assert not replace(asked, top_k=5, temperature=0.0).records_sampling_mask
+    assert not Sampling(top_k=5).records_sampling_mask
 
 
 def test_half_precision_logits_are_made_float32_and_float64_stays() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.stopping import EarlyStop, Stopper
+from strop.stopping import EarlyStop, StopRequest
 
 METRIC = "validation/loss"
 
@@ -18,7 +18,7 @@ METRIC = "validation/loss"
 def after(values: Sequence[float], **options: Any) -> EarlyStop:
     watched = EarlyStop(metric=METRIC, **{"higher_is_better": False, **options})
     for value in values:
-        watched = watched.seen({METRIC: value, "validation/examples": 8.0})
+        watched = watched.update({METRIC: value, "validation/examples": 8.0})
     return watched
 
 
@@ -48,7 +48,7 @@ def test_an_improvement_may_have_to_be_of_some_size() -> None:
 
 def test_a_step_without_a_measurement_changes_nothing() -> None:
     watched = after([2.0, 3.0], patience=2)
-    assert watched.seen({"train/loss": 0.1}) is watched
+    assert watched.update({"train/loss": 0.1}) is watched
 
 
 def test_a_metric_that_is_never_measured_is_named_with_those_that_are() -> None:
@@ -56,7 +56,7 @@ def test_a_metric_that_is_never_measured_is_named_with_those_that_are() -> None:
     with pytest.raises(
         ValueError, match=r"there is no metric validation/acuracy; there are validation/accuracy, validation/loss"
     ):
-        watched.seen({"validation/loss": 1.0, "validation/accuracy": 0.2, "train/loss": 2.0})
+        watched.update({"validation/loss": 1.0, "validation/accuracy": 0.2, "train/loss": 2.0})
 
 
 def test_what_was_seen_is_part_of_a_checkpoint() -> None:
@@ -74,7 +74,7 @@ def test_a_run_stops_at_the_first_stretch_without_improvement(values: list[float
     watched = EarlyStop(metric=METRIC, higher_is_better=higher, patience=patience)
     signed = values if higher else [-value for value in values]
     for count, value in enumerate(values, start=1):
-        watched = watched.seen({METRIC: value})
+        watched = watched.update({METRIC: value})
         first_best = signed.index(max(signed[:count]))
         assert watched.best == values[first_best]
         assert watched.without_improvement == count - 1 - first_best
@@ -84,11 +84,11 @@ def test_a_run_stops_at_the_first_stretch_without_improvement(values: list[float
 def test_nobody_asks_a_run_to_end_unless_told_or_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("strop.stopping.time.monotonic", lambda: clock[0])
-    assert Stopper().asked() is None and Stopper(reason="SIGTERM").asked() == "SIGTERM"
-    timed = Stopper(deadline=101.0)
-    assert timed.asked() is None
+    assert StopRequest().check() is None and StopRequest(reason="SIGTERM").check() == "SIGTERM"
+    timed = StopRequest(deadline=101.0)
+    assert timed.check() is None
     clock[0] = 101.0
-    assert timed.asked() == "the time is up (checkpointing.checkpoint_must_save_by)"
+    assert timed.check() == "the time is up (checkpointing.checkpoint_must_save_by)"
     clock[0] = 50.0
-    assert timed.asked() is not None, "what was asked for stays so"
-    assert Stopper(deadline=10.0, reason="SIGTERM").asked() == "SIGTERM"
+    assert timed.check() is not None, "what was asked for stays so"
+    assert StopRequest(deadline=10.0, reason="SIGTERM").check() == "SIGTERM"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm, Outputs
 from strop.algorithms.dpo import DPO
-from strop.algorithms.kl import REFERENCE
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.kto import KTO
 from strop.algorithms.reward_model import RewardModel
 from strop.algorithms.sft import SFT
@@ -26,34 +26,34 @@ from strop.sampling import Sampling
 from strop.training.base import LogprobColumn
 from strop.training.torch.learner import FrozenScorer, TorchLearner
 from strop.types import Batch, Ending, Group
-from strop.validation import LossValidation
-from support.models import build, gradients
-from support.recorded import build_classifier, learner_on, random_groups, train_steps
-from support.rollouts import group_of, rollout_of
+from strop.validation import LossValidator
+from support.models import build, copy_gradients
+from support.recorded import build_classifier, make_learner, random_groups, train_steps
+from support.rollouts import make_group, make_rollout
 
 GROUPS = random_groups(7)
 
 
 def learner_for(algorithm: Algorithm, tokens: int = 30) -> TorchLearner:
-    ends = algorithm.places == "ends"
+    ends = algorithm.predict == "last_token"
     network = ValueNetwork(build_classifier("llama")) if ends else Network(build("llama"))
-    return learner_on(network, algorithm, score_tokens=tokens)
+    return make_learner(network, algorithm, score_tokens=tokens)
 
 
 def reference() -> FrozenScorer:
     return FrozenScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
 
 
-def validation(algorithm: Algorithm, learner: TorchLearner, groups: Sequence[Group] = GROUPS) -> LossValidation:
-    return LossValidation(
+def validation(algorithm: Algorithm, learner: TorchLearner, groups: Sequence[Group] = GROUPS) -> LossValidator:
+    return LossValidator(
         groups=groups,
         algorithm=algorithm,
         learner=learner,
-        scorers={REFERENCE: LogprobColumn(REFERENCE, reference())},
+        scorers={REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, reference())},
     )
 
 
-def measured(validation: LossValidation, step: int = 0) -> dict[str, float]:
+def measured(validation: LossValidator, step: int = 0) -> dict[str, float]:
     found = asyncio.run(validation.evaluate(step))
     assert all(name.startswith("validation/") for name in found)
     assert found.pop("validation/seconds") > 0
@@ -63,7 +63,7 @@ def measured(validation: LossValidation, step: int = 0) -> dict[str, float]:
 def test_the_loss_is_the_mean_over_every_token_of_the_validation_data() -> None:
     learner = learner_for(SFT())
     found = measured(validation(SFT(), learner))
-    learner.network.use_own_attention()  # type: ignore[attr-defined]
+    learner.network.use_native_attention()  # type: ignore[attr-defined]
     total, count = 0.0, 0
     for group in GROUPS:
         for rollout in group.rollouts:
@@ -86,7 +86,7 @@ def test_it_does_not_depend_on_the_micro_batches_and_leaves_no_gradient(algorith
     for tokens in (1, 25):
         learner = learner_for(algorithm, tokens)
         assert measured(validation(algorithm, learner)) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        assert not any(bool(grad.any()) for grad in gradients(learner.model).values())
+        assert not any(bool(grad.any()) for grad in copy_gradients(learner.model).values())
 
 
 def test_it_follows_the_policy_and_asks_the_reference_once() -> None:
@@ -99,8 +99,8 @@ def test_it_follows_the_policy_and_asks_the_reference_once() -> None:
 
     algorithm = DPO()
     learner = learner_for(algorithm)
-    frozen = Counting(REFERENCE, FrozenScorer(Network(build("llama")), Sampling(), score_tokens=50))
-    held = LossValidation(groups=GROUPS, algorithm=algorithm, learner=learner, scorers={REFERENCE: frozen})
+    frozen = Counting(REFERENCE_LOGPROBS, FrozenScorer(Network(build("llama")), Sampling(), score_tokens=50))
+    held = LossValidator(groups=GROUPS, algorithm=algorithm, learner=learner, scorers={REFERENCE_LOGPROBS: frozen})
     before = measured(held)
     assert before["validation/loss"] == pytest.approx(math.log(2), abs=1e-5)
     train_steps(learner, algorithm, GROUPS, 10, [frozen])
@@ -120,7 +120,7 @@ def test_the_reference_point_of_kto_is_measured_anew() -> None:
 
 
 def failed(index: int) -> Group:
-    return group_of(replace(rollout_of([]), ending=Ending.ERROR, error="it has 9 tokens, and at most 8 fit"), index=index)
+    return make_group(replace(make_rollout([]), ending=Ending.ERROR, error="it has 9 tokens, and at most 8 fit"), index=index)
 
 
 def test_examples_with_errors_are_left_out_and_counted() -> None:
@@ -146,6 +146,6 @@ def test_what_a_learner_says_of_a_whole_batch_is_what_was_measured() -> None:
     algorithm = RewardModel()
     learner = learner_for(algorithm)
     batch = pack(GROUPS, algorithm)
-    result = asyncio.run(learner.measure(batch, algorithm.loss))
+    result = asyncio.run(learner.evaluate_loss(batch, algorithm.loss))
     scored: Outputs = asyncio.run(learner.score(batch))
     assert torch.allclose(result.outputs.values, scored.values)  # type: ignore[union-attr]

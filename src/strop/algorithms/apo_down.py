@@ -17,5 +17,5 @@ class APODown(ReferencedPreference):
     The loss is 1 at the reference policy, where its gradient in h(chosen) is 0.
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (self.beta * chosen).sigmoid() + (-self.beta * (chosen - rejected)).sigmoid()

@@ -16,5 +16,5 @@ class APOZero(ReferencedPreference):
     The loss is 1 at the reference policy.
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (-self.beta * chosen).sigmoid() + (self.beta * rejected).sigmoid()

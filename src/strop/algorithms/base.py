@@ -59,10 +59,10 @@ class Algorithm(ABC):
     """
 
     # The kind of recorded data it learns from; empty if it learns from sampled rollouts.
-    recorded: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
+    recorded_data: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
     whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group, so a micro-batch must not split one
     # What a batch predicts: every sampled token, or one value at the last token of each rollout.
-    places: ClassVar[Literal["tokens", "ends"]] = "tokens"
+    predict: ClassVar[Literal["tokens", "last_token"]] = "tokens"
 
     @property
     def requires(self) -> frozenset[str]:
@@ -75,11 +75,11 @@ class Algorithm(ABC):
         return False
 
     @property
-    def surveys(self) -> bool:
+    def needs_step_outputs(self) -> bool:
         """Whether ``prepare_step`` needs the outputs of the whole optimizer step, at the cost of one more forward pass per step."""
         return False
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each reason why this algorithm cannot be used in such a run, with what to set instead."""
         return iter(())
 
@@ -87,7 +87,7 @@ class Algorithm(ABC):
         """Return whether to train on the group. If not, it is dropped and its slot goes to a new task."""
         return True
 
-    def trains(self, group: Group) -> Tensor:
+    def rollout_mask(self, group: Group) -> Tensor:
         """Return which rollouts count in the loss, [G] bool. The others count in the baseline but not in ``Batch.totals``."""
         return torch.ones(len(group.rollouts), dtype=torch.bool)
 
@@ -99,7 +99,7 @@ class Algorithm(ABC):
     def advantages(self, group: Group) -> Tensor:
         """Return the credit of each rollout, [G]."""
 
-    def credit(self, batch: Batch) -> Batch:
+    def token_credit(self, batch: Batch) -> Batch:
         """Compute the credit of each token of the whole batch from the required columns. By default it is the rollout's advantage."""
         return batch
 
@@ -107,14 +107,14 @@ class Algorithm(ABC):
         """Return further metrics of a batch with its credit."""
         return {}
 
-    def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
+    def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         """Add the columns that depend on the whole optimizer step, before it is split into micro-batches.
 
         ``outputs`` are computed with the weights before this step, without gradient; None unless ``needs_step_outputs``.
         """
         return batch
 
-    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+    def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         """Return the rollouts whose loss gradient for ``learner`` is exactly zero, [S] bool; by default none.
 
         They count in every total and metric, but run without a backward pass, which saves two thirds of their cost.

@@ -20,11 +20,13 @@ from strop.algorithms.parts import Part
 
 
 @cache
-def algorithms() -> dict[str, type[Algorithm]]:
+def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by the name of its file."""
     found: dict[str, type[Algorithm]] = {}
     for name, module in _modules():
-        own = [kind for kind in _defined(module, Algorithm) if not inspect.isabstract(kind) and not _is_base(kind)]
+        own = [
+            kind for kind in _classes_defined_in(module, Algorithm) if not inspect.isabstract(kind) and not _is_incomplete(kind)
+        ]
         if len(own) > 1:
             raise TypeError(f"strop.algorithms.{name} defines {[kind.__name__ for kind in own]}: define one algorithm per file")
         if own:
@@ -33,11 +35,11 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 
 @cache
-def parts() -> dict[str, type[Part]]:
+def all_parts() -> dict[str, type[Part]]:
     """Return every part of the package by its name."""
     found: dict[str, type[Part]] = {}
     for _, module in _modules():
-        for kind in _defined(module, Part):
+        for kind in _classes_defined_in(module, Part):
             if not inspect.isabstract(kind) and kind is not Part:
                 if (name := part_name(kind)) in found:
                     raise TypeError(f"{kind.__module__} and {found[name].__module__} both define a part {name!r}")
@@ -50,7 +52,7 @@ def part_name(kind: type[Part]) -> str:
     return vars(kind).get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _is_base(kind: type[Algorithm]) -> bool:
+def _is_incomplete(kind: type[Algorithm]) -> bool:
     """Whether the class is only a base class: an algorithm has a default for every field."""
     return any(field.default is inspect.Parameter.empty for field in inspect.signature(kind).parameters.values())
 
@@ -61,6 +63,6 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
             yield info.name, importlib.import_module(f"strop.algorithms.{info.name}")
 
 
-def _defined(module: ModuleType, base: type) -> list[type]:
+def _classes_defined_in(module: ModuleType, base: type) -> list[type]:
     members = (member for member in vars(module).values() if isinstance(member, type))
     return [kind for kind in members if issubclass(kind, base) and kind.__module__ == module.__name__]

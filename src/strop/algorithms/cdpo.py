@@ -17,6 +17,6 @@ class CDPO(NoisyPreference):
     Its minimum is at a finite margin, beta d = log((1 - e) / e). ``robust_dpo`` corrects the bias of label smoothing.
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         scaled = self.beta * (chosen - rejected)
         return -(1 - self.label_smoothing) * logsigmoid(scaled) - self.label_smoothing * logsigmoid(-scaled)

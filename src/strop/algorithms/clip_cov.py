@@ -36,7 +36,7 @@ class CovarianceClip(Clip):
     samples them with a seed derived from the step's tokens, so that runs are reproducible; largest takes those with the largest covariance.
     """
 
-    surveys: ClassVar[bool] = True
+    needs_step_outputs: ClassVar[bool] = True
     share: float = 2e-4
     lowest: float = 1.0
     highest: float = 5.0
@@ -50,13 +50,13 @@ class CovarianceClip(Clip):
                 "below highest"
             )
 
-    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+    def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         kept = torch.ones_like(tokens.batch.mask)
         if bool((tokens.batch.mask > 0).any()):
-            kept[self._chosen(tokens)] = 0.0
+            kept[self._choose_tokens(tokens)] = 0.0
         return {"covariance_kept": kept}
 
-    def _chosen(self, tokens: PolicyTokens) -> Tensor:
+    def _choose_tokens(self, tokens: PolicyTokens) -> Tensor:
         """Return the indices into N of the tokens that get no gradient."""
         found = covariances(tokens)
         _, columns = self.clipped(tokens.ratio, tokens.advantages)
@@ -69,7 +69,7 @@ class CovarianceClip(Clip):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         objective, columns = super().__call__(tokens)
-        kept = tokens.batch.extra("covariance_kept")
+        kept = tokens.batch.column("covariance_kept")
         return objective * kept, {**columns, "covariance_clipped": 1 - kept}
 
 

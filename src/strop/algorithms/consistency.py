@@ -11,20 +11,20 @@ if TYPE_CHECKING:
     from strop.algorithms.policy_gradient import PolicyGradient
 
 
-def problems_of(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
+def validate_parts(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
     """Yield a message for each problem of the composition: what was found, why it cannot work, and what to set instead."""
     for part in (algorithm.advantage, algorithm.objective, *algorithm.corrections, algorithm.selection, algorithm.shaping):
         if part is not None:
-            yield from part.problems(plan)
+            yield from part.validate(plan)
     if missing := sorted(algorithm.advantage.requires - algorithm.requires):
         yield (
             f"{type(algorithm.advantage).__name__} reads the columns {missing}, which this algorithm does not require; use gae with ppo, "
             "and reverse_kl with distillation"
         )
-    yield from _rewards(algorithm)
-    yield from _aggregation(algorithm)
-    yield from _kl(algorithm)
-    yield from _ratio(algorithm, plan)
+    yield from _check_rewards(algorithm)
+    yield from _check_aggregation(algorithm)
+    yield from _check_kl(algorithm)
+    yield from _check_ratio(algorithm, plan)
     if algorithm.drop_constant_groups and plan.group_size < 2 and not algorithm.advantage.greedy_baseline:
         yield (
             "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards; raise "
@@ -37,9 +37,9 @@ def problems_of(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
         yield "entropy_target is set, but entropy_bonus is 0, so it has no effect; set both"
 
 
-def _rewards(algorithm: PolicyGradient) -> Iterator[str]:
+def _check_rewards(algorithm: PolicyGradient) -> Iterator[str]:
     advantage, kl = algorithm.advantage, algorithm.kl
-    if advantage.needs_parts and algorithm.shaping is not None:
+    if advantage.needs_named_rewards and algorithm.shaping is not None:
         yield (
             f"{type(algorithm.shaping).__name__} changes the sum of the rewards, but {type(advantage).__name__} uses each reward "
             "separately: remove the shaping, or make it a reward of the environment"
@@ -53,7 +53,7 @@ def _rewards(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _aggregation(algorithm: PolicyGradient) -> Iterator[str]:
+def _check_aggregation(algorithm: PolicyGradient) -> Iterator[str]:
     if algorithm.aggregation == "constant_length" and not algorithm.constant_length:
         yield "aggregation constant_length divides by constant_length, which is not set; set it, for instance to max_new_tokens"
     if algorithm.objective.sequence_level and algorithm.aggregation == "token_mean":
@@ -63,22 +63,22 @@ def _aggregation(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _kl(algorithm: PolicyGradient) -> Iterator[str]:
+def _check_kl(algorithm: PolicyGradient) -> Iterator[str]:
     kl = algorithm.kl
     if kl is None or not kl.weight or kl.place != "reward":
         return
-    if algorithm.advantage.greedy_baseline or algorithm.advantage.needs_parts:
+    if algorithm.advantage.greedy_baseline or algorithm.advantage.needs_named_rewards:
         yield (
             f"{type(algorithm.advantage).__name__} defines no baseline for a KL term in the rollout's reward; "
             "put the KL term in the loss, or in token_reward"
         )
 
 
-def _ratio(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
+def _check_ratio(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
     reweighting = [type(correction).__name__ for correction in algorithm.corrections if correction.reweights]
     if len(reweighting) > 1:
         yield f"{' and '.join(reweighting)} each multiply by the ratio of learner to sampler: keep one of them"
-    if reweighting and (algorithm.ratio_to == "sampler" or algorithm.objective.own_correction):
+    if reweighting and (algorithm.ratio_to == "sampler" or algorithm.objective.corrects_for_sampler):
         yield (
             f"{reweighting[0]} multiplies by the ratio of learner to sampler, but the objective's ratio is already relative to the "
             "sampler: it would count twice. Remove the correction, or set ratio_to learner"
@@ -90,7 +90,7 @@ def _ratio(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
         )
     objective = type(algorithm.objective).__name__
     asked = "on_policy_ratio" if algorithm.on_policy_ratio else f"ratio_to {algorithm.ratio_to}"
-    if not algorithm.objective.takes_ratio and asked != "ratio_to learner":
+    if not algorithm.objective.uses_ratio_to and asked != "ratio_to learner":
         yield (
             f"{objective} has no ratio, or defines its own, so {asked} would change nothing; remove it, or change the objective"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.functional import varies
-from strop.algorithms.kl import REFERENCE, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.parts import Advantage, GroupRewards, Shaping
 from strop.types import Batch, Group, Rollout
 
@@ -29,29 +29,29 @@ class GroupCredit(Algorithm):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset({REFERENCE}) if self.kl is not None and self.kl.weight else frozenset()
+        return frozenset({REFERENCE_LOGPROBS}) if self.kl is not None and self.kl.weight else frozenset()
 
     @property
     def greedy_baseline(self) -> bool:
         return self.advantage.greedy_baseline
 
     def keep(self, group: Group) -> bool:
-        return not self.drop_constant_groups or any(varies(rewards) for rewards in self._compared(group))
+        return not self.drop_constant_groups or any(varies(rewards) for rewards in self._compared_rewards(group))
 
-    def _compared(self, group: Group) -> list[Tensor]:
+    def _compared_rewards(self, group: Group) -> list[Tensor]:
         """Return the rewards that this group's credit is computed from. If none of them varies, the group has no signal."""
-        if self.advantage.needs_parts:
-            return list(_parts(group).values())
+        if self.advantage.needs_named_rewards:
+            return list(_rewards_by_name(group).values())
         baseline = [] if group.baseline is None else [group.baseline.reward]
         return [torch.cat([group.rewards, torch.tensor(baseline, dtype=torch.float64)])]
 
-    def trains(self, group: Group) -> Tensor:
+    def rollout_mask(self, group: Group) -> Tensor:
         return torch.tensor([not (self.overlong_filtering and rollout.truncated) for rollout in group.rollouts])
 
     def rewards(self, group: Group) -> Tensor:
-        return self._shaped(group.rollouts)
+        return self._shape_rewards(group.rollouts)
 
-    def _shaped(self, rollouts: Sequence[Rollout]) -> Tensor:  # [rollouts] float64
+    def _shape_rewards(self, rollouts: Sequence[Rollout]) -> Tensor:  # [rollouts] float64
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
         if self.shaping is None:
             return rewards
@@ -59,34 +59,36 @@ class GroupCredit(Algorithm):
         return self.shaping.shape(rewards, lengths, torch.tensor([rollout.truncated for rollout in rollouts]))
 
     def advantages(self, group: Group) -> Tensor:
-        parts = _parts(group) if self.advantage.needs_parts else {}
-        greedy = None if group.baseline is None else float(self._shaped([group.baseline]))
-        return self.advantage.relative(
-            GroupRewards(rewards=self.rewards(group), lengths=group.lengths, parts=parts, greedy=greedy)
+        parts = _rewards_by_name(group) if self.advantage.needs_named_rewards else {}
+        greedy = None if group.baseline is None else float(self._shape_rewards([group.baseline]))
+        return self.advantage.rollout_advantages(
+            GroupRewards(rewards=self.rewards(group), lengths=group.lengths, by_name=parts, greedy_reward=greedy)
         )
 
-    def credit(self, batch: Batch) -> Batch:
+    def token_credit(self, batch: Batch) -> Batch:
         seen = batch
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
             seen = self._with_kl_in_reward(self.kl, batch)
-        advantages = self.advantage.over_batch(seen)
+        advantages = self.advantage.token_advantages(seen)
         if self.advantage_low is not None or self.advantage_high is not None:
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)
 
     def _with_kl_in_reward(self, kl: Kl, batch: Batch) -> Batch:
         if kl.place == "token_reward":
-            return replace(batch, advantages=(batch.advantages - kl.weight * kl.to_come(batch)).float())
-        rewards = batch.rewards - kl.weight * kl.of_rollouts(batch)
+            return replace(batch, advantages=(batch.advantages - kl.weight * kl.sum_to_go(batch)).float())
+        rewards = batch.rewards - kl.weight * kl.sum_per_rollout(batch)
         lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
         advantages = torch.zeros_like(rewards)
         for group in range(batch.num_groups):
             members = batch.group == group
-            advantages[members] = self.advantage.relative(GroupRewards(rewards=rewards[members], lengths=lengths[members]))
+            advantages[members] = self.advantage.rollout_advantages(
+                GroupRewards(rewards=rewards[members], lengths=lengths[members])
+            )
         return replace(batch, rewards=rewards, advantages=advantages.float()[batch.sequence])
 
 
-def _parts(group: Group) -> dict[str, Tensor]:
+def _rewards_by_name(group: Group) -> dict[str, Tensor]:
     """Return each reward of a group's rollouts by name, [G] float64, unweighted; 0 for rollouts without it."""
     names = sorted({name for rollout in group.rollouts for name in rollout.rewards})
     return {

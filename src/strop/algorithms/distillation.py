@@ -20,7 +20,7 @@ from strop.algorithms.parts import Advantage, GroupRewards, Objective
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.types import Batch
 
-TEACHER = "teacher_logprobs"  # a batch column, [N]: the teacher's log-probabilities of the sampled tokens
+TEACHER_LOGPROBS = "teacher_logprobs"  # a batch column, [N]: the teacher's log-probabilities of the sampled tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +32,24 @@ class ReverseKl(Advantage):
     for the difference.
     """
 
-    smallest_group: ClassVar[int] = 1
-    requires: ClassVar[frozenset[str]] = frozenset({TEACHER})
+    min_group_size: ClassVar[int] = 1
+    requires: ClassVar[frozenset[str]] = frozenset({TEACHER_LOGPROBS})
     reward_weight: float = 0.0
     reward: Advantage = GroupRelative()
 
-    def relative(self, group: GroupRewards) -> Tensor:
-        return self.reward.relative(group) if self.reward_weight else torch.zeros_like(group.rewards)
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
+        return self.reward.rollout_advantages(group) if self.reward_weight else torch.zeros_like(group.rewards)
 
-    def over_batch(self, batch: Batch) -> Tensor:
-        toward = batch.extra(TEACHER) - batch.sampler_logprobs
-        return toward + self.reward_weight * self.reward.over_batch(batch) if self.reward_weight else toward
+    def token_advantages(self, batch: Batch) -> Tensor:
+        toward = batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs
+        return toward + self.reward_weight * self.reward.token_advantages(batch) if self.reward_weight else toward
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         if self.reward_weight < 0:
             yield f"reward_weight is {self.reward_weight}: a negative weight rewards failure; set it to 0 or above"
         if self.reward_weight:
-            yield from self.reward.problems(plan)
-            if self.reward.greedy_baseline or self.reward.needs_parts:
+            yield from self.reward.validate(plan)
+            if self.reward.greedy_baseline or self.reward.needs_named_rewards:
                 yield f"{type(self.reward).__name__} needs more than the total reward and cannot be combined; choose another reward"
 
 
@@ -70,8 +70,8 @@ class Distillation(PolicyGradient):
     def requires(self) -> frozenset[str]:
         return super().requires | self.advantage.requires
 
-    def problems(self, plan: Plan) -> Iterator[str]:
-        yield from super().problems(plan)
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
             yield f"the KL term is in the {self.kl.place}, but a teacher's advantage does not use the reward; put it in the loss"
         if self.drop_constant_groups and not self.advantage.reward_weight:
@@ -79,5 +79,5 @@ class Distillation(PolicyGradient):
 
     def report(self, batch: Batch) -> dict[str, float]:
         counted = batch.mask > 0
-        apart = (batch.sampler_logprobs - batch.extra(TEACHER))[counted].double()
+        apart = (batch.rollout_logprobs - batch.column(TEACHER_LOGPROBS))[counted].double()
         return {"train/teacher_kl": float(apart.mean())} if len(apart) else {}

@@ -18,5 +18,5 @@ class DPO(ReferencedPreference):
     TRL's "sigmoid_norm").
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(self.beta * (chosen - rejected))

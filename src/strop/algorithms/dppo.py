@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential
+from strop.algorithms.functional import bounded_exp
 from strop.algorithms.grpo import GroupRelative
 from strop.algorithms.parts import Advantage, Objective, PolicyTokens
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -26,8 +26,8 @@ class DivergenceMask(Objective):
     correction is needed. ``low`` and ``high`` are probabilities. The paper's variant with a KL divergence is not implemented.
     """
 
-    own_correction: ClassVar[bool] = True
-    takes_ratio: ClassVar[bool] = False
+    corrects_for_sampler: ClassVar[bool] = True
+    uses_ratio_to: ClassVar[bool] = False
     low: float = 0.15
     high: float = 0.15
     cap: float = 20.0
@@ -42,8 +42,8 @@ class DivergenceMask(Objective):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         policy = tokens.logprobs.detach()
-        ratio = exponential(policy - tokens.sampler)
-        moved = policy.exp() - tokens.sampler.exp()
+        ratio = bounded_exp(policy - tokens.rollout_logprobs)
+        moved = policy.exp() - tokens.rollout_logprobs.exp()
         inside = torch.where(tokens.advantages > 0, moved <= self.high, moved >= -self.low)
         weight = ratio.clamp(max=self.cap) * inside
         return weight * tokens.advantages * tokens.logprobs, {

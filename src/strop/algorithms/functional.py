@@ -14,15 +14,15 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 # Rewards that differ by less than this share of their magnitude count as equal: sums of float32 rewards have rounding errors of that size,
 # and dividing by their standard deviation would turn them into full-size advantages.
-RESIDUE = 1e-6
+RELATIVE_ROUNDING = 1e-6
 EPS = 1e-6  # added to a standard deviation before dividing by it
-LARGEST_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
+MAX_EXPONENT = 60.0  # nats: float32 overflows at 88, and ratios are still multiplied by advantages and summed
 
 
 def varies(rewards: Tensor) -> bool:
     """Return whether the rewards [G] of a group differ by more than rounding errors."""
     spread = rewards.max() - rewards.min()
-    return bool(spread > RESIDUE * rewards.abs().max())
+    return bool(spread > RELATIVE_ROUNDING * rewards.abs().max())
 
 
 def group_advantages(
@@ -60,9 +60,9 @@ def whiten(values: Tensor, mask: Tensor, eps: float = EPS) -> Tensor:
     return (values.double() - counted.mean()) / (counted.std(correction=0) + eps)
 
 
-def exponential(logs: Tensor) -> Tensor:
+def bounded_exp(logs: Tensor) -> Tensor:
     """Return exp(logs), at most e^60, so that a token with probability 0 on one side gives no infinity (or NaN, when multiplied by 0)."""
-    return logs.clamp(max=LARGEST_EXPONENT).exp()
+    return logs.clamp(max=MAX_EXPONENT).exp()
 
 
 def kl_estimate(
@@ -119,7 +119,7 @@ def geometric_mean(log_ratios: Tensor, batch: Batch) -> Tensor:
     Summed over a rollout, these gradients are its length times the gradient of the geometric mean (arXiv 2507.18071).
     """
     shared = sequence_mean(log_ratios.detach(), batch)[batch.sequence]
-    return exponential(shared + log_ratios - log_ratios.detach())
+    return bounded_exp(shared + log_ratios - log_ratios.detach())
 
 
 def aggregate(values: Tensor, batch: Batch, how: Aggregation = "token_mean", constant_length: int | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import RESIDUE, whiten
+from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
 from strop.algorithms.parts import Advantage, GroupRewards
 from strop.types import Batch
 
@@ -32,7 +32,7 @@ class Gae(Advantage):
     all counted tokens of the batch; the result is exactly 0 if they do not vary. The critic's targets are never whitened.
     """
 
-    smallest_group: ClassVar[int] = 1
+    min_group_size: ClassVar[int] = 1
     requires: ClassVar[frozenset[str]] = frozenset({VALUES})
     gamma: float = 1.0
     lambda_policy: float = 0.95
@@ -48,20 +48,20 @@ class Gae(Advantage):
         if self.length_adaptive_alpha < 0:
             raise ValueError(f"length_adaptive_alpha is {self.length_adaptive_alpha}; set it above 0, or to 0 for a fixed lambda")
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the plain reward, because the critic's values are not known yet."""
         return group.rewards
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         """Compute advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
-        advantages = self._estimate(batch, self.lambdas(batch))
-        return (_whitened(advantages, batch) if self.whiten else advantages).float()
+        advantages = self._discounted_errors(batch, self.lambdas(batch))
+        return (_whiten_or_zero(advantages, batch) if self.whiten else advantages).float()
 
     def returns(self, batch: Batch) -> Tensor:
         """Compute the critic's targets, [N] float32, from the same columns."""
         share = self.lambda_policy if self.lambda_value is None else self.lambda_value
         same = torch.full((len(batch.target),), share, dtype=torch.float64)
-        return (batch.extra(VALUES).double() + self._estimate(batch, same)).float()
+        return (batch.column(VALUES).double() + self._discounted_errors(batch, same)).float()
 
     def lambdas(self, batch: Batch) -> Tensor:
         """Return the lambda of the policy's advantages for each token, [N] float64; it is the same for all tokens of a rollout."""
@@ -71,12 +71,12 @@ class Gae(Advantage):
         adaptive = 1 - 1 / (self.length_adaptive_alpha * lengths.clamp(min=1))
         return adaptive.clamp(min=0)[batch.sequence]
 
-    def _estimate(self, batch: Batch, lambdas: Tensor) -> Tensor:  # [N] float64
-        values = batch.extra(VALUES).double()
+    def _discounted_errors(self, batch: Batch, lambdas: Tensor) -> Tensor:  # [N] float64
+        values = batch.column(VALUES).double()
         following = torch.zeros_like(values)
         goes_on = batch.sequence[1:] == batch.sequence[:-1]
         following[:-1] = values[1:].where(goes_on, 0.0)
-        errors = batch.extra(TOKEN_REWARDS) + self.gamma * following - values
+        errors = batch.column(TOKEN_REWARDS) + self.gamma * following - values
         return discounted_sums(errors, self.gamma * lambdas, batch)
 
 
@@ -96,7 +96,7 @@ def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
     return sums
 
 
-def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
+def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:
     """Place the rewards of rollouts [S] at the last sampled token of each, [N] float64; 0 elsewhere.
 
     The reward of a rollout without sampled tokens is lost.
@@ -108,10 +108,10 @@ def at_the_ends(rewards: Tensor, batch: Batch) -> Tensor:
     return placed
 
 
-def _whitened(advantages: Tensor, batch: Batch) -> Tensor:
+def _whiten_or_zero(advantages: Tensor, batch: Batch) -> Tensor:
     """Whiten; return zeros if the advantages are within the rounding error of the float32 values and rewards they are computed from."""
     counted = batch.mask > 0
-    terms = torch.stack([batch.extra(VALUES).double(), batch.rewards[batch.sequence]]).abs()
-    if not counted.any() or advantages[counted].abs().max() <= RESIDUE * terms[:, counted].max():
+    terms = torch.stack([batch.column(VALUES).double(), batch.rewards[batch.sequence]]).abs()
+    if not counted.any() or advantages[counted].abs().max() <= RELATIVE_ROUNDING * terms[:, counted].max():
         return torch.zeros_like(advantages)
     return whiten(advantages, batch.mask)

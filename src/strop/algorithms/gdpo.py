@@ -32,11 +32,11 @@ class DecoupledRewards(Advantage):
     weights are not used.
     """
 
-    needs_parts: ClassVar[bool] = True
+    needs_named_rewards: ClassVar[bool] = True
     weights: Mapping[str, float] = field(default_factory=dict)
 
-    def problems(self, plan: Plan) -> Iterator[str]:
-        yield from super().problems(plan)
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
         known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
         if len(self.weights) < 2:
             yield (
@@ -48,15 +48,15 @@ class DecoupledRewards(Advantage):
         if plan.environment_rewards and unknown:
             yield f"GDPO has weights for rewards that no environment returns: {', '.join(unknown)}; available are {known}"
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the weighted sum of the normalized rewards, [G]. Raises ValueError if the group has no reward with a weight."""
-        weights = self.weights or dict.fromkeys(group.parts, 1.0)
-        found = {name: rewards for name, rewards in group.parts.items() if name in weights}
+        weights = self.weights or dict.fromkeys(group.by_name, 1.0)
+        found = {name: rewards for name, rewards in group.by_name.items() if name in weights}
         if not found:
-            raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.parts)}")
+            raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.by_name)}")
         return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in found.items()]).sum(0)
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         tokens = torch.bincount(batch.sequence, minlength=batch.num_sequences)
         sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, batch.advantages.double())
         credit = (sums / tokens.clamp(min=1))[tokens > 0]

@@ -25,11 +25,11 @@ class GroupRelative(Advantage):
     leave_one_out: bool = False  # the baseline of a rollout is the mean of the others
     normalize: bool = True  # divide by the deviation
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         if self.baseline or self.normalize:
-            yield from super().problems(plan)
+            yield from super().validate(plan)
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize)
 
 

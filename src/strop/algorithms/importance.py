@@ -12,19 +12,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential, sequence_mean, sequence_sum
+from strop.algorithms.functional import bounded_exp, sequence_mean, sequence_sum
 from strop.algorithms.parts import Correction, Mismatch
 
 Level = Literal["token", "sequence"]
 
-LARGEST_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
+MAX_LOG_RATIO = 1e4  # nats: stands for infinity, if one side gives a sampled token probability 0
 
 
 def log_ratios(mismatch: Mismatch) -> Tensor:
     """Return log w of each token, [N] float64; finite, and 0 for tokens that do not count."""
     counted = mismatch.batch.mask > 0
     ratios = torch.where(counted, mismatch.log_ratio.detach().double(), 0.0)
-    return ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def log_weights(mismatch: Mismatch, level: Level) -> Tensor:
@@ -35,12 +35,12 @@ def log_weights(mismatch: Mismatch, level: Level) -> Tensor:
     return sequence_sum(ratios, mismatch.batch)[mismatch.batch.sequence]
 
 
-def mean_weights(mismatch: Mismatch) -> Tensor:
+def geometric_mean_weights(mismatch: Mismatch) -> Tensor:
     """Return exp(mean log w) over the counted tokens of each token's rollout, [N] float64; 1 if no token of the rollout counts."""
-    return exponential(sequence_mean(log_ratios(mismatch), mismatch.batch))[mismatch.batch.sequence]
+    return bounded_exp(sequence_mean(log_ratios(mismatch), mismatch.batch))[mismatch.batch.sequence]
 
 
-def refuse_empty_range(low: float, high: float, what: str) -> None:
+def check_ratio_range(low: float, high: float, what: str) -> None:
     """Check the bounds of a ratio. Raises ValueError if no ratio can lie in [low, high]."""
     if not 0 <= low <= high or high == 0:
         raise ValueError(
@@ -59,5 +59,5 @@ class Importance(Correction):
     level: Level = "token"
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-        weights = exponential(log_weights(mismatch, self.level)).to(mismatch.log_ratio.dtype)
+        weights = bounded_exp(log_weights(mismatch, self.level)).to(mismatch.log_ratio.dtype)
         return weights, {"importance_weight": weights}

@@ -19,5 +19,5 @@ class IPO(ReferencedPreference):
 
     average_log_probs: bool = True
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * self.beta)).square()

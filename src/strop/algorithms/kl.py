@@ -11,7 +11,7 @@ from torch import Tensor
 from strop.algorithms.functional import KlEstimator, kl_estimate, sequence_sum
 from strop.types import Batch
 
-REFERENCE = "reference_logprobs"
+REFERENCE_LOGPROBS = "reference_logprobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +41,16 @@ class Kl:
             )
 
     def estimate(self, logprobs: Tensor, batch: Batch) -> Tensor:  # [N]
-        reference = batch.extra(REFERENCE)
+        reference = batch.column(REFERENCE_LOGPROBS)
         return kl_estimate(logprobs, reference, self.estimator, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
 
-    def of_rollouts(self, batch: Batch) -> Tensor:
+    def sum_per_rollout(self, batch: Batch) -> Tensor:
         """Sum the estimate over each rollout, for the sampling policy, [S] float64."""
-        return sequence_sum(self.estimate(batch.sampler_logprobs, batch).double(), batch)
+        return sequence_sum(self.estimate(batch.rollout_logprobs, batch).double(), batch)
 
-    def to_come(self, batch: Batch) -> Tensor:
+    def sum_to_go(self, batch: Batch) -> Tensor:
         """Sum the estimate over each token and all later tokens of its rollout, [N] float64."""
-        each = self.estimate(batch.sampler_logprobs, batch).double() * batch.mask.double()
+        each = self.estimate(batch.rollout_logprobs, batch).double() * batch.mask.double()
         total = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, each)
         before = each.cumsum(0) - each
         first = torch.full((batch.num_sequences,), len(each)).scatter_reduce(0, batch.sequence, torch.arange(len(each)), "amin")

@@ -27,8 +27,8 @@ class CovarianceKl(Objective):
     7B parameters and 2e-4 for one of 32B.
     """
 
-    silent_without_credit: ClassVar[bool] = False
-    surveys: ClassVar[bool] = True
+    zero_gradient_without_advantage: ClassVar[bool] = False
+    needs_step_outputs: ClassVar[bool] = True
     needs_drift: ClassVar[bool] = True
     share: float = 2e-3
     weight: float = 1.0
@@ -40,7 +40,7 @@ class CovarianceKl(Objective):
                 "not be negative"
             )
 
-    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+    def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         penalised = torch.zeros_like(tokens.batch.mask)
         total = tokens.batch.totals.tokens
         if total:
@@ -49,7 +49,7 @@ class CovarianceKl(Objective):
         return {"covariance_penalised": penalised}
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        penalised = tokens.batch.extra("covariance_penalised")
+        penalised = tokens.batch.column("covariance_penalised")
         objective = tokens.ratio * tokens.advantages - self.weight * penalised * tokens.log_ratio.abs()
         return objective, {"covariance_penalised": penalised}
 

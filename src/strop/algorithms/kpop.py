@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.importance import LARGEST_LOG_RATIO, log_ratios
+from strop.algorithms.importance import MAX_LOG_RATIO, log_ratios
 from strop.algorithms.parts import Correction, Mismatch
 
-SMALLEST_REST = 2.0**-24  # a probability closer to 1 than this is 1 in float32, so the remaining probability is at least this
+MIN_REST = 2.0**-24  # a probability closer to 1 than this is 1 in float32, so the remaining probability is at least this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Kpop(Correction):
             )
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-        sampler = mismatch.batch.sampler_logprobs.double().clamp(min=-LARGEST_LOG_RATIO, max=0.0)
+        sampler = mismatch.batch.rollout_logprobs.double().clamp(min=-MAX_LOG_RATIO, max=0.0)
         learner = (sampler + log_ratios(mismatch)).clamp(max=0.0)
         divergence = torch.maximum(_binary_kl(learner, sampler), _binary_kl(sampler, learner))
         dtype = mismatch.log_ratio.dtype
@@ -45,5 +45,5 @@ class Kpop(Correction):
 
 def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the KL divergence of two Bernoulli variables from the logarithms of their probabilities, [N] float64."""
-    rest_p, rest_q = (-torch.expm1(log).clamp(max=-SMALLEST_REST) for log in (log_p, log_q))
+    rest_p, rest_q = (-torch.expm1(log).clamp(max=-MIN_REST) for log in (log_p, log_q))
     return log_p.exp() * (log_p - log_q) + rest_p * (rest_p.log() - rest_q.log())

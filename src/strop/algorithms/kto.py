@@ -11,8 +11,8 @@ from torch import Tensor
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_sum
-from strop.algorithms.kl import REFERENCE
-from strop.algorithms.pairs import pair_credit, pairs
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.algorithms.pairs import pair_advantages, view_as_pairs
 from strop.algorithms.preference import require_positive
 from strop.metrics import Metrics
 from strop.types import Batch, Group
@@ -32,7 +32,7 @@ class KTO(Algorithm):
     Metrics: loss; reference_point, z; rewards_desirable and rewards_undesirable, the mean of beta h over completions of each kind.
     """
 
-    recorded: ClassVar[Literal["judgements"]] = "judgements"
+    recorded_data: ClassVar[Literal["judgements"]] = "judgements"
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -43,32 +43,32 @@ class KTO(Algorithm):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset({REFERENCE})
+        return frozenset({REFERENCE_LOGPROBS})
 
     @property
-    def surveys(self) -> bool:
+    def needs_step_outputs(self) -> bool:
         return True
 
-    def trains(self, group: Group) -> Tensor:
+    def rollout_mask(self, group: Group) -> Tensor:
         return torch.arange(len(group.rollouts)) == 0
 
     def advantages(self, group: Group) -> Tensor:
-        return pair_credit(group)
+        return pair_advantages(group)
 
-    def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
+    def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         if outputs is None:
             raise ValueError("KTO's reference point needs the log-probabilities of the whole optimizer step, but none were given")
         everything = replace(batch, mask=torch.ones_like(batch.mask))
-        unrelated = pairs(_log_ratio(outputs, everything), batch)[:, 1]
-        return batch.with_extra(REFERENCE_POINT, unrelated.mean().clamp(min=0).expand(len(batch.target)))
+        unrelated = view_as_pairs(_completion_log_ratios(outputs, everything), batch)[:, 1]
+        return batch.with_column(REFERENCE_POINT, unrelated.mean().clamp(min=0).expand(len(batch.target)))
 
-    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+    def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         return batch.sequence_lengths == 0
 
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         counted = batch.sequence_lengths > 0
-        log_ratio = _log_ratio(outputs, batch)
-        point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.extra(REFERENCE_POINT))
+        log_ratio = _completion_log_ratios(outputs, batch)
+        point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.column(REFERENCE_POINT))
         gain = self.beta * (log_ratio - point)
         desirable = batch.rewards > 0.5
         losses = torch.where(desirable, self.desirable_weight * (-gain).sigmoid(), self.undesirable_weight * gain.sigmoid())
@@ -80,6 +80,6 @@ class KTO(Algorithm):
         return loss, logged
 
 
-def _log_ratio(outputs: TokenOutputs, batch: Batch) -> Tensor:
+def _completion_log_ratios(outputs: TokenOutputs, batch: Batch) -> Tensor:
     """Return log pi - log pi_ref of completions, [S] float64; 0 for those that do not count."""
-    return sequence_sum((outputs.logprobs - batch.extra(REFERENCE)).double(), batch)
+    return sequence_sum((outputs.logprobs - batch.column(REFERENCE_LOGPROBS)).double(), batch)

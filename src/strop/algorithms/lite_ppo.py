@@ -23,10 +23,10 @@ from strop.types import Batch
 class BatchScaled(Advantage):
     """(R - mean of the group) / (population deviation of the batch's rewards + eps); exactly 0 if the group does not vary."""
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, normalize=False)
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         if not varies(batch.rewards):
             return batch.advantages
         scaled = batch.advantages.double() / (batch.rewards.std(correction=0) + EPS)

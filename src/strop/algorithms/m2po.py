@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential
+from strop.algorithms.functional import bounded_exp
 from strop.algorithms.grpo import GroupRelative
 from strop.algorithms.parts import Advantage, Objective, PolicyTokens
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -29,9 +29,9 @@ class SecondMomentMask(Objective):
     the sampler, so no correction is needed.
     """
 
-    own_correction: ClassVar[bool] = True
-    takes_ratio: ClassVar[bool] = False
-    surveys: ClassVar[bool] = True
+    corrects_for_sampler: ClassVar[bool] = True
+    uses_ratio_to: ClassVar[bool] = False
+    needs_step_outputs: ClassVar[bool] = True
     limit: float = 0.04  # nats^2
     outward_only: bool = True
 
@@ -39,18 +39,18 @@ class SecondMomentMask(Objective):
         if self.limit <= 0:
             raise ValueError(f"limit is {self.limit}, which masks all tokens whose probability changed; set for example 0.04")
 
-    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
-        logs = tokens.logprobs - tokens.sampler
+    def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+        logs = tokens.logprobs - tokens.rollout_logprobs
         looked_at = tokens.batch.mask > 0
         if self.outward_only:
             looked_at = looked_at & (logs * tokens.advantages > 0)
         kept = torch.ones_like(tokens.batch.mask)
-        kept[looked_at] = within_limit(logs[looked_at].double().square(), self.limit).to(kept.dtype)
+        kept[looked_at] = smallest_within_mean(logs[looked_at].double().square(), self.limit).to(kept.dtype)
         return {"second_moment_kept": kept}
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        logs = tokens.logprobs - tokens.sampler
-        ratio, kept = exponential(logs), tokens.batch.extra("second_moment_kept")
+        logs = tokens.logprobs - tokens.rollout_logprobs
+        ratio, kept = bounded_exp(logs), tokens.batch.column("second_moment_kept")
         return kept * ratio * tokens.advantages, {
             "second_moment": logs.square(),
             "second_moment_masked": 1 - kept,
@@ -58,7 +58,7 @@ class SecondMomentMask(Objective):
         }
 
 
-def within_limit(squares: Tensor, limit: float) -> Tensor:
+def smallest_within_mean(squares: Tensor, limit: float) -> Tensor:
     """Return which of the values [n] are among the smallest ones whose mean is at most ``limit``, [n] bool."""
     ascending, order = squares.sort(stable=True)
     means = ascending.cumsum(0) / torch.arange(1, len(squares) + 1, dtype=squares.dtype, device=squares.device)

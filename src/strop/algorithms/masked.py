@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential
-from strop.algorithms.importance import Level, log_weights, refuse_empty_range
+from strop.algorithms.functional import bounded_exp
+from strop.algorithms.importance import Level, check_ratio_range, log_weights
 from strop.algorithms.parts import Correction, Mismatch
 
 
@@ -27,10 +27,10 @@ class Mis(Correction):
     level: Level = "token"
 
     def __post_init__(self) -> None:
-        refuse_empty_range(self.low, self.high, "w")
+        check_ratio_range(self.low, self.high, "w")
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-        ratios = exponential(log_weights(mismatch, self.level))
+        ratios = bounded_exp(log_weights(mismatch, self.level))
         dtype = mismatch.log_ratio.dtype
         kept = (ratios >= self.low) & (ratios <= self.high)
         weights = torch.where(kept, ratios, 0.0).to(dtype)

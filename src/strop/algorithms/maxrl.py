@@ -27,7 +27,7 @@ class SuccessRate(Advantage):
 
     divides_by_mean: ClassVar[bool] = True
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the credit of each rollout, [G]. Raises ValueError for a negative reward."""
         if bool((group.rewards < 0).any()):
             raise ValueError(

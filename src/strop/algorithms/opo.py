@@ -24,7 +24,7 @@ from strop.algorithms.reinforce import Reinforce
 class LengthWeighted(Advantage):
     """R - sum(l R) / sum(l), with l the sampled tokens of each rollout; exactly 0 if the group does not vary."""
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         total = group.lengths.sum()
         if not varies(group.rewards) or total == 0:
             return torch.zeros_like(group.rewards)

@@ -22,7 +22,7 @@ class Opsm(Rejection):
     """
 
     name: ClassVar[str] = "opsm"
-    measures: ClassVar[str] = "divergence"
+    measure_name: ClassVar[str] = "divergence"
     delta: float = 0.1
 
     def __post_init__(self) -> None:
@@ -32,9 +32,9 @@ class Opsm(Rejection):
             )
 
     def measure(self, mismatch: Mismatch) -> Tensor:
-        now = mismatch if mismatch.now is None else replace(mismatch, log_ratio=mismatch.now)
+        now = mismatch if mismatch.current_log_ratio is None else replace(mismatch, log_ratio=mismatch.current_log_ratio)
         return -sequence_mean(log_ratios(now), mismatch.batch)[mismatch.batch.sequence]
 
-    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+    def accepts(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         credit = sequence_sum(mismatch.advantages.double(), mismatch.batch)[mismatch.batch.sequence]
         return (credit >= 0) | (measured <= self.delta)

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from strop.algorithms.preference import PairwisePreference
 
-CERTAIN = -1e-9  # upper bound of a mean log-probability, because the odds of probability 1 are infinite
+MAX_LOGPROB = -1e-9  # upper bound of a mean log-probability, because the odds of probability 1 are infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class ORPO(PairwisePreference):
     sft_weight: float = 1.0
     average_log_probs: bool = True
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(log_odds(chosen) - log_odds(rejected))
 
 
 def log_odds(logprob: Tensor) -> Tensor:
     """Return log(p / (1 - p)) from log p <= 0, accurate for p near 0 and near 1."""
-    bounded = logprob.clamp(max=CERTAIN)
+    bounded = logprob.clamp(max=MAX_LOGPROB)
     # Each branch gets only inputs for which it is accurate, because the gradient of the unused branch would otherwise be NaN.
     likely = bounded > -math.log(2)
     near_one = torch.where(likely, bounded, -1.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 from strop.types import Batch, Group
 
 
-def pairs(values: Tensor, batch: Batch) -> Tensor:
+def view_as_pairs(values: Tensor, batch: Batch) -> Tensor:
     """View a column of rollouts [S] as pairs [P, 2]. Raises ValueError if a group does not have two rollouts."""
     group = batch.group
     if len(group) % 2 or not torch.equal(group[0::2], group[1::2]) or bool((group[1:-1:2] == group[2::2]).any()):
@@ -24,7 +24,7 @@ def mean_over_pairs(values: Tensor, batch: Batch) -> Tensor:
     return values.sum() / max(batch.totals.groups, 1)
 
 
-def pair_credit(group: Group) -> Tensor:
+def pair_advantages(group: Group) -> Tensor:
     """Return placeholder advantages, [2], which the loss does not use. Raises ValueError if the group does not have two rollouts."""
     if len(group.rollouts) != 2:
         raise ValueError(

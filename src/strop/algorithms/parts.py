@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import exponential
+from strop.algorithms.functional import bounded_exp
 from strop.types import Batch
 
 
@@ -25,8 +25,8 @@ class GroupRewards:
 
     rewards: Tensor  # [G] float64
     lengths: Tensor  # [G] float64: sampled tokens
-    parts: Mapping[str, Tensor] = field(default_factory=dict)  # [G] float64: each reward by name, unweighted
-    greedy: float | None = None  # the reward of the group's greedy rollout, if there is one
+    by_name: Mapping[str, Tensor] = field(default_factory=dict)  # [G] float64: each reward by name, unweighted
+    greedy_reward: float | None = None  # the reward of the group's greedy rollout, if there is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class PolicyTokens:
     """The N sampled tokens of an optimizer step, or of a micro-batch of whole rollouts: the input of an ``Objective``."""
 
     logprobs: Tensor  # [N] of the trained policy, differentiable
-    before: Tensor  # [N] log-probabilities in the denominator of the ratio; no gradient
-    sampler: Tensor  # [N] log-probabilities recorded by the sampler
+    old_logprobs: Tensor  # [N] log-probabilities in the denominator of the ratio; no gradient
+    rollout_logprobs: Tensor  # [N] log-probabilities recorded by the sampler
     entropy: Tensor  # [N] differentiable
     advantages: Tensor  # [N]
     batch: Batch
 
     @property
     def log_ratio(self) -> Tensor:  # [N]
-        return self.logprobs - self.before
+        return self.logprobs - self.old_logprobs
 
     @property
     def ratio(self) -> Tensor:  # [N]
-        return exponential(self.log_ratio)
+        return bounded_exp(self.log_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Mismatch:
     log_ratio: Tensor  # [N] learner's log-probability before the update minus the sampler's; no gradient
     advantages: Tensor  # [N]
     batch: Batch
-    now: Tensor | None = None  # [N] the same with the current learner; None: it has not been updated yet
+    current_log_ratio: Tensor | None = None  # [N] the same with the current learner; None: it has not been updated yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Part(ABC):  # noqa: B024 - the abstract methods differ between parts
 
     name: ClassVar[str] = ""  # its name in a configuration; empty: the class name in snake case
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each reason why this part cannot be used in such a run."""
         return iter(())
 
@@ -75,23 +75,23 @@ class Advantage(Part):
     """Computes the credit of rollouts from the rewards of their group."""
 
     greedy_baseline: ClassVar[bool] = False  # needs a greedy rollout for each group
-    needs_parts: ClassVar[bool] = False  # reads rewards by name
+    needs_named_rewards: ClassVar[bool] = False  # reads rewards by name
     divides_by_mean: ClassVar[bool] = False  # divides by the mean reward as a success rate, so no reward may be negative
-    smallest_group: ClassVar[int] = 2
-    requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``over_batch`` reads
+    min_group_size: ClassVar[int] = 2
+    requires: ClassVar[frozenset[str]] = frozenset()  # columns that ``token_advantages`` reads
 
     @abstractmethod
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the credit of each rollout, [G] float64."""
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         """Return the credit of each token, [N], from the whole batch, for example by whitening."""
         return batch.advantages
 
-    def problems(self, plan: Plan) -> Iterator[str]:
-        if plan.group_size < self.smallest_group:
+    def validate(self, plan: Plan) -> Iterator[str]:
+        if plan.group_size < self.min_group_size:
             yield (
-                f"the group size is {plan.group_size}, but {type(self).__name__} compares at least {self.smallest_group} rollouts of a "
+                f"the group size is {plan.group_size}, but {type(self).__name__} compares at least {self.min_group_size} rollouts of a "
                 "group; raise num_generations_per_prompt"
             )
 
@@ -100,18 +100,18 @@ class Advantage(Part):
 class Objective(Part):
     """Computes the contribution of each token to the objective, which is maximized, from log-probabilities and credit."""
 
-    silent_without_credit: ClassVar[bool] = True  # the gradient is exactly zero for a rollout with all advantages 0
-    surveys: ClassVar[bool] = False  # ``prepare_step`` needs the outputs of the whole optimizer step
+    zero_gradient_without_advantage: ClassVar[bool] = True  # the gradient is exactly zero for a rollout with all advantages 0
+    needs_step_outputs: ClassVar[bool] = False  # ``prepare_step`` needs the outputs of the whole optimizer step
     sequence_level: ClassVar[bool] = False  # has one ratio per rollout; a mean over tokens would give long rollouts more weight
-    own_correction: ClassVar[bool] = False  # its own ratio is relative to the sampler
-    takes_ratio: ClassVar[bool] = True  # its ratio is relative to the policy of ``ratio_to``; False: it has none or its own
+    corrects_for_sampler: ClassVar[bool] = False  # its own ratio is relative to the sampler
+    uses_ratio_to: ClassVar[bool] = True  # its ratio is relative to the policy of ``ratio_to``; False: it has none or its own
     needs_drift: ClassVar[bool] = False  # has no effect while the ratio is 1
 
     @abstractmethod
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the contribution of each token, [N], and columns [N] whose means over counted tokens are logged."""
 
-    def survey(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+    def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         """Return columns [N] to add to the batch that depend on the whole optimizer step. ``tokens`` are all its tokens."""
         return {}
 

@@ -36,8 +36,8 @@ class BestOfK(Advantage):
         if self.k is not None and self.k < 2:
             raise ValueError(f"k is {self.k}: a rollout is compared with k - 1 others; set at least 2, or choose grpo for k = 1")
 
-    def problems(self, plan: Plan) -> Iterator[str]:
-        yield from super().problems(plan)
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
         k = plan.group_size if self.k is None else self.k
         if k > plan.group_size:
             yield (
@@ -47,7 +47,7 @@ class BestOfK(Advantage):
         if self.analytic and k >= plan.group_size:
             yield f"the analytic pass@{k} compares sets of {k}, but a group of {plan.group_size} has only one; set k below that"
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         if not varies(group.rewards):
             return torch.zeros_like(group.rewards)
         ascending, order = group.rewards.sort(stable=True)

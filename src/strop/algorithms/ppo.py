@@ -16,7 +16,7 @@ from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.clip import Clip
 from strop.algorithms.functional import aggregate, varies
-from strop.algorithms.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, at_the_ends
+from strop.algorithms.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.parts import Objective
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.metrics import Metrics
@@ -45,8 +45,8 @@ class PPO(PolicyGradient):
     value_clip: float | None = 0.2  # in units of the reward; None: no clipping
     policy_training_start_step: int = 0
 
-    def problems(self, plan: Plan) -> Iterator[str]:
-        yield from super().problems(plan)
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
         if self.value_scale <= 0:
             yield f"value_scale is {self.value_scale}: the critic would learn nothing; set it above 0"
         if self.value_clip is not None and self.value_clip <= 0:
@@ -60,26 +60,26 @@ class PPO(PolicyGradient):
         """Return the reward of each token, [N] float64, with the KL term if it is part of the reward."""
         kl = self.kl if self.kl is not None and self.kl.weight else None
         if kl is not None and kl.place == "reward":
-            return at_the_ends(batch.rewards - kl.weight * kl.of_rollouts(batch), batch)
-        earned = at_the_ends(batch.rewards, batch)
+            return place_at_last_token(batch.rewards - kl.weight * kl.sum_per_rollout(batch), batch)
+        earned = place_at_last_token(batch.rewards, batch)
         if kl is not None and kl.place == "token_reward":
-            earned = earned - kl.weight * kl.estimate(batch.sampler_logprobs, batch).double()
+            earned = earned - kl.weight * kl.estimate(batch.rollout_logprobs, batch).double()
         return earned
 
-    def credit(self, batch: Batch) -> Batch:
-        batch = batch.with_extra(TOKEN_REWARDS, self.token_rewards(batch))
-        return super().credit(batch.with_extra(RETURNS, self.advantage.returns(batch)))
+    def token_credit(self, batch: Batch) -> Batch:
+        batch = batch.with_column(TOKEN_REWARDS, self.token_rewards(batch))
+        return super().token_credit(batch.with_column(RETURNS, self.advantage.returns(batch)))
 
     def losses(self, step: int) -> dict[str, LossFn]:
         value: dict[str, LossFn] = {"value": self.value_loss}
         return value if step < self.policy_training_start_step else {**value, "policy": self.loss}
 
     def value_loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        values, returns = outputs.values, batch.extra(RETURNS)
+        values, returns = outputs.values, batch.column(RETURNS)
         errors = (values - returns).square()
         clipped = torch.zeros_like(errors)
         if self.value_clip is not None:
-            before = batch.extra(VALUES)
+            before = batch.column(VALUES)
             held = (before + (values - before).clamp(-self.value_clip, self.value_clip) - returns).square()
             clipped = ((values - before).abs() > self.value_clip).to(errors.dtype) * (held > errors)
             errors = torch.maximum(errors, held)
@@ -90,13 +90,15 @@ class PPO(PolicyGradient):
             "loss": metrics.total(loss.item()),
         }
 
-    def idle(self, batch: Batch, learner: str = "policy") -> Tensor:
+    def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         """Return the rollouts without gradient, [S] bool; none for the critic, which learns from every rollout."""
-        return super().idle(batch, learner) if learner == "policy" else torch.zeros(batch.num_sequences, dtype=torch.bool)
+        return (
+            super().zero_gradient(batch, learner) if learner == "policy" else torch.zeros(batch.num_sequences, dtype=torch.bool)
+        )
 
     def report(self, batch: Batch) -> dict[str, float]:
         counted = batch.mask > 0
-        values, returns = (batch.extra(name)[counted].double() for name in (VALUES, RETURNS))
+        values, returns = (batch.column(name)[counted].double() for name in (VALUES, RETURNS))
         if not len(returns):
             return {}
         logged = {"train/values_mean": float(values.mean()), "train/returns_mean": float(returns.mean())}

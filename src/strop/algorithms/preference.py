@@ -19,8 +19,8 @@ from torch import Tensor
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.functional import sequence_mean, sequence_sum
-from strop.algorithms.kl import REFERENCE
-from strop.algorithms.pairs import mean_over_pairs, pair_credit, pairs
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.algorithms.pairs import mean_over_pairs, pair_advantages, view_as_pairs
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
@@ -40,7 +40,7 @@ class PairwisePreference(Algorithm):
     logprobs_rejected, log pi of the completions, summed or averaged over tokens in the same way as h.
     """
 
-    recorded: ClassVar[Literal["preferences"]] = "preferences"
+    recorded_data: ClassVar[Literal["preferences"]] = "preferences"
     whole_groups: ClassVar[bool] = True
     preference_weight: float = 1.0
     sft_weight: float = 0.0
@@ -55,7 +55,7 @@ class PairwisePreference(Algorithm):
             )
 
     @abstractmethod
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Return the loss of each pair, [P] float64, from h of its completions, [P] float64 each."""
 
     @property
@@ -64,9 +64,9 @@ class PairwisePreference(Algorithm):
         return 1.0
 
     def advantages(self, group: Group) -> Tensor:
-        return pair_credit(group)
+        return pair_advantages(group)
 
-    def survey(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
+    def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         """Add the weights of the SFT term, which depend on the number of chosen tokens of the whole optimizer step."""
         if not self.sft_weight:
             return batch
@@ -78,14 +78,14 @@ class PairwisePreference(Algorithm):
                 weight = chosen / batch.sequence_lengths.clamp(min=1)[batch.sequence] / max(batch.totals.groups, 1)
             case "sequence_sum":
                 weight = chosen / max(batch.totals.groups, 1)
-        return batch.with_extra(SFT_WEIGHT, weight)
+        return batch.with_column(SFT_WEIGHT, weight)
 
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        counted = pairs(batch.sequence_lengths, batch).sum(1) > 0
-        logprobs = self._of_completions(outputs.logprobs, batch)
-        reference = batch.extra(REFERENCE) if REFERENCE in self.requires else None
-        compared = logprobs if reference is None else self._of_completions(outputs.logprobs - reference, batch)
-        preference = self.compare(*compared.unbind(1))
+        counted = view_as_pairs(batch.sequence_lengths, batch).sum(1) > 0
+        logprobs = self._per_completion(outputs.logprobs, batch)
+        reference = batch.column(REFERENCE_LOGPROBS) if REFERENCE_LOGPROBS in self.requires else None
+        compared = logprobs if reference is None else self._per_completion(outputs.logprobs - reference, batch)
+        preference = self.pair_loss(*compared.unbind(1))
         rewards = self.reward_scale * compared.detach()
         columns = {
             "preference_loss": preference.detach(),
@@ -99,15 +99,15 @@ class PairwisePreference(Algorithm):
         logged = {name: mean_over_pairs(column * counted, batch).item() for name, column in columns.items()}
         loss = self.preference_weight * mean_over_pairs(preference * counted, batch)
         if self.sft_weight:
-            sft = -(outputs.logprobs * batch.extra(SFT_WEIGHT)).sum()
+            sft = -(outputs.logprobs * batch.column(SFT_WEIGHT)).sum()
             loss = loss + self.sft_weight * sft
             logged["sft_loss"] = sft.item()
         return loss, {name: metrics.total(value) for name, value in {**logged, "loss": loss.item()}.items()}
 
-    def _of_completions(self, values: Tensor, batch: Batch) -> Tensor:
+    def _per_completion(self, values: Tensor, batch: Batch) -> Tensor:
         """Reduce to one number per completion, [N] -> [P, 2], in float64 because float32 sums over thousands of tokens are inaccurate."""
         reduce = sequence_mean if self.average_log_probs else sequence_sum
-        return pairs(reduce(values.double(), batch), batch)
+        return view_as_pairs(reduce(values.double(), batch), batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class ReferencedPreference(PairwisePreference):
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset({REFERENCE})
+        return frozenset({REFERENCE_LOGPROBS})
 
     @property
     def reward_scale(self) -> float:

@@ -23,7 +23,7 @@ from strop.types import Batch
 class Reinforce(Objective):
     """A log pi."""
 
-    takes_ratio: ClassVar[bool] = False
+    uses_ratio_to: ClassVar[bool] = False
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         return tokens.advantages * tokens.logprobs, {}
@@ -33,13 +33,13 @@ class Reinforce(Objective):
 class PlainReward(Advantage):
     """R, or with ``batch_mean`` R minus the mean reward of all rollouts of the batch. Groups have no effect."""
 
-    smallest_group: ClassVar[int] = 1
+    min_group_size: ClassVar[int] = 1
     batch_mean: bool = False
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group.rewards
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         if not self.batch_mean:
             return batch.advantages
         return batch.advantages - batch.rewards.mean().to(batch.advantages.dtype)

@@ -34,14 +34,14 @@ class BatchWhitened(Advantage):
 
     group_mean: bool = False
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         if self.group_mean:
-            yield from super().problems(plan)
+            yield from super().validate(plan)
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, normalize=False) if self.group_mean else group.rewards
 
-    def over_batch(self, batch: Batch) -> Tensor:
+    def token_advantages(self, batch: Batch) -> Tensor:
         return whiten(batch.advantages, batch.mask).to(batch.advantages.dtype)
 
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import LARGEST_EXPONENT, sequence_mean
-from strop.algorithms.importance import log_ratios, mean_weights, refuse_empty_range
+from strop.algorithms.functional import MAX_EXPONENT, sequence_mean
+from strop.algorithms.importance import check_ratio_range, geometric_mean_weights, log_ratios
 from strop.algorithms.parts import Correction, Mismatch
 
 
@@ -22,20 +22,20 @@ class Rejection(Correction):
     """
 
     reweights: ClassVar[bool] = False
-    measures: ClassVar[str]  # name of the measure in the logged metrics
+    measure_name: ClassVar[str]  # name of the measure in the logged metrics
 
     @abstractmethod
     def measure(self, mismatch: Mismatch) -> Tensor:
         """Return the measure of each token's rollout that is compared with the bounds, [N] float64."""
 
     @abstractmethod
-    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+    def accepts(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         """Return whether each token's rollout is kept, [N] bool."""
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
         measured = self.measure(mismatch)
-        kept = self.keeps(measured, mismatch).to(mismatch.log_ratio.dtype)
-        return kept, {f"{self.name}_cut": 1 - kept, f"{self.name}_{self.measures}": measured.to(kept.dtype)}
+        kept = self.accepts(measured, mismatch).to(mismatch.log_ratio.dtype)
+        return kept, {f"{self.name}_cut": 1 - kept, f"{self.name}_{self.measure_name}": measured.to(kept.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +46,17 @@ class GeometricRejection(Rejection):
     """
 
     name: ClassVar[str] = "geometric_rejection"
-    measures: ClassVar[str] = "ratio"
+    measure_name: ClassVar[str] = "ratio"
     low: float = 0.999
     high: float = 1.001
 
     def __post_init__(self) -> None:
-        refuse_empty_range(self.low, self.high, "the geometric mean of w")
+        check_ratio_range(self.low, self.high, "the geometric mean of w")
 
     def measure(self, mismatch: Mismatch) -> Tensor:
-        return mean_weights(mismatch)
+        return geometric_mean_weights(mismatch)
 
-    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+    def accepts(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         return (measured >= self.low) & (measured <= self.high)
 
 
@@ -68,7 +68,7 @@ class K3Rejection(Rejection):
     """
 
     name: ClassVar[str] = "k3_rejection"
-    measures: ClassVar[str] = "divergence"
+    measure_name: ClassVar[str] = "divergence"
     cap: float = 0.01
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ class K3Rejection(Rejection):
 
     def measure(self, mismatch: Mismatch) -> Tensor:
         ratios = log_ratios(mismatch)
-        divergence = sequence_mean(torch.expm1(ratios.clamp(max=LARGEST_EXPONENT)) - ratios, mismatch.batch)
+        divergence = sequence_mean(torch.expm1(ratios.clamp(max=MAX_EXPONENT)) - ratios, mismatch.batch)
         return divergence[mismatch.batch.sequence]
 
-    def keeps(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
+    def accepts(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         return measured <= self.cap

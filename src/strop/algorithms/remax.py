@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import RESIDUE, Aggregation
+from strop.algorithms.functional import RELATIVE_ROUNDING, Aggregation
 from strop.algorithms.parts import Advantage, GroupRewards, Objective
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.algorithms.reinforce import Reinforce
@@ -25,15 +25,15 @@ class GreedyBaseline(Advantage):
     """R - R(greedy); exactly 0 if they differ by rounding errors only."""
 
     greedy_baseline: ClassVar[bool] = True
-    smallest_group: ClassVar[int] = 1
+    min_group_size: ClassVar[int] = 1
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the credit of each rollout, [G]. Raises ValueError if the group has no greedy rollout."""
-        if group.greedy is None:
+        if group.greedy_reward is None:
             raise ValueError("the credit needs a greedy rollout as baseline, but this group has none")
-        greedy = torch.full_like(group.rewards, group.greedy)
+        greedy = torch.full_like(group.rewards, group.greedy_reward)
         difference = group.rewards - greedy
-        rounding = RESIDUE * torch.maximum(group.rewards.abs(), greedy.abs())
+        rounding = RELATIVE_ROUNDING * torch.maximum(group.rewards.abs(), greedy.abs())
         return torch.where(difference.abs() > rounding, difference, 0.0)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, ValueOutputs
-from strop.algorithms.pairs import mean_over_pairs, pair_credit, pairs
+from strop.algorithms.pairs import mean_over_pairs, pair_advantages, view_as_pairs
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
@@ -30,9 +30,9 @@ class RewardModel(Algorithm):
     scores_rejected_mean.
     """
 
-    recorded: ClassVar[Literal["preferences"]] = "preferences"
+    recorded_data: ClassVar[Literal["preferences"]] = "preferences"
     whole_groups: ClassVar[bool] = True
-    places: ClassVar[Literal["tokens", "ends"]] = "ends"
+    predict: ClassVar[Literal["tokens", "last_token"]] = "last_token"
     kind: Literal["bradley_terry", "regression"] = "bradley_terry"
     use_margin: bool = False
     centering: float = 0.0
@@ -45,7 +45,7 @@ class RewardModel(Algorithm):
 
     def advantages(self, group: Group) -> Tensor:
         if self.kind == "bradley_terry":
-            return pair_credit(group)
+            return pair_advantages(group)
         return torch.ones(len(group.rollouts), dtype=torch.float64)
 
     def loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -54,15 +54,17 @@ class RewardModel(Algorithm):
             raise ValueError(
                 f"found {len(scores)} scores for {batch.num_sequences} rollouts, but a reward model must return one score per rollout"
             )
-        loss, logged = self._of_pairs(scores, batch) if self.kind == "bradley_terry" else self._of_rollouts(scores, batch)
+        loss, logged = (
+            self._bradley_terry_loss(scores, batch) if self.kind == "bradley_terry" else self._regression_loss(scores, batch)
+        )
         seen = scores.detach() / max(batch.totals.sequences, 1)
         logged = {"loss": loss.item(), "scores_mean": seen.sum().item(), **logged}
         logged["scores_mean_square"] = (seen * scores.detach()).sum().item()
         return loss, {name: metrics.total(value) for name, value in logged.items()}
 
-    def _of_pairs(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, float]]:
-        chosen, rejected = pairs(scores, batch).unbind(1)
-        target = pairs(batch.rewards, batch)
+    def _bradley_terry_loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, float]]:
+        chosen, rejected = view_as_pairs(scores, batch).unbind(1)
+        target = view_as_pairs(batch.rewards, batch)
         margin = target[:, 0] - target[:, 1] if self.use_margin else 0.0
         losses = -logsigmoid(chosen - rejected - margin) + self.centering * (chosen + rejected).square()
         columns = {
@@ -74,5 +76,5 @@ class RewardModel(Algorithm):
         logged = {name: mean_over_pairs(column, batch).item() for name, column in columns.items()}
         return mean_over_pairs(losses, batch), logged
 
-    def _of_rollouts(self, scores: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
+    def _regression_loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         return (scores - batch.rewards).square().sum() / max(batch.totals.sequences, 1), {}

@@ -23,7 +23,7 @@ from strop.algorithms.reinforce import Reinforce
 class LeaveOneOut(Advantage):
     """R - mean of the group's other rewards; exactly 0 if the group does not vary."""
 
-    def relative(self, group: GroupRewards) -> Tensor:
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, leave_one_out=True, normalize=False)
 
 

@@ -17,7 +17,7 @@ class RobustDPO(NoisyPreference):
     The loss has no lower bound: it decreases linearly for large d.
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         scaled = self.beta * (chosen - rejected)
         kept, flipped = -logsigmoid(scaled), -logsigmoid(-scaled)
         return ((1 - self.label_smoothing) * kept - self.label_smoothing * flipped) / (1 - 2 * self.label_smoothing)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential
-from strop.algorithms.importance import log_ratios, mean_weights, refuse_empty_range
+from strop.algorithms.functional import bounded_exp
+from strop.algorithms.importance import check_ratio_range, geometric_mean_weights, log_ratios
 from strop.algorithms.parts import Correction, Mismatch
 
 
@@ -26,13 +26,13 @@ class SequenceMaskTis(Correction):
     cap: float | None = None
 
     def __post_init__(self) -> None:
-        refuse_empty_range(self.low, self.high, "the geometric mean of w")
+        check_ratio_range(self.low, self.high, "the geometric mean of w")
         if self.cap is not None and self.cap <= 0:
             raise ValueError(f"cap is {self.cap}: every weight would be 0 or negative; set it above 0, or to null for no cap")
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = mismatch.log_ratio.dtype
-        ratios, means = exponential(log_ratios(mismatch)), mean_weights(mismatch)
+        ratios, means = bounded_exp(log_ratios(mismatch)), geometric_mean_weights(mismatch)
         kept = (means >= self.low) & (means <= self.high)
         bounded = ratios if self.cap is None else ratios.clamp(max=self.cap)
         weights = torch.where(kept, bounded, 0.0).to(dtype)

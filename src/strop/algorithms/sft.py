@@ -27,7 +27,7 @@ class SFT(Algorithm):
     token_mean.
     """
 
-    recorded: ClassVar[Literal["conversations"]] = "conversations"
+    recorded_data: ClassVar[Literal["conversations"]] = "conversations"
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     dft: bool = False
 

@@ -32,5 +32,5 @@ class SimPO(PairwisePreference):
     def reward_scale(self) -> float:
         return self.beta
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)

@@ -16,5 +16,5 @@ class SLiC(ReferencedPreference):
     The original SLiC-HF has no reference and adds an SFT term (``sft_weight``).
     """
 
-    def compare(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (1 - self.beta * (chosen - rejected)).relu()

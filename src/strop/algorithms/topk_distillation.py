@@ -18,7 +18,7 @@ from strop.types import Batch, Group
 
 TEACHER_CANDIDATES = "teacher_candidates"  # a batch column, [N, K]: the teacher's log-probabilities of the tokens in CANDIDATES
 LOG_ZERO = -100.0  # nats: the log-probability of an impossible token, so that no divergence is infinite
-LEAST_REST = 1e-7  # the accuracy of 1 minus a sum of float32 probabilities
+MIN_REST_PROBABILITY = 1e-7  # the accuracy of 1 minus a sum of float32 probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TopKDistillation(Algorithm):
     def requires(self) -> frozenset[str]:
         return frozenset({TEACHER_CANDIDATES})
 
-    def problems(self, plan: Plan) -> Iterator[str]:
+    def validate(self, plan: Plan) -> Iterator[str]:
         if not 0 <= self.mixed_kl_weight <= 1:
             yield f"mixed_kl_weight is {self.mixed_kl_weight}: it is the weight of the forward KL; set it in [0, 1]"
         if self.kl_type == "jsd" and not 0 < self.beta < 1:
@@ -73,12 +73,12 @@ class TopKDistillation(Algorithm):
             raise ValueError(
                 "the student's log-probabilities of the teacher's tokens are missing: the batch has no column CANDIDATES"
             )
-        teacher, student = batch.extra(TEACHER_CANDIDATES).to(outputs.candidates.dtype), outputs.candidates
-        p, q = (events(logs, self.outside) for logs in (teacher, student))
+        teacher, student = batch.column(TEACHER_CANDIDATES).to(outputs.candidates.dtype), outputs.candidates
+        p, q = (complete_distribution(logs, self.outside) for logs in (teacher, student))
         loss = aggregate(self.divergence(p, q), batch, self.aggregation, self.constant_length)
         logged = {
-            "kl_forward": divergence(p, q),
-            "kl_reverse": divergence(q, p),
+            "kl_forward": kl_divergence(p, q),
+            "kl_reverse": kl_divergence(q, p),
             "teacher_mass": teacher.exp().sum(-1),
             "student_mass": student.exp().sum(-1),
         }
@@ -91,22 +91,22 @@ class TopKDistillation(Algorithm):
         """Compute the divergence, [N], from log-probabilities of the same events by teacher and student, [N, events] each."""
         match self.kl_type:
             case "forward":
-                return divergence(p, q)
+                return kl_divergence(p, q)
             case "reverse":
-                return divergence(q, p)
+                return kl_divergence(q, p)
             case "mixed":
-                return self.mixed_kl_weight * divergence(p, q) + (1 - self.mixed_kl_weight) * divergence(q, p)
+                return self.mixed_kl_weight * kl_divergence(p, q) + (1 - self.mixed_kl_weight) * kl_divergence(q, p)
             case "jsd":
                 mixture = torch.logaddexp(p + math.log(self.beta), q + math.log1p(-self.beta))
-                return self.beta * divergence(p, mixture) + (1 - self.beta) * divergence(q, mixture)
+                return self.beta * kl_divergence(p, mixture) + (1 - self.beta) * kl_divergence(q, mixture)
 
 
-def divergence(p: Tensor, q: Tensor) -> Tensor:
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     """Compute KL(p || q) from log-probabilities, [N, events] -> [N]."""
     return (p.exp() * (p - q)).sum(-1)
 
 
-def events(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
+def complete_distribution(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
     """Turn log-probabilities of K tokens [N, K] into a distribution: renormalized, [N, K], or with the other tokens as one event,
     [N, K + 1].
     """
@@ -114,4 +114,4 @@ def events(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
     mass = logs.logsumexp(-1, keepdim=True)
     if outside == "renormalise":
         return logs - mass
-    return torch.cat([logs, (-torch.expm1(mass)).clamp(min=LEAST_REST).log()], dim=-1)
+    return torch.cat([logs, (-torch.expm1(mass)).clamp(min=MIN_REST_PROBABILITY).log()], dim=-1)

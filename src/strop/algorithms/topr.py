@@ -27,7 +27,7 @@ class Tapered(Objective):
     """
 
     sequence_level: ClassVar[bool] = True
-    own_correction: ClassVar[bool] = True
+    corrects_for_sampler: ClassVar[bool] = True
     cap: float = 1.0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Tapered(Objective):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         batch = tokens.batch
-        rollout = sequence_sum((tokens.logprobs - tokens.sampler).detach(), batch)[batch.sequence]
+        rollout = sequence_sum((tokens.logprobs - tokens.rollout_logprobs).detach(), batch)[batch.sequence]
         ceiling = torch.log(torch.tensor(self.cap, dtype=rollout.dtype, device=rollout.device))
         bad = tokens.advantages < 0
         weight = torch.where(bad, torch.minimum(rollout, ceiling).exp(), torch.ones_like(rollout))

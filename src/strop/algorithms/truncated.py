@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from strop.algorithms.functional import exponential
+from strop.algorithms.functional import bounded_exp
 from strop.algorithms.importance import Level, log_weights
 from strop.algorithms.parts import Correction, Mismatch
 
@@ -31,7 +31,7 @@ class Tis(Correction):
             )
 
     def weights(self, mismatch: Mismatch) -> tuple[Tensor, dict[str, Tensor]]:
-        ratios = exponential(log_weights(mismatch, self.level))
+        ratios = bounded_exp(log_weights(mismatch, self.level))
         dtype = mismatch.log_ratio.dtype
         weights = ratios.clamp(self.floor, self.cap).to(dtype)
         return weights, {"tis_weight": weights, "tis_cut": ((ratios < self.floor) | (ratios > self.cap)).to(dtype)}

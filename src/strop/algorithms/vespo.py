@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from strop.algorithms.functional import exponential, sequence_sum
+from strop.algorithms.functional import bounded_exp, sequence_sum
 from strop.algorithms.grpo import GroupRelative
 from strop.algorithms.parts import Advantage, Objective, PolicyTokens
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -26,8 +26,8 @@ class GammaWeight(Objective):
     directly relative to the sampler, which is the same while that bound is not reached.
     """
 
-    own_correction: ClassVar[bool] = True
-    takes_ratio: ClassVar[bool] = False
+    corrects_for_sampler: ClassVar[bool] = True
+    uses_ratio_to: ClassVar[bool] = False
     k_positive: float = 2.0
     lambda_positive: float = 3.0
     k_negative: float = 3.0
@@ -42,12 +42,12 @@ class GammaWeight(Objective):
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        logs = sequence_sum(tokens.logprobs.detach() - tokens.sampler, tokens.batch)[tokens.batch.sequence]
-        ratio = exponential(logs)
+        logs = sequence_sum(tokens.logprobs.detach() - tokens.rollout_logprobs, tokens.batch)[tokens.batch.sequence]
+        ratio = bounded_exp(logs)
         rising = tokens.advantages >= 0
         k = torch.where(rising, self.k_positive, self.k_negative).to(logs.dtype)
         decay = torch.where(rising, self.lambda_positive, self.lambda_negative).to(logs.dtype)
-        weight = exponential(k * logs + decay * (1 - ratio))
+        weight = bounded_exp(k * logs + decay * (1 - ratio))
         return weight * tokens.advantages * tokens.logprobs, {"rollout_weight": weight, "probs_ratio": ratio}
 
 

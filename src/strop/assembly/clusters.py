@@ -7,87 +7,88 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from strop.cluster.base import Cluster, HostDied
-from strop.cluster.group import GroupDied
+from strop.cluster.base import ActorDied, Cluster
+from strop.cluster.group import ActorGroupDied
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.devices import Devices, devices_of
+from strop.config.devices import DeviceCounts, count_devices
 from strop.config.schema import DistillationRunConfig
 from strop.tracking.base import Tracker
 
 log = logging.getLogger(__name__)
 
-DEATHS = (GroupDied, HostDied)
+RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
 
 
 @asynccontextmanager
-async def cluster_of(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
+async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
     """Connect to the nodes that the run is configured for; yield None for a run in this process alone.
 
     Raises PlacementError, ConnectionError, ValueError."""
-    devices = devices_of(config)
-    if not devices.ray:
+    devices = count_devices(config)
+    if not devices.uses_ray:
         yield None
         return
     try:
         from strop.cluster.ray import ClusterOptions, connect
     except ImportError as error:
         raise ValueError(
-            f"this run trains on {devices.learner} devices (cluster.gpus_per_node, cluster.num_nodes), which takes Ray, and Ray cannot be "
+            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), "
+            f"which takes Ray, and Ray cannot be "
             f"imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
         ) from error
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(
         ClusterOptions(
-            nodes=devices.nodes,
+            num_nodes=devices.nodes,
             devices_per_node=devices.per_node,
             on_cpu={"cpu": True, "auto": None}.get(config.policy.device, False),
-            segment=config.cluster.segment_size,
+            segment_size=config.cluster.segment_size,
             address=config.cluster.address,
-            output=folder / "workers",
+            output_folder=folder / "workers",
             wait_seconds=config.cluster.wait_seconds,
-            cpus_per_node=reserved_cpus(config),
+            cpus_per_node=compute_reserved_cpus(config),
         )
     )
     try:
         where = ", ".join(node.address for node in cluster.members)
         tracker.note(
-            f"cluster: {cluster.nodes} nodes ({where}), {devices.per_node} devices on each; output of processes in {folder / 'workers'}"
+            f"cluster: {cluster.num_nodes} nodes ({where}), {devices.per_node} devices on each; output of processes in {folder / 'workers'}"
         )
         yield cluster
     finally:
         await cluster.close()
 
 
-def reserved_cpus(config: TrainingRunConfig) -> float:
+def compute_reserved_cpus(config: TrainingRunConfig) -> float:
     """Return how many CPUs to reserve on each node: the sum over the processes on it, at least 1."""
-    roles, devices = config.cluster.roles, devices_of(config)
+    roles, devices = config.cluster.roles, count_devices(config)
     wanted = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
     if isinstance(config, RolloutRunConfig):
-        wanted += len(config.env) * _on_one_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
+        wanted += len(config.env) * _max_per_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
     if isinstance(config, DistillationRunConfig):
         hosts = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
-        wanted += _on_one_node(hosts, devices) * roles.teacher.num_cpus
+        wanted += _max_per_node(hosts, devices) * roles.teacher.num_cpus
     return max(1.0, wanted)
 
 
-def _on_one_node(processes: int, devices: Devices) -> int:
+def _max_per_node(processes: int, devices: DeviceCounts) -> int:
     """Return the largest number of processes on a node when they are spread evenly over the nodes."""
     return -(-processes // devices.nodes)
 
 
-async def with_restarts(config: TrainingRunConfig, tracker: Tracker, live: Callable[[], Awaitable[None]]) -> None:
+async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[None]]) -> None:
     """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times.
 
     The count starts over whenever an attempt saves a later step than all attempts before it. Raises the last error when no restart is
     left.
     """
     left = allowed = config.cluster.max_restarts
-    furthest = saved_step(config)
+    furthest = find_newest_step(config)
     while True:
         try:
-            return await live()
-        except DEATHS as death:
-            now = saved_step(config)
+            return await run_attempt()
+        except RECOVERABLE_ERRORS as death:
+            now = find_newest_step(config)
             if now > furthest:
                 left, furthest = allowed, now
             if left == 0:
@@ -103,7 +104,7 @@ async def with_restarts(config: TrainingRunConfig, tracker: Tracker, live: Calla
             log.debug("where the error was raised", exc_info=death)
 
 
-def saved_step(config: TrainingRunConfig) -> int:
+def find_newest_step(config: TrainingRunConfig) -> int:
     """Return the step of the newest checkpoint, from which a restart would continue; -1 if there is none."""
     saving = config.checkpointing
     if not (saving.enabled and saving.resume):

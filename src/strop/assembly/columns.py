@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.data.packing import Part, select
+from strop.data.packing import SubBatch, select_rollouts
 from strop.types import Batch
 
 
 @dataclass(frozen=True)
-class Filled:
+class ColumnShard:
     """Columns for some of the predicted tokens of a batch."""
 
     index: Tensor  # [n] int64, positions in the N of the whole batch
@@ -21,28 +21,28 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class GroupShare:
+class GroupRange:
     """Groups ``start`` to ``stop`` (excluded) of a batch."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
 
     @property
-    def empty(self) -> bool:
-        return self.first == self.last
+    def is_empty(self) -> bool:
+        return self.start == self.stop
 
-    def of(self, batch: Batch) -> Part:
+    def select(self, batch: Batch) -> SubBatch:
         """Return the batch of these groups alone. The range must not be empty."""
-        own = ((batch.group >= self.first) & (batch.group < self.last)).nonzero().flatten().tolist()
-        return select(batch, own)
+        own = ((batch.group >= self.start) & (batch.group < self.stop)).nonzero().flatten().tolist()
+        return select_rollouts(batch, own)
 
 
-def group_share(groups: int, place: int, of: int) -> GroupShare:
+def split_groups(groups: int, rank: int, count: int) -> GroupRange:
     """Return the range of groups for process ``rank`` of ``count``; it may be empty if there are fewer groups than processes."""
-    return GroupShare(place * groups // of, (place + 1) * groups // of)
+    return GroupRange(rank * groups // count, (rank + 1) * groups // count)
 
 
-def joined(answers: Sequence[Filled], length: int) -> dict[str, Tensor]:
+def merge_columns(answers: Sequence[ColumnShard], length: int) -> dict[str, Tensor]:
     """Merge columns with disjoint indices into columns of the whole batch, [N] or [N, K] with N = ``length``."""
     found: dict[str, Tensor] = {}
     for name, example in answers[0].columns.items():

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from strop.cluster.placement import Division, divide
+from strop.cluster.placement import DevicePlan, plan_devices
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.devices import devices_of
+from strop.config.devices import count_devices
 from strop.config.policy import DtensorConfig
 from strop.config.schema import PpoRunConfig
-from strop.training.torch.parallel.layout import ParallelSizes
+from strop.training.torch.parallel.layout import ParallelDims
 
 
-def division_of(config: TrainingRunConfig, *, on_cpu: bool) -> Division:
+def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
     """Return the device plan of a run on a cluster. Raises PlacementError."""
-    found = devices_of(config)
+    found = count_devices(config)
     engines = found.engines if found.engines is not None else 1 if on_cpu else None
-    return divide(
+    return plan_devices(
         found.nodes,
         found.per_node,
         engine_size=found.engine_size,
@@ -25,7 +25,7 @@ def division_of(config: TrainingRunConfig, *, on_cpu: bool) -> Division:
     )
 
 
-def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
+def make_parallel_dims(config: DtensorConfig, world: int) -> ParallelDims:
     """Return the parallel dimensions of ``world`` ranks. Raises ValueError if they do not divide ``world``."""
     tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
     if world % (tensor * context * copies):
@@ -33,7 +33,7 @@ def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
             f"tensor_parallel_size {tensor} x context_parallel_size {context} x dp_replicate_size {copies} do not divide the {world} "
             "training devices; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
         )
-    return ParallelSizes(
+    return ParallelDims(
         replicate=copies,
         shard=world // (tensor * context * copies),
         context=context,
@@ -43,65 +43,73 @@ def sizes_of(config: DtensorConfig, world: int) -> ParallelSizes:
     )
 
 
-def layout(sizes: ParallelSizes) -> str:
+def format_parallel_dims(sizes: ParallelDims) -> str:
     """Format the dimensions as copies x shards x context x tensor."""
     copies = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate} copies"
-    experts = f", experts {sizes.expert_ways} ways" if sizes.expert > 1 else ""
+    experts = f", experts {sizes.expert_size} ways" if sizes.expert > 1 else ""
     return f"{copies} x {sizes.shard} shards x {sizes.context} context x {sizes.tensor} tensor{experts}"
 
 
-def placement_lines(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
+def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     """Format the layout of a run on a cluster: ranks, parallel dimensions, engines, environment processes.
 
     Raises PlacementError, ValueError."""
-    division, found = division_of(config, on_cpu=on_cpu), devices_of(config)
-    each = f"{_count(found.per_node, 'CPU process')} instead of GPUs" if on_cpu else _count(found.per_node, "GPU")
+    division, found = make_device_plan(config, on_cpu=on_cpu), count_devices(config)
+    each = f"{_pluralize(found.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(found.per_node, "GPU")
     world, nodes = len(division.training), {place.node for place in division.training}
     lines = [
-        f"cluster     {_count(found.nodes, 'node')} of a Ray cluster, {each} on each",
-        f"learner     {_count(world, 'rank')} on {_count(len(nodes), 'node')}: {layout(sizes_of(config.policy.dtensor_cfg, world))}",
+        f"cluster     {_pluralize(found.nodes, 'node')} of a Ray cluster, {each} on each",
+        (
+            f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: "
+            f"{format_parallel_dims(make_parallel_dims(config.policy.dtensor_cfg, world))}"
+        ),
     ]
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
-        critic = sizes_of(config.value.dtensor_cfg, world)
-        if critic != sizes_of(config.policy.dtensor_cfg, world):
-            lines.append(f"            the critic: {layout(critic)}")
+        critic = make_parallel_dims(config.value.dtensor_cfg, world)
+        if critic != make_parallel_dims(config.policy.dtensor_cfg, world):
+            lines.append(f"            the critic: {format_parallel_dims(critic)}")
     if isinstance(config, RolloutRunConfig):
-        lines += [f"engines     {_engines(division, found.engine_size)}", f"hosts       {_hosts(config)}"]
+        lines += [
+            f"engines     {_format_engines(division, found.engine_size)}",
+            f"hosts       {_format_environment_processes(config)}",
+        ]
     return lines
 
 
-def _engines(division: Division, size: int) -> str:
+def _format_engines(division: DevicePlan, size: int) -> str:
     count, nodes = len(division.generation), sorted({place.node for place in division.generation})
     where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
-    turns = "colocated with the learner" if division.shared else "on their own devices"
-    return f"{_count(count, 'engine')} of {_count(size, 'device')} on {where}, {turns}"
+    turns = "colocated with the learner" if division.colocated else "on their own devices"
+    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')} on {where}, {turns}"
 
 
-def _hosts(config: RolloutRunConfig) -> str:
+def _format_environment_processes(config: RolloutRunConfig) -> str:
     count = config.cluster.environment_hosts
     if not count:
         return "environments run in the driver's process"
     nodes = min(count, config.cluster.num_nodes)
-    return f"{_count(count, 'process')} for each environment, spread over {_count(nodes, 'node')}"
+    return f"{_pluralize(count, 'process')} for each environment, spread over {_pluralize(nodes, 'node')}"
 
 
-def device_rows(division: Division, nodes: int) -> list[tuple[str, str, str]]:
+def format_device_rows(division: DevicePlan, nodes: int) -> list[tuple[str, str, str]]:
     """Return a row (node, training devices, generation devices) for each node."""
     rows = []
     for node in range(nodes):
         trains = [place.devices[0] for place in division.training if place.node == node]
         engines = [
-            f"engine {number}: {_span(place.devices)}" for number, place in enumerate(division.generation) if place.node == node
+            f"engine {number}: {_format_range(place.devices)}"
+            for number, place in enumerate(division.generation)
+            if place.node == node
         ]
-        rows.append((str(node), _span(trains) if trains else "none", ", ".join(engines) or "none"))
+        rows.append((str(node), _format_range(trains) if trains else "none", ", ".join(engines) or "none"))
     return rows
 
 
-def _span(numbers: list[int] | tuple[int, ...]) -> str:
+def _format_range(numbers: list[int] | tuple[int, ...]) -> str:
     """Format consecutive numbers as 0-7, or 3 for a single one."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-def _count(number: int, noun: str) -> str:
+def _pluralize(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"

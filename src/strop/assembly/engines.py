@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.grpo import GRPO
-from strop.assembly.roles import PRECISIONS, Policy, Speech, make_engine
+from strop.assembly.roles import PRECISIONS, LoadedPolicy, TokenizerBundle, make_torch_engine
 from strop.config.generation import GenerationConfig, SpeculationConfig, VllmConfig, WeightSyncConfig
 from strop.config.policy import PolicyConfig
 from strop.data.packing import pack
 from strop.generation.base import Engine, Generator
-from strop.generation.replicas import Replicas
+from strop.generation.replicas import EnginePool
 from strop.metrics import Metric, Metrics
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
-from strop.training.base import Learner, token_outputs
+from strop.training.base import Learner, require_token_outputs
 from strop.types import Group, Rollout, Task, Turn, user
-from strop.weights.adapters import LowRankSource
-from strop.weights.base import Answer, Sender, WeightHolder, WeightSync
+from strop.weights.adapters import LocalAdapterSource
+from strop.weights.base import CanarySample, Sender, UpdatableEngine, WeightSync
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.cuda_ipc import CudaIpcSender
-from strop.weights.export import Exporter, local_exporter
+from strop.weights.export import Exporter, make_local_exporter
 from strop.weights.folder import FolderSender
 from strop.weights.memory import MemorySender
-from strop.weights.proof import Canary, ProofSchedule
-from strop.weights.publish import PublishedWeights, PublishOptions
-from strop.weights.shared import SharedWeights
+from strop.weights.proof import Canary, VerificationSchedule
+from strop.weights.publish import PublishOptions, WeightPublisher
+from strop.weights.shared import InProcessWeights
 
 if TYPE_CHECKING:
-    from strop.generation.vllm.arguments import EngineOptions
+    from strop.generation.vllm.arguments import VllmOptions
     from strop.generation.vllm.engine import VllmEngine
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ CANARY_TEXTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class SyncedGenerator:
     """A generator, and the weight sync that keeps its weights up to date with the learner's."""
 
     generator: Generator
@@ -65,7 +65,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationNeeds:
+class GeneratorSpec:
     """What a run requires of its generator."""
 
     sampling: Sampling
@@ -76,91 +76,91 @@ class GenerationNeeds:
     share_prefixes: bool
     seed: int
     note: Callable[[str], None]
-    outputs: Path  # folder for the files and logs of engines
+    output_folder: Path  # folder for the files and logs of engines
 
 
-def make_generation(policy: Policy, config: PolicyConfig, needs: GenerationNeeds) -> Generation:
+def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSpec) -> SyncedGenerator:
     """Make the torch engine in this process, or vLLM engines in child processes. Raises ValueError for options that do not go together."""
     options = config.generation
     if options.backend != "vllm":
-        engine = make_engine(policy, options, config.max_total_sequence_length)
-        return Generation(generator=engine, weights=SharedWeights([engine]))
+        engine = make_torch_engine(policy, options, config.max_total_sequence_length)
+        return SyncedGenerator(generator=engine, weights=InProcessWeights([engine]))
     on_cpu = policy.network.device.type == "cpu"
-    if needs.max_staleness > 0 and options.colocated.enabled and not on_cpu:
+    if spec.max_staleness > 0 and options.colocated.enabled and not on_cpu:
         raise ValueError(
             "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU must sleep while the "
             "learner trains. Set it to false, with a GPU for each engine, or train synchronously"
         )
-    adapters = options.weight_sync.adapters_alone and bool(low_rank_layers(policy.network.model))
-    folder = describe_model(policy, needs.outputs / "model")
+    adapters = options.weight_sync.adapters_alone and bool(lora_layers(policy.network.model))
+    folder = write_model_folder(policy, spec.output_folder / "model")
     engines = make_vllm_engines(
         str(folder),
         policy,
         options,
         on_cpu=on_cpu,
         threads=config.num_threads,
-        adapter_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
-        outputs=needs.outputs,
+        max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
+        outputs=spec.output_folder,
     )
-    exporter = local_exporter(
-        needs.learner.weights,
-        sender_maker(options, policy.network.device, needs.outputs / "weights"),
+    exporter = make_local_exporter(
+        spec.learner.weights,
+        make_sender_factory(options, policy.network.device, spec.output_folder / "weights"),
         dtype=PRECISIONS[options.vllm_cfg.precision],
-        keep_copy=needs.max_staleness > 0,
-        adapters=LowRankSource(policy.network.model) if adapters else None,
+        keep_snapshot=spec.max_staleness > 0,
+        adapters=LocalAdapterSource(policy.network.model) if adapters else None,
     )
     precision, length = options.vllm_cfg.precision, options.vllm_cfg.max_model_len
-    return published(engines, exporter, policy, options, needs, precision=precision, length=length, adapters=adapters)
+    return make_pooled_generator(engines, exporter, policy, options, spec, precision=precision, length=length, adapters=adapters)
 
 
-def published(
+def make_pooled_generator(
     engines: Sequence[Engine],
     exporter: Exporter,
-    speech: Speech,
+    bundle: TokenizerBundle,
     options: GenerationConfig,
-    needs: GenerationNeeds,
+    spec: GeneratorSpec,
     *,
     precision: str,
     length: int,
     adapters: bool = False,
-    shrinks: bool = False,
-) -> Generation:
+    allow_shrink: bool = False,
+) -> SyncedGenerator:
     """Put engines that hold their own weights behind one generator, with a publisher of the learner's weights.
 
     ``precision``: of the engines' weights. ``length``: their longest sequence, in tokens. ``allow_shrink``: continue without engines that
     cannot be restarted."""
-    replicas = Replicas(engines, max_restarts=options.vllm_cfg.max_restarts, shrinks=shrinks)
-    weights = PublishedWeights(
+    replicas = EnginePool(engines, max_restarts=options.vllm_cfg.max_restarts, allow_shrink=allow_shrink)
+    weights = WeightPublisher(
         exporter,
         engines,
         PublishOptions(
-            apart=not options.colocated.enabled or needs.max_staleness > 0,
-            in_flight=needs.in_flight,
-            recompute=needs.recompute,
-            learner_goes_on=needs.max_staleness > 0,
+            separate_devices=not options.colocated.enabled or spec.max_staleness > 0,
+            in_flight=spec.in_flight,
+            recompute=spec.recompute,
+            async_training=spec.max_staleness > 0,
             adapters=adapters,
-            proof=ProofSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
+            proof=VerificationSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
         ),
-        canary=make_canary(speech, options, needs, precision=precision, length=length),
-        published=replicas.published,
-        drop=replicas.drop,
-        note=needs.note,
+        canary=make_canary(bundle, options, spec, precision=precision, length=length),
+        on_published=replicas.set_version,
+        drop_engine=replicas.drop,
+        note=spec.note,
     )
-    replicas.revive = weights.revive
+    replicas.restart_engine = weights.restart_engine
     replicas.on_close.append(weights.close)
-    return Generation(generator=replicas, weights=CountingWeights(weights, replicas))
+    return SyncedGenerator(generator=replicas, weights=MeteredWeightSync(weights, replicas))
 
 
-async def make_serving_engine(policy: Policy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
+async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
     """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
     if config.backend != "vllm":
-        embedded = make_engine(policy, config, length)
+        embedded = make_torch_engine(policy, config, length)
         embedded.resume(0)
         return embedded
-    folder = describe_model(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
+    folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
     engines = make_vllm_engines(str(folder), policy, config, on_cpu=on_cpu, threads=threads, load_weights=True)
-    replicas = Replicas(
+    replicas = EnginePool(
         engines,
         max_restarts=config.vllm_cfg.max_restarts,
         on_close=[lambda: shutil.rmtree(folder, ignore_errors=True)],
@@ -168,33 +168,33 @@ async def make_serving_engine(policy: Policy, config: GenerationConfig, length: 
 
     from strop.generation.vllm.engine import VllmEngine
 
-    async def revive(engine: WeightHolder) -> None:
+    async def revive(engine: UpdatableEngine) -> None:
         assert isinstance(engine, VllmEngine)
         await engine.start()
         await engine.use_own_weights(0)
 
-    replicas.revive = revive
+    replicas.restart_engine = revive
     for engine in engines:
         await revive(engine)
-    replicas.published(0)
+    replicas.set_version(0)
     return replicas
 
 
-class CountingWeights:
+class MeteredWeightSync:
     """A ``WeightSync`` that adds the engines' metrics since the last publish."""
 
-    def __init__(self, weights: PublishedWeights, replicas: Replicas) -> None:
+    def __init__(self, weights: WeightPublisher, replicas: EnginePool) -> None:
         self.weights, self.replicas = weights, replicas
 
-    async def lend_to_learner(self) -> None:
-        await self.weights.lend_to_learner()
+    async def yield_device(self) -> None:
+        await self.weights.yield_device()
 
     async def publish(self, version: int) -> Metrics:
         published = await self.weights.publish(version)
-        return {**published, **{name: Metric(value) for name, value in self.replicas.metrics().items()}}
+        return {**published, **{name: Metric(value) for name, value in self.replicas.collect_metrics().items()}}
 
 
-def describe_model(policy: Policy, folder: Path, *, weights: bool = False) -> Path:
+def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = False) -> Path:
     """Write the folder that vLLM builds the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that is
     sent none."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,12 +211,12 @@ def describe_model(policy: Policy, folder: Path, *, weights: bool = False) -> Pa
 
 def make_vllm_engines(
     folder: str,
-    policy: Policy,
+    policy: LoadedPolicy,
     config: GenerationConfig,
     *,
     on_cpu: bool,
     threads: int | None,
-    adapter_rank: int | None = None,
+    max_lora_rank: int | None = None,
     load_weights: bool = False,
     outputs: Path | None = None,
 ) -> list[VllmEngine]:
@@ -233,37 +233,39 @@ def make_vllm_engines(
     return [
         VllmEngine(
             f"engine {number}",
-            vllm_options(
+            make_vllm_options(
                 folder,
                 config,
                 on_cpu=on_cpu,
-                adapter_rank=adapter_rank,
+                max_lora_rank=max_lora_rank,
                 load_weights=load_weights,
                 output=None if outputs is None else outputs / f"engine_{number}.log",
-                environment=environment(config.vllm_cfg, number, on_cpu, threads, apart=not config.colocated.enabled),
+                environment=make_engine_env(
+                    config.vllm_cfg, number, on_cpu, threads, separate_devices=not config.colocated.enabled
+                ),
             ),
             policy.tokenizer,
             stop_ids=policy.stop_ids,
         )
-        for number in range(config.vllm_cfg.engines)
+        for number in range(config.vllm_cfg.num_local_engines)
     ]
 
 
-def vllm_options(
+def make_vllm_options(
     folder: str,
     config: GenerationConfig,
     *,
     on_cpu: bool,
-    adapter_rank: int | None,
+    max_lora_rank: int | None,
     load_weights: bool,
     output: Path | None,
     environment: Mapping[str, str],
-) -> EngineOptions:
+) -> VllmOptions:
     """Make the options that one vLLM engine is started with."""
-    from strop.generation.vllm.arguments import EngineOptions
+    from strop.generation.vllm.arguments import VllmOptions
 
     options = config.vllm_cfg
-    return EngineOptions(
+    return VllmOptions(
         model=folder,
         dtype=options.precision,
         max_model_len=options.max_model_len,
@@ -279,17 +281,17 @@ def vllm_options(
         prefix_caching=options.enable_prefix_caching,
         enforce_eager=options.enforce_eager,
         max_logprobs=max(20, config.top_k or 0) if config.keep_sampling_mask else 20,
-        adapter_rank=adapter_rank,
-        speculative=speculative(options.speculation),
-        sleep_level=min(options.sleep_level, 1) if adapter_rank is not None else options.sleep_level,
+        max_lora_rank=max_lora_rank,
+        speculative_config=make_speculative_config(options.speculation),
+        sleep_level=min(options.sleep_level, 1) if max_lora_rank is not None else options.sleep_level,
         startup_seconds=options.startup_seconds,
-        further=config.vllm_kwargs,
-        output=output,
+        extra_args=config.vllm_kwargs,
+        output_file=output,
         environment=environment,
     )
 
 
-def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
+def make_speculative_config(config: SpeculationConfig) -> Mapping[str, Any] | None:
     """Return vLLM's ``speculative_config``; None without speculative decoding."""
     if config.method is None:
         return None
@@ -299,18 +301,20 @@ def speculative(config: SpeculationConfig) -> Mapping[str, Any] | None:
     return {**found, "model": config.model_name}
 
 
-def environment(config: VllmConfig, number: int, on_cpu: bool, threads: int | None, *, apart: bool) -> dict[str, str]:
+def make_engine_env(
+    config: VllmConfig, number: int, on_cpu: bool, threads: int | None, *, separate_devices: bool
+) -> dict[str, str]:
     """Return the environment variables of engine ``number``: its CPU threads, or its GPUs. ``separate_devices``: GPU 0 is the
     learner's."""
     if on_cpu:
         return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads()), **config.env_vars}
     size = config.tensor_parallel_size * config.pipeline_parallel_size
-    first = (1 if apart else 0) + number * size
+    first = (1 if separate_devices else 0) + number * size
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(size)), **config.env_vars}
 
 
-def sender_maker(
-    config: GenerationConfig, device: torch.device, own_folder: Path, *, host: str = "127.0.0.1", near: bool = True
+def make_sender_factory(
+    config: GenerationConfig, device: torch.device, own_folder: Path, *, host: str = "127.0.0.1", same_machine: bool = True
 ) -> Callable[[int], Sender]:
     """Return a factory of senders for the configured transport. ``same_machine``: learner and engines are on one machine. ``host``: the
     address of the sender's machine."""
@@ -320,16 +324,16 @@ def sender_maker(
     transport: str = sync.transport
     if transport == "auto":
         apart = not config.colocated.enabled
-        several = not apart and config.vllm_cfg.engines > 1  # the second engine cannot access the learner's GPU
+        several = not apart and config.vllm_cfg.num_local_engines > 1  # the second engine cannot access the learner's GPU
         close = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
-        transport = close if near else "broadcast"
+        transport = close if same_machine else "broadcast"
     match transport:
         case "memory":
             return lambda receivers: MemorySender(receivers, timeout=limit, **size)
         case "cuda_ipc":
             return lambda receivers: CudaIpcSender(receivers, device=device, timeout=limit, **size)
         case "broadcast":
-            if device.type == "cuda" and config.colocated.enabled and near:
+            if device.type == "cuda" and config.colocated.enabled and same_machine:
                 raise ValueError(
                     "policy.generation.weight_sync.transport is broadcast, and NCCL does not connect two processes on one GPU: set it to "
                     "auto, or policy.generation.colocated.enabled=false"
@@ -342,47 +346,47 @@ def sender_maker(
             return lambda receivers: FolderSender(folder, receivers, timeout=limit)
 
 
-def make_canary(speech: Speech, config: GenerationConfig, needs: GenerationNeeds, *, precision: str, length: int) -> Canary:
+def make_canary(bundle: TokenizerBundle, config: GenerationConfig, spec: GeneratorSpec, *, precision: str, length: int) -> Canary:
     """Make the canary that compares an engine's log-probabilities with the learner's after a publish."""
-    sampling = needs.sampling
+    sampling = spec.sampling
     room = max(1, length - CANARY_TOKENS)
     asked = Sampling(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        record_kept=sampling.record_kept,
+        record_sampling_mask=sampling.record_sampling_mask,
         max_new_tokens=CANARY_TOKENS,
     )
     return Canary(
-        prompts=canary_prompts(speech.template, room),
+        prompts=make_canary_prompts(bundle.template, room),
         sampling=asked,
-        score=canary_score(needs.learner, share_prefixes=needs.share_prefixes),
+        score=make_canary_scorer(spec.learner, share_prefixes=spec.share_prefixes),
         tolerance=config.weight_sync.canary_tolerance or CANARY_TOLERANCE[precision],
-        seed=needs.seed,
+        seed=spec.seed,
     )
 
 
-def canary_prompts(template: ChatTemplate, room: int) -> tuple[tuple[int, ...], ...]:
+def make_canary_prompts(template: ChatTemplate, room: int) -> tuple[tuple[int, ...], ...]:
     """Return prompts of at most ``room`` tokens each, long enough to fill blocks of a prefix cache if ``room`` allows it."""
-    return tuple(tuple(template.prompt([user(text)])[-room:]) for text in CANARY_TEXTS)
+    return tuple(tuple(template.encode_prompt([user(text)])[-room:]) for text in CANARY_TEXTS)
 
 
-def canary_score(
+def make_canary_scorer(
     learner: Learner, *, share_prefixes: bool
-) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
+) -> Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[list[Tensor]]]:
     """Return a function that scores canary samples with the learner, through the same path as a training batch."""
 
-    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
-        groups = [_as_group(place, *pair) for place, pair in enumerate(zip(prompts, answers, strict=True))]
+    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
+        groups = [_to_group(place, *pair) for place, pair in enumerate(zip(prompts, answers, strict=True))]
         batch = pack(groups, GRPO(), share_prefixes=share_prefixes)
-        logprobs = token_outputs(await learner.score(batch)).logprobs.float().cpu()
+        logprobs = require_token_outputs(await learner.score(batch)).logprobs.float().cpu()
         return [logprobs[batch.sequence == place] for place in range(len(groups))]
 
     return score
 
 
-def _as_group(place: int, prompt: Iterable[int], answer: Answer) -> Group:
+def _to_group(place: int, prompt: Iterable[int], answer: CanarySample) -> Group:
     turn = Turn(
         author="policy",
         tokens=answer.tokens,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from strop.assembly.describe import describe
+from strop.assembly.describe import summarize
 from strop.assembly.engines import make_serving_engine
-from strop.assembly.mistakes import run_to_end
+from strop.assembly.mistakes import run_command
 from strop.assembly.roles import load_policy
-from strop.assembly.tasks import validation_tasks
+from strop.assembly.tasks import make_validation_tasks
 from strop.config import EvalRunConfig
 from strop.evaluation import Evaluator
 from strop.rollouts.episode import EpisodeRules
@@ -19,13 +19,13 @@ from strop.tracking.console import open_console
 
 def run_evaluation(config: EvalRunConfig) -> int:
     """Evaluate as configured. Return 0 on success, 1 after printing an error."""
-    return run_to_end(_run(config))
+    return run_command(_evaluate(config))
 
 
-async def _run(config: EvalRunConfig) -> None:
-    print(describe(config))
+async def _evaluate(config: EvalRunConfig) -> None:
+    print(summarize(config))
     generation = config.generation
-    source = validation_tasks([config.data], [], config.env, seed=config.eval.seed)
+    source = make_validation_tasks([config.data], [], config.env, seed=config.eval.seed)
     assert source is not None
     policy = load_policy(
         generation.model_name,
@@ -47,9 +47,9 @@ async def _run(config: EvalRunConfig) -> None:
         rules=EpisodeRules(max_length=generation.max_total_sequence_length, max_prompt_length=config.data.max_input_seq_length),
         seed=config.eval.seed,
         folder=Path(config.eval.save_path) if config.eval.save_path else None,
-        ks=_ks(config),
+        ks=_choose_ks(config),
         voters=tuple(sorted({config.eval.k_value, config.eval.num_tests_per_prompt})),
-        at_once=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
+        concurrent_tasks=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
     )
     try:
         metrics = await evaluator.evaluate(0, open_console("auto"))
@@ -57,12 +57,12 @@ async def _run(config: EvalRunConfig) -> None:
         await engine.close()
     for name, value in metrics.items():
         print(f"{name:32} {value:.4f}")
-    print(_headline(config, metrics))
+    print(_format_headline(config, metrics))
     if config.eval.save_path:
         print(f"every sample is in {config.eval.save_path}")
 
 
-def _headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
+def _format_headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
     """Format the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
     k = config.eval.num_tests_per_prompt if config.eval.metric == "avg@n" else config.eval.k_value
     name = f"{config.eval.metric[:-1]}{k}"
@@ -74,7 +74,7 @@ def _headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
     return f"{name} = {value:.4f}"
 
 
-def _ks(config: EvalRunConfig) -> tuple[int, ...]:
+def _choose_ks(config: EvalRunConfig) -> tuple[int, ...]:
     samples = config.eval.num_tests_per_prompt
     powers = {1 << power for power in range(samples.bit_length())}
     return tuple(sorted(powers | {min(config.eval.k_value, samples)}))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.assembly.engines import Generation, GenerationNeeds, make_generation
-from strop.assembly.roles import Policy, Speech, load_reward_policy, load_training_policy
+from strop.assembly.engines import GeneratorSpec, SyncedGenerator, make_generator
+from strop.assembly.roles import LoadedPolicy, TokenizerBundle, load_reward_policy, load_training_policy
 from strop.assembly.scorers import make_learners, make_recorded_scorers, make_scorers
 from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -18,65 +18,65 @@ from strop.training.base import ColumnSource, Learner
 from strop.types import Group
 
 
-class Home(Protocol):
+class Backend(Protocol):
     """Builds the models of a run.
 
     Call ``build_learners`` first, then ``build_scorers``, before a checkpoint is loaded: they copy the policy as it is before training.
     Call ``build_generator`` last, after the checkpoint is loaded."""
 
-    speech: Speech
+    bundle: TokenizerBundle
     packed: bool  # whether the policy supports packed rows
-    blocks: bool  # whether learners compute in this process, which blocks its event loop
+    blocks_event_loop: bool  # whether learners compute in this process, which blocks its event loop
     shares_module: bool  # whether the generator runs the learner's module
 
-    async def learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
         """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
         ...
 
-    async def scorers(self) -> dict[str, ColumnSource]:
+    async def build_scorers(self) -> dict[str, ColumnSource]:
         """Build the sources of the columns that the algorithm requires. Raises ValueError for a column without a source."""
         ...
 
-    async def recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
+    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
         """Build the sources for a run on recorded data. ``groups()`` returns every group that the run will read."""
         ...
 
-    async def generation(self, needs: GenerationNeeds) -> Generation:
+    async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         """Build the generator and its weight sync. Raises ValueError."""
         ...
 
 
-class LocalHome:
+class LocalBackend:
     """Builds models in this process."""
 
-    blocks = True
+    blocks_event_loop = True
 
-    def __init__(self, config: TrainingRunConfig, policy: Policy, tracker: Tracker) -> None:
+    def __init__(self, config: TrainingRunConfig, policy: LoadedPolicy, tracker: Tracker) -> None:
         self.config = config
         self.policy = policy
         self.tracker = tracker
-        self.speech: Speech = policy
+        self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
         self.shares_module = config.policy.generation.backend in ("auto", "torch")
 
-    async def learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
         self._algorithm, self._sampling = algorithm, sampling
         self._learners = make_learners(self.config, self.policy, algorithm, sampling, total_steps)
         return self._learners
 
-    async def scorers(self) -> dict[str, ColumnSource]:
+    async def build_scorers(self) -> dict[str, ColumnSource]:
         assert isinstance(self.config, RolloutRunConfig)
         return make_scorers(self.config, self.policy, self._algorithm, self._sampling, self._learners)
 
-    async def recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
+    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
         assert isinstance(self.config, RecordedRunConfig)
         return await make_recorded_scorers(self.config, self.policy, self._algorithm, self._sampling, groups, self.tracker)
 
-    async def generation(self, needs: GenerationNeeds) -> Generation:
-        return make_generation(self.policy, self.config.policy, needs)
+    async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
+        return make_generator(self.policy, self.config.policy, spec)
 
 
-async def make_home(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Home:
+async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
     """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
     if cluster is None:
         policy = (
@@ -84,7 +84,7 @@ async def make_home(config: TrainingRunConfig, cluster: Cluster | None, tracker:
             if isinstance(config, RmRunConfig)
             else load_training_policy(config.policy, config.training.seed)
         )
-        return LocalHome(config, policy, tracker)
-    from strop.assembly.remote import make_cluster_home
+        return LocalBackend(config, policy, tracker)
+    from strop.assembly.remote import make_ray_backend
 
-    return await make_cluster_home(config, cluster, tracker)
+    return await make_ray_backend(config, cluster, tracker)

@@ -11,28 +11,28 @@ from collections.abc import Coroutine
 from typing import Any
 
 from strop.checkpointing.folders import CheckpointError
-from strop.cluster.base import HostDied
-from strop.cluster.group import GroupDied
+from strop.cluster.base import ActorDied
+from strop.cluster.group import ActorGroupDied
 from strop.data.errors import DataError
 from strop.environments.base import EnvironmentConfigError
-from strop.loop import OutOfTasks, TooManyDropped
+from strop.loop import TooFewTasks, TooManyDropped
 from strop.mismatch import MismatchTooLarge
 from strop.models.loading import ModelNotFound
 from strop.weights.base import EngineDied, TransportError
-from strop.weights.proof import ProofFailed
+from strop.weights.proof import VerificationFailed
 
 log = logging.getLogger(__name__)
 
 # Errors that the user can fix: print the message without a traceback.
-MISTAKES = (
+USER_ERRORS = (
     *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
     *(
-        GroupDied,
-        HostDied,
+        ActorGroupDied,
+        ActorDied,
         TooManyDropped,
-        OutOfTasks,
+        TooFewTasks,
         MismatchTooLarge,
-        ProofFailed,
+        VerificationFailed,
         EngineDied,
         TransportError,
         ValueError,
@@ -41,23 +41,23 @@ MISTAKES = (
 )
 
 
-def run_to_end(work: Coroutine[Any, Any, None]) -> int:
+def run_command(work: Coroutine[Any, Any, None]) -> int:
     """Run a command. Return 0 on success, 1 after printing an error that the user can fix."""
-    _show_warnings_as_lines()
+    _configure_warnings()
     try:
         asyncio.run(work)
-    except MISTAKES as error:
-        _say_mistake(error)
+    except USER_ERRORS as error:
+        _print_error(error)
         return 1
     except LookupError as error:
         if type(error) is not LookupError:  # KeyError and IndexError are bugs
             raise
-        _say_mistake(error)
+        _print_error(error)
         return 1
     return 0
 
 
-def _say_mistake(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     """Print the message; with STROP_LOG=debug, also the traceback."""
     print(f"error: {error}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
@@ -69,7 +69,7 @@ def _say_mistake(error: Exception) -> None:
         print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
 
 
-def _show_warnings_as_lines() -> None:
+def _configure_warnings() -> None:
     def show(message: Warning | str, category: type[Warning], *_: object) -> None:
         print(f"warning: {message}", file=sys.stderr)
 

@@ -20,40 +20,40 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import Algorithm, LossFn
-from strop.algorithms.kl import REFERENCE
-from strop.assembly.columns import Filled, group_share
-from strop.assembly.divisions import sizes_of
-from strop.assembly.engines import describe_model, sender_maker
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.assembly.columns import ColumnShard, split_groups
+from strop.assembly.divisions import make_parallel_dims
+from strop.assembly.engines import make_sender_factory, write_model_folder
 from strop.assembly.roles import (
-    Policy,
+    LoadedPolicy,
     load_reward_policy,
     load_training_policy,
     make_critic,
     make_learner,
 )
-from strop.assembly.teachers import load_teacher, student_of, teachers_of, wanted_columns
+from strop.assembly.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
 from strop.assembly.training import seed_everything
 from strop.config import TrainingRunConfig
 from strop.config.policy import ModelConfig
 from strop.config.schema import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.metrics import Metrics
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.training.base import ColumnSource
 from strop.training.torch.learner import FrozenScorer, NetworkScorer, TorchLearner
 from strop.training.torch.parallel import checkpoint
-from strop.training.torch.parallel.export import exported
-from strop.training.torch.parallel.layout import Meshes
-from strop.training.torch.parallel.loading import load_once, network_once
-from strop.training.torch.parallel.sharding import ManyRanks, parallelize, parallelize_head
-from strop.training.torch.parallel.share import Shares
+from strop.training.torch.parallel.export import iter_sharded_weights
+from strop.training.torch.parallel.layout import DeviceMeshes
+from strop.training.torch.parallel.loading import load_on_rank_zero, probe_on_rank_zero
+from strop.training.torch.parallel.sharding import Sharded, parallelize_head, parallelize_network
+from strop.training.torch.parallel.share import MicroBatchOutputs
 from strop.training.torch.reference import AdapterOffScorer
-from strop.training.torch.reference_store import weights_fingerprint
+from strop.training.torch.reference_store import model_fingerprint
 from strop.types import Batch, Group
 from strop.weights.base import ChannelAddress, TransportError
-from strop.weights.export import Content, Marks, SentAdapters, Shipment, WeightExport
+from strop.weights.export import BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
 
 log = logging.getLogger(__name__)
 dist: Any = torch.distributed
@@ -61,24 +61,24 @@ dist: Any = torch.distributed
 POLICY = "policy"
 
 
-class Together:
+class RankZeroLoader:
     """``ModelLoader`` for ranks: rank 0 loads the model; the others hold it on the meta device until it is sharded."""
 
-    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        return load_once(lambda: load("cpu"))
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        return load_on_rank_zero(lambda: load("cpu"))
 
-    def network(self, model: Any, make: Callable[..., Any]) -> Any:
-        return network_once(model, make)
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
+        return probe_on_rank_zero(model, make)
 
 
-class SharedScorer(Protocol):
+class RankScorer(Protocol):
     """A network that scores this rank's share of a batch."""
 
-    def score_shares(self, batch: Batch) -> Shares: ...
+    def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFacts:
+class PolicyInfo:
     """What the driver needs to know about the policy, which only the ranks hold."""
 
     packed: bool  # whether it supports packed rows
@@ -86,7 +86,7 @@ class RankFacts:
     on_cpu: bool
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
-    vocabulary: int  # size of the output layer; 0 for a network without one
+    vocab_size: int  # size of the output layer; 0 for a network without one
     address: str  # of this rank's machine
 
 
@@ -95,13 +95,13 @@ class ExportOptions:
     """How the learner exports weights to engines."""
 
     dtype: torch.dtype
-    keep_copy: bool
+    keep_snapshot: bool
     adapters: bool
-    near: bool  # whether all engines are on the machine of rank 0
+    same_machine: bool  # whether all engines are on the machine of rank 0
     folder: Path  # for transports that use files
 
 
-class LearnerRank:
+class LearnerWorker:
     """The actor of one rank. Calls run one after another on one thread; only ``close_export`` and ``write_staged`` may run concurrently."""
 
     def __init__(self, config: TrainingRunConfig, rank: int, world: int) -> None:
@@ -109,12 +109,12 @@ class LearnerRank:
         self.rank = rank
         self.world = world
         self.learners: dict[str, TorchLearner] = {}
-        self.readers: dict[str, SharedScorer] = {}
+        self.scorers: dict[str, RankScorer] = {}
         self.columns: dict[tuple[str, str], ColumnSource] = {}  # (source, column) -> who fills it
-        self.worked = 0.0
+        self.busy_seconds = 0.0
         self._store: Any = None
-        self._export: WeightExport | None = None
-        self._staged: dict[str, checkpoint.Snapshot] = {}
+        self._export: BlockingExporter | None = None
+        self._staged: dict[str, checkpoint.LearnerSnapshot] = {}
 
     # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class LearnerRank:
         self._store = dist.TCPStore(host, 0, self.world, True, timeout=datetime.timedelta(seconds=300), wait_for_workers=False)
         return int(self._store.port)
 
-    def join(self, host: str, port: int, timeout: float) -> None:
+    def init_process_group(self, host: str, port: int, timeout: float) -> None:
         """Initialize the process group. ``timeout``: seconds after which a collective fails if a rank does not take part."""
         limit = datetime.timedelta(seconds=timeout)
         store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
@@ -139,43 +139,45 @@ class LearnerRank:
 
     # --- models -----------------------------------------------------------------------------------------------------------
 
-    def load(self, host: str) -> RankFacts:
+    def load_policy(self, host: str) -> PolicyInfo:
         """Load the policy, not yet sharded. Raises ModelNotFound, ValueError."""
         config = self.config
         seed_everything(config.training.seed)
         if isinstance(config, RmRunConfig):
-            self.policy: Policy = load_reward_policy(config, Together())
+            self.policy: LoadedPolicy = load_reward_policy(config, RankZeroLoader())
         else:
-            self.policy = load_training_policy(config.policy, config.training.seed, Together())
+            self.policy = load_training_policy(config.policy, config.training.seed, RankZeroLoader())
         network = self.policy.network
-        return RankFacts(
+        return PolicyInfo(
             packed=network.packed,
             fallback=network.fallback,
             on_cpu=self._device() == "cpu",
             stop_ids=self.policy.stop_ids,
-            fingerprint=weights_fingerprint(network.model) if self.rank == 0 else "",
-            vocabulary=0 if isinstance(config, RmRunConfig) else student_of(self.policy).vocabulary,
+            fingerprint=model_fingerprint(network.model) if self.rank == 0 else "",
+            vocab_size=0 if isinstance(config, RmRunConfig) else get_student_info(self.policy).vocab_size,
             address=host,
         )
 
-    def divide(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> list[str]:
+    def shard_models(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> list[str]:
         """Load the other models and shard all of them over the ranks. Return the names of the learners.
 
         Raises ValueError for settings that do not go together."""
         config, policy = self.config, self.policy
         self.sampling = sampling
-        critic = make_critic(config, policy, Together()) if isinstance(config, PpoRunConfig) else None
-        reference = self._reference_model() if REFERENCE in algorithm.requires else None
+        critic = make_critic(config, policy, RankZeroLoader()) if isinstance(config, PpoRunConfig) else None
+        reference = self._copy_reference() if REFERENCE_LOGPROBS in algorithm.requires else None
         device = self._device()
-        placed = self._divided(policy.network, config.policy, Meshes(sizes_of(config.policy.dtensor_cfg, self.world), device))
-        self.placement = placed
+        placed = self._parallelize(
+            policy.network, config.policy, DeviceMeshes(make_parallel_dims(config.policy.dtensor_cfg, self.world), device)
+        )
+        self.parallelism = placed
         self.learners[POLICY] = make_learner(
             policy.network,
             config.policy,
             sampling,
             whole_groups=algorithm.whole_groups,
             total_steps=total_steps,
-            placement=placed,
+            parallelism=placed,
         )
         if critic is not None:
             assert isinstance(config, PpoRunConfig)
@@ -183,21 +185,23 @@ class LearnerRank:
                 critics = parallelize_head(critic, placed)
             else:
                 assert isinstance(critic, Network)
-                critics = self._divided(critic, config.value, Meshes(sizes_of(config.value.dtensor_cfg, self.world), device))
+                critics = self._parallelize(
+                    critic, config.value, DeviceMeshes(make_parallel_dims(config.value.dtensor_cfg, self.world), device)
+                )
             self.learners["value"] = make_learner(
-                critic, config.value, sampling, total_steps=total_steps, section="value", placement=critics
+                critic, config.value, sampling, total_steps=total_steps, section="value", parallelism=critics
             )
-        self.readers.update(self.learners)
-        self._make_readers(reference, algorithm)
+        self.scorers.update(self.learners)
+        self._make_scorers(reference, algorithm)
         return list(self.learners)
 
-    def _divided(self, network: Network, model: ModelConfig, meshes: Meshes) -> ManyRanks:
+    def _parallelize(self, network: Network, model: ModelConfig, meshes: DeviceMeshes) -> Sharded:
         plan: Mapping[str, str] | None = None
-        if (name := model.dtensor_cfg.custom_parallel_plan) is not None and meshes.sizes.tensor > 1:
-            from strop.training.torch.parallel.plan import load_plan
+        if (name := model.dtensor_cfg.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
+            from strop.training.torch.parallel.plan import load_tensor_plan
 
-            plan = load_plan(name)
-        return parallelize(
+            plan = load_tensor_plan(name)
+        return parallelize_network(
             network,
             meshes,
             weights_dtype=torch.bfloat16 if model.weights_dtype == "bfloat16" else None,
@@ -205,89 +209,93 @@ class LearnerRank:
             tensor_plan=plan,
         )
 
-    def _reference_model(self) -> Network | None:
+    def _copy_reference(self) -> Network | None:
         """Copy the policy with its current weights; return None with LoRA, where the policy without adapters is the reference."""
         network = self.policy.network
-        if low_rank_layers(network.model):
+        if lora_layers(network.model):
             return None
         model = copy.deepcopy(network.model).eval()
         model.requires_grad_(False)
         return Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
 
-    def _make_readers(self, reference: Network | None, algorithm: Algorithm) -> None:
+    def _make_scorers(self, reference: Network | None, algorithm: Algorithm) -> None:
         config = self.config
         packing = config.policy.sequence_packing if config.policy.sequence_packing.enabled else config.policy.dynamic_batching
         tokens = packing.logprob_mb_tokens
         network = self.policy.network
-        if low_rank_layers(network.model):
-            self.readers["reference"] = AdapterOffScorer(network, self.sampling, score_tokens=tokens, placement=self.placement)
+        if lora_layers(network.model):
+            self.scorers["reference"] = AdapterOffScorer(
+                network, self.sampling, score_tokens=tokens, parallelism=self.parallelism
+            )
         elif reference is not None:
-            meshes = Meshes(sizes_of(config.policy.dtensor_cfg, self.world), self._device())
-            placed = parallelize(
+            meshes = DeviceMeshes(make_parallel_dims(config.policy.dtensor_cfg, self.world), self._device())
+            placed = parallelize_network(
                 reference,
                 meshes,
                 weights_dtype=torch.bfloat16 if config.policy.weights_dtype == "bfloat16" else None,
                 cpu_offload=config.policy.reference.offload or config.policy.dtensor_cfg.cpu_offload,
             )
-            self.readers["reference"] = FrozenScorer(reference, self.sampling, score_tokens=tokens, placement=placed)
-        self.readers["untrained"] = NetworkScorer(network, self.sampling, tokens, self.placement)
+            self.scorers["reference"] = FrozenScorer(reference, self.sampling, score_tokens=tokens, parallelism=placed)
+        self.scorers["untrained"] = NetworkScorer(network, self.sampling, tokens, self.parallelism)
         if isinstance(config, DistillationRunConfig):
-            self._hold_teachers(config, algorithm)
+            self._load_teachers(config, algorithm)
 
-    def _hold_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
+    def _load_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
         """Load the teachers that have no processes of their own, unsharded."""
-        wanted = wanted_columns(config, algorithm)
-        for key, teacher in teachers_of(config).items():
+        wanted = find_teacher_columns(config, algorithm)
+        for key, teacher in named_teachers(config).items():
             if teacher.model_name == "self":
                 raise ValueError(
                     f"{key}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
                     "cluster.backend=local"
                 )
             if not teacher.hosts:
-                fills = load_teacher(key, config, student_of(self.policy), wanted, self.sampling)
+                fills = load_teacher(key, config, get_student_info(self.policy), wanted, self.sampling)
                 self.columns.update({(key, column): fills(column) for column in wanted})
 
-    def describe(self, folder: Path) -> None:
+    def write_model_folder(self, folder: Path) -> None:
         """Write the folder that engines build the policy from, without weights. Called on rank 0."""
-        describe_model(self.policy, folder)
+        write_model_folder(self.policy, folder)
 
     # --- training ---------------------------------------------------------------------------------------------------------
 
-    def score(self, name: str, batch: Batch) -> Shares:
-        with self._at_work():
-            return self.readers[name].score_shares(batch)
+    def score(self, name: str, batch: Batch) -> MicroBatchOutputs:
+        with self._count_busy_seconds():
+            return self.scorers[name].score_local(batch)
 
-    def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> Shares:
-        with self._at_work():
-            return self.learners[name].forward_backward_shares(batch, loss)
+    def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        with self._count_busy_seconds():
+            return self.learners[name].forward_backward_local(batch, loss)
 
-    def measure(self, name: str, batch: Batch, loss: LossFn) -> Shares:
-        with self._at_work():
-            return self.learners[name].measure_shares(batch, loss)
+    def evaluate_loss(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        with self._count_busy_seconds():
+            return self.learners[name].evaluate_loss_local(batch, loss)
 
     def step(self, name: str) -> Metrics:
-        with self._at_work():
-            metrics: Metrics = _now(self.learners[name].step())
+        with self._count_busy_seconds():
+            metrics: Metrics = _run_sync(self.learners[name].step())
             return metrics
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _count_busy_seconds(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.worked += time.perf_counter() - started
+        self.busy_seconds += time.perf_counter() - started
 
-    def seconds_worked(self) -> float:
+    def get_busy_seconds(self) -> float:
         """Return the seconds that this rank has spent in scoring and training since its start."""
-        return self.worked
+        return self.busy_seconds
 
-    def fill(self, source: str, column: str, batch: Batch, groups: Sequence[Group]) -> Filled | None:
+    def fill(self, source: str, column: str, batch: Batch, groups: Sequence[Group]) -> ColumnShard | None:
         """Fill columns for this rank's groups; return None if it has no groups or another rank fills them."""
-        meshes = self.placement.meshes
-        share = group_share(len(groups), meshes.data_rank, meshes.sizes.data)
-        if share.empty or not meshes.leads:
+        meshes = self.parallelism.meshes
+        share = split_groups(len(groups), meshes.data_rank, meshes.dims.data)
+        if share.is_empty or not meshes.is_leader:
             return None
-        part = share.of(batch)
-        return Filled(part.index, _now(self.columns[source, column].columns(part.batch, groups[share.first : share.last])))
+        part = share.select(batch)
+        return ColumnShard(
+            part.index, _run_sync(self.columns[source, column].columns(part.batch, groups[share.start : share.stop]))
+        )
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 
@@ -295,37 +303,39 @@ class LearnerRank:
         config = self.config.policy
         source = None
         if options.adapters:
-            from strop.training.torch.parallel.adapters import GatheredAdapters
+            from strop.training.torch.parallel.adapters import ShardedAdapterSource
 
-            source = GatheredAdapters(self.placement)
-        self._export = WeightExport(
-            lambda: exported(self.placement),
-            sender_maker(config.generation, self.policy.network.device, options.folder, host=host, near=options.near),
+            source = ShardedAdapterSource(self.parallelism)
+        self._export = BlockingExporter(
+            lambda: iter_sharded_weights(self.parallelism),
+            make_sender_factory(
+                config.generation, self.policy.network.device, options.folder, host=host, same_machine=options.same_machine
+            ),
             dtype=options.dtype,
-            keep_copy=options.keep_copy,
+            keep_snapshot=options.keep_snapshot,
             adapters=source,
-            sends=self.rank == 0,
+            is_sender=self.rank == 0,
         )
 
-    def _exports(self) -> WeightExport:
+    def _require_export(self) -> BlockingExporter:
         assert self._export is not None
         return self._export
 
-    def prepare_export(self, content: Content) -> Shipment:
-        return self._exports().prepare(content)
+    def prepare_export(self, content: TransferContent) -> TransferPlan:
+        return self._require_export().prepare(content)
 
     def open_sender(self, receivers: int) -> ChannelAddress:
-        return self._exports().open(receivers)
+        return self._require_export().open(receivers)
 
-    def send(self, held: bool) -> Marks | TransportError:
+    def send(self, read_back: bool) -> Fingerprints | TransportError:
         """Send the prepared weights. Return, not raise, a TransportError: a lost receiver must not end the ranks."""
         try:
-            return self._exports().send(held=held)
+            return self._require_export().send(read_back=read_back)
         except TransportError as error:
             return error
 
-    def export_adapters(self, again: bool) -> SentAdapters:
-        return self._exports().adapters(again=again)
+    def export_adapters(self, resend: bool) -> SentAdapters:
+        return self._require_export().export_adapters(resend=resend)
 
     def close_export(self) -> None:
         if self._export is not None:
@@ -338,9 +348,9 @@ class LearnerRank:
 
     def stage(self, name: str, optimizer: bool) -> None:
         """Copy the state of a learner to CPU memory, for ``write_staged``."""
-        self._staged[name] = checkpoint.snapshot(self.learners[name], optimizer=optimizer)
+        self._staged[name] = checkpoint.take_snapshot(self.learners[name], optimizer=optimizer)
 
-    def write(self, name: str, folder: Path, optimizer: bool) -> None:
+    def write_staged(self, name: str, folder: Path, optimizer: bool) -> None:
         """Write the staged state to ``folder``. May run concurrently with training."""
         self._staged.pop(name).save(folder, optimizer=optimizer)
 
@@ -351,7 +361,7 @@ class LearnerRank:
         return os.getpid()
 
 
-def _now(call: Any) -> Any:
+def _run_sync(call: Any) -> Any:
     """Run a coroutine that never suspends and return its result. Local learners have such: their protocol is async for remote learners."""
     try:
         call.send(None)
@@ -361,7 +371,7 @@ def _now(call: Any) -> Any:
     raise RuntimeError("a coroutine of a rank suspended; local learners must not await anything")
 
 
-def engine_precision(config: TrainingRunConfig) -> str:
+def get_engine_precision(config: TrainingRunConfig) -> str:
     """Return the precision of an engine's weights: vLLM's own setting, or for the torch engine the learner's."""
     generation = config.policy.generation
     return generation.vllm_cfg.precision if generation.backend == "vllm" else config.policy.weights_dtype

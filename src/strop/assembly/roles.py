@@ -16,9 +16,9 @@ from strop.config.generation import GenerationConfig
 from strop.config.policy import ModelConfig, PolicyConfig
 from strop.config.schema import PpoRunConfig, RmRunConfig
 from strop.generation.torch.engine import TorchEngine
-from strop.generation.torch.runner import CachedRunner, RecomputeRunner, Runner
+from strop.generation.torch.runner import CachedRunner, ModelRunner, RecomputeRunner
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import load_model, load_tokenizer, stop_tokens
+from strop.models.loading import find_stop_token_ids, load_model, load_tokenizer
 from strop.models.lora import LoraOptions, add_adapters, count_parameters
 from strop.models.memory import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
@@ -28,9 +28,9 @@ from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.training.base import Scorer
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
-from strop.training.torch.master import round_weights
+from strop.training.torch.master import cast_weights
 from strop.training.torch.optimizers import ParameterGroup
-from strop.training.torch.parallel.placement import Placement
+from strop.training.torch.parallel.placement import Parallelism
 from strop.training.torch.reference import AdapterOffScorer
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Speech(Protocol):
+class TokenizerBundle(Protocol):
     """The tokenizer, chat template and stop tokens of a model, which may be in another process."""
 
     @property
@@ -52,7 +52,7 @@ class Speech(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Policy:
+class LoadedPolicy:
     """The model of a run with its tokenizer, chat template and stop tokens."""
 
     network: Network
@@ -61,7 +61,7 @@ class Policy:
     stop_ids: tuple[int, ...]
 
 
-def choose_device(wanted: str) -> torch.device:
+def resolve_device(wanted: str) -> torch.device:
     """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,35 +74,35 @@ def prepare_device(wanted: str, threads: int | None) -> torch.device:
     """Choose the device and set up this process for it. Raises ValueError if the device does not exist."""
     if threads is not None:
         torch.set_num_threads(threads)
-    chosen = choose_device(wanted)
+    chosen = resolve_device(wanted)
     if chosen.type == "cpu":
         reuse_freed_memory()
     return chosen
 
 
-class Bring(Protocol):
+class ModelLoader(Protocol):
     """Loads a model in this process, which may be one of several ranks that shard it."""
 
-    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
         """Return ``load(device)``."""
         ...
 
-    def network(self, model: Any, make: Callable[..., Any]) -> Any:
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has found out whether the model supports packed rows."""
         ...
 
 
-class Alone:
+class LocalLoader:
     """Loads the whole model in this process."""
 
-    def model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
         return load(str(device))
 
-    def network(self, model: Any, make: Callable[..., Any]) -> Any:
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return make(model)
 
 
-ALONE = Alone()
+LOCAL_LOADER = LocalLoader()
 
 
 def load_policy(
@@ -118,21 +118,21 @@ def load_policy(
     chunk: int | None = 1024,
     packed: bool = True,
     weights_dtype: str = "float32",
-    bring: Bring = ALONE,
-) -> Policy:
+    loader: ModelLoader = LOCAL_LOADER,
+) -> LoadedPolicy:
     """Load a model with its tokenizer. Raises ModelNotFound, ValueError."""
     chosen = prepare_device(device, threads)
-    model = bring.model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
+    model = loader.load_model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
     make = partial(Network, precision=PRECISIONS[precision], chunk=chunk or 1 << 40)
-    network = bring.network(model, make) if packed else make(model, packed=False)
-    round_weights(model, PRECISIONS[weights_dtype])
-    return Policy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), stop_tokens(model, tokenizer))
+    network = loader.make_network(model, make) if packed else make(model, packed=False)
+    cast_weights(model, PRECISIONS[weights_dtype])
+    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), find_stop_token_ids(model, tokenizer))
 
 
-def load_training_policy(config: PolicyConfig, seed: int = 0, bring: Bring = ALONE) -> Policy:
+def load_training_policy(config: PolicyConfig, seed: int = 0, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load the policy of a run, with adapters if LoRA is enabled. ``seed``: of the run; initializes the adapters."""
     policy = load_policy(
         config.model_name,
@@ -146,16 +146,16 @@ def load_training_policy(config: PolicyConfig, seed: int = 0, bring: Bring = ALO
         chunk=config.logprob_chunk_size,
         packed=config.sequence_packing.enabled,
         weights_dtype=config.weights_dtype,
-        bring=bring,
+        loader=loader,
     )
-    adapt(policy.network, config, seed)
+    apply_lora(policy.network, config, seed)
     return policy
 
 
-def adapt(network: Network, config: ModelConfig, seed: int) -> None:
+def apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
     """Add LoRA adapters to a model if its configuration enables them. Call it after the weights are rounded to ``weights_dtype``."""
     if config.dtensor_cfg.lora_cfg.enabled:
-        options = LoraOptions(**config.dtensor_cfg.lora_cfg.options())
+        options = LoraOptions(**config.dtensor_cfg.lora_cfg.lora_options())
         add_adapters(network.model, options, base=config.model_name, seed=seed)
         log.info("%s", count_parameters(network.model))
 
@@ -168,7 +168,7 @@ def make_learner(
     whole_groups: bool = False,
     total_steps: int | None = None,
     section: str = "policy",
-    placement: Placement | None = None,
+    parallelism: Parallelism | None = None,
 ) -> TorchLearner:
     """Make a learner for a network. ``parallelism``: how the network is sharded; None: on a single device.
 
@@ -196,48 +196,50 @@ def make_learner(
         average_start=config.ema.start_step,
         section=section,
     )
-    return TorchLearner(network, sampling, options, placement)
+    return TorchLearner(network, sampling, options, parallelism)
 
 
-def load_reward_policy(config: RmRunConfig, bring: Bring = ALONE) -> Policy:
+def load_reward_policy(config: RmRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
     settings = config.policy
     device = prepare_device(settings.device, settings.num_threads)
     tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
     load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.rm.seed)
-    model = bring.model(lambda device: load(device=device), device)
-    stop_ids = stop_tokens(model, tokenizer)
+    model = loader.load_model(lambda device: load(device=device), device)
+    stop_ids = find_stop_token_ids(model, tokenizer)
     set_pad_token(model, tokenizer, stop_ids)
     disable_dropout(model)
-    network = _value_network(model, settings, bring)
-    adapt(network, settings, config.rm.seed)
-    return Policy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
+    network = _make_value_network(model, settings, loader)
+    apply_lora(network, settings, config.rm.seed)
+    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
 
 
-def make_critic(config: PpoRunConfig, policy: Policy, bring: Bring = ALONE) -> TrainableNetwork:
+def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
     """Make the critic: a value head on the policy's hidden states, or a sequence classifier with one label. Raises ValueError."""
     settings = config.value
     if settings.head_only:
         return ValueHead(policy.network)
     if settings.tokenizer.name != config.policy.tokenizer.name:
-        _refuse_other_tokens(policy.tokenizer, settings.tokenizer.name)
+        _check_same_vocabulary(policy.tokenizer, settings.tokenizer.name)
     device = prepare_device(settings.device, settings.num_threads)
-    load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.ppo.seed, spread=0.0)
-    model = bring.model(lambda device: load(device=device), device)
+    load = partial(
+        load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.ppo.seed, init_std=0.0
+    )
+    model = loader.load_model(lambda device: load(device=device), device)
     disable_dropout(model)
-    network = _value_network(model, settings, bring)
-    adapt(network, settings, config.ppo.seed)
+    network = _make_value_network(model, settings, loader)
+    apply_lora(network, settings, config.ppo.seed)
     return network
 
 
-def _value_network(model: Any, settings: ModelConfig, bring: Bring) -> ValueNetwork:
+def _make_value_network(model: Any, settings: ModelConfig, loader: ModelLoader) -> ValueNetwork:
     make = partial(ValueNetwork, precision=PRECISIONS[settings.precision])
-    network: ValueNetwork = bring.network(model, make) if settings.sequence_packing.enabled else make(model, packed=False)
-    round_weights(model, PRECISIONS[settings.weights_dtype])
+    network: ValueNetwork = loader.make_network(model, make) if settings.sequence_packing.enabled else make(model, packed=False)
+    cast_weights(model, PRECISIONS[settings.weights_dtype])
     return network
 
 
-def _refuse_other_tokens(tokenizer: Any, name: str) -> None:
+def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
     """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
     try:
         known, others = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
@@ -255,7 +257,7 @@ def _refuse_other_tokens(tokenizer: Any, name: str) -> None:
         )
 
 
-def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> Scorer:
+def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> Scorer:
     """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
     if config.dtensor_cfg.lora_cfg.enabled:
@@ -265,11 +267,11 @@ def make_reference(policy: Policy, config: PolicyConfig, sampling: Sampling) -> 
     return FrozenScorer(network, sampling, score_tokens=packing.logprob_mb_tokens, offload=config.reference.offload)
 
 
-def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchEngine:
+def make_torch_engine(policy: LoadedPolicy, config: GenerationConfig, length: int) -> TorchEngine:
     """Make the torch engine on the policy's module. Raises ValueError if its KV cache is too small for one sequence."""
     options = config.torch_cfg
-    runner: Runner
-    if policy.network.takes_plans():
+    runner: ModelRunner
+    if policy.network.supports_attention_plans():
         runner = CachedRunner(
             policy.network,
             memory_bytes=options.kv_cache_memory_gb * 2**30,
@@ -287,5 +289,5 @@ def make_engine(policy: Policy, config: GenerationConfig, length: int) -> TorchE
     return TorchEngine(runner, policy.tokenizer, stop_ids=policy.stop_ids, prefill_tokens=options.prefill_tokens)
 
 
-def tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:
+def make_tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:
     return lambda folder: tokenizer.save_pretrained(folder)

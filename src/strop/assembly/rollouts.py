@@ -8,32 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.assembly.algorithms import make_algorithm, refuse_nonsense, refuse_other_run
-from strop.assembly.engines import GenerationNeeds
-from strop.assembly.home import make_home
-from strop.assembly.remote import hosted_environments
-from strop.assembly.roles import tokenizer_saver
-from strop.assembly.scorers import optimizer_steps
-from strop.assembly.settings import settings_of
-from strop.assembly.tasks import reward_names, training_tasks, validation_tasks
-from strop.assembly.training import continued, early_stop, make_checkpoints, restore, saving_with
+from strop.assembly.algorithms import check_algorithm, check_section, make_algorithm
+from strop.assembly.engines import GeneratorSpec
+from strop.assembly.home import make_backend
+from strop.assembly.remote import make_remote_environments
+from strop.assembly.roles import make_tokenizer_saver
+from strop.assembly.scorers import count_optimizer_steps
+from strop.assembly.settings import collect_settings
+from strop.assembly.tasks import list_reward_names, make_training_tasks, make_validation_tasks
+from strop.assembly.training import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
 from strop.cluster.base import Cluster
 from strop.config import RolloutRunConfig
-from strop.config.devices import devices_of
+from strop.config.devices import count_devices
 from strop.environments.mixture import Mixture
 from strop.evaluation import Evaluator
 from strop.generation.base import Generator
-from strop.loop import Drain, LoopOptions, Run
+from strop.loop import DrainBefore, Run, TrainOptions
 from strop.mismatch import MismatchGuard, MismatchLimits
-from strop.rollouts.episode import EpisodeRules, RewardScaling, group_without_task, run_group
-from strop.rollouts.order import DropTooOld, Fifo, Order, Windowed
-from strop.rollouts.stream import RolloutStream, StreamState, renewed
+from strop.rollouts.episode import EpisodeRules, RewardScaling, make_failed_group, run_group
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker
 from strop.tracking.rollouts import RolloutStore
 from strop.training.base import ColumnSource, Learner
-from strop.training.threaded import LearnerThread, ThreadedColumns, in_thread
+from strop.training.threaded import LearnerThread, ThreadedColumns, wrap_in_thread
 from strop.types import Group
 
 log = logging.getLogger(__name__)
@@ -41,62 +41,64 @@ log = logging.getLogger(__name__)
 
 async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator]:
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
-    training = config.rollouts
-    algorithm = algorithm_of(config)
-    hosted = {} if cluster is None else hosted_environments(config, cluster)
-    train_source = training_tasks(
+    training = config.rollout_training
+    algorithm = make_rollout_algorithm(config)
+    hosted = {} if cluster is None else make_remote_environments(config, cluster)
+    train_source = make_training_tasks(
         config.data.train,
         config.env,
         seed=training.seed,
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,
-        hosted=hosted,
+        remote=hosted,
     )
-    validation_source = validation_tasks(config.data.validation, config.data.train, config.env, seed=training.seed, hosted=hosted)
-    home = await make_home(config, cluster, tracker)
+    validation_source = make_validation_tasks(
+        config.data.validation, config.data.train, config.env, seed=training.seed, remote=hosted
+    )
+    home = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
-    options = loop_options(
+    options = make_train_options(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and home.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
     )
-    learners = await home.learners(algorithm, sampling, optimizer_steps(options, train_source.size))
-    scorers = await home.scorers()
+    learners = await home.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
+    scorers = await home.build_scorers()
 
-    speech = home.speech
-    checkpoints = make_checkpoints(config, tokenizer_saver(speech.tokenizer))
+    speech = home.bundle
+    checkpoints = make_checkpoints(config, make_tokenizer_saver(speech.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=speech.tokenizer.decode)
-    state = restore(config, checkpoints, learners, tracker, store)
-    if options.max_staleness > 0 and home.blocks and not home.shares_module:
-        learners, scorers = beside_the_loop(learners, scorers)
-    generation = await home.generation(
-        GenerationNeeds(
+    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    if options.max_staleness > 0 and home.blocks_event_loop and not home.shares_module:
+        learners, scorers = run_in_threads(learners, scorers)
+    generation = await home.build_generator(
+        GeneratorSpec(
             sampling=sampling,
             learner=learners["policy"],
             max_staleness=options.max_staleness,
-            in_flight=training.asynchronous.in_flight_weight_updates,
-            recompute=training.asynchronous.recompute_kv_cache_after_weight_updates,
+            in_flight=training.async_config.in_flight_weight_updates,
+            recompute=training.async_config.recompute_kv_cache_after_weight_updates,
             share_prefixes=options.share_prefixes,
             seed=training.seed,
             note=tracker.note,
-            outputs=Path(config.logger.log_dir) / "engines",
+            output_folder=Path(config.logger.log_dir) / "engines",
         )
     )
     engine = generation.generator
-    rules = episode_rules(config)
+    rules = make_episode_rules(config)
     stream_state = None
     if state is not None:
-        stream_state = renewed(
+        stream_state = requeue_stale(
             state.stream,
             step=state.step,
             groups_per_step=options.groups_per_step,
             max_staleness=options.max_staleness,
-            order=order_of(config, options),
+            order=make_order(config, options),
         )
     run = Run(
         options=options,
         algorithm=algorithm,
-        stream=make_stream(
+        stream=make_rollout_stream(
             config,
             train_source,
             engine,
@@ -114,36 +116,36 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         rollouts=store,
         decode=speech.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, engine, speech.template, rules, tracker),
-        early_stop=early_stop(config),
+        early_stop=make_early_stop(config),
         mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
-        checkpoints=saving_with(config, checkpoints),
+        checkpoints=make_saver(config, checkpoints),
     )
-    return continued(run, state), engine
+    return resume_run(run, state), engine
 
 
-def algorithm_of(config: RolloutRunConfig) -> Algorithm:
+def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
     """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
-    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, settings_of(config))
-    refuse_other_run(config.algorithm.name, algorithm, config.section)
-    options = loop_options(config, share_prefixes=True)
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    check_section(config.algorithm.name, algorithm, config.section)
+    options = make_train_options(config, share_prefixes=True)
     plan = Plan(
-        group_size=config.rollouts.num_generations_per_prompt,
+        group_size=config.rollout_training.num_generations_per_prompt,
         optimizer_steps=options.steps_per_batch * options.update_epochs,
         max_staleness=options.max_staleness,
-        environment_rewards=reward_names(config.data.train, config.env),
+        environment_rewards=list_reward_names(config.data.train, config.env),
     )
-    refuse_nonsense(algorithm, plan)
+    check_algorithm(algorithm, plan)
     return algorithm
 
 
-def make_stream(
+def make_rollout_stream(
     config: RolloutRunConfig,
     source: Mixture,
     generator: Generator,
     template: ChatTemplate,
     sampling: Sampling,
     rules: EpisodeRules,
-    options: LoopOptions,
+    options: TrainOptions,
     state: StreamState | None,
     *,
     greedy: bool = False,
@@ -152,43 +154,43 @@ def make_stream(
         try:
             name, environment, task = source.at(index)
         except Exception as error:
-            return group_without_task(index, generator.version, error)
+            return make_failed_group(index, generator.version, error)
         return await run_group(
             index,
             name,
             environment,
             task,
-            samples=config.rollouts.num_generations_per_prompt,
+            samples=config.rollout_training.num_generations_per_prompt,
             generator=generator,
             template=template,
             sampling=sampling,
             rules=rules,
-            seed=config.rollouts.seed,
+            seed=config.rollout_training.seed,
             greedy_baseline=greedy,
         )
 
     return RolloutStream(
         run,
-        slots=slots_of(config, options),
+        slots=count_slots(config, options),
         size=source.size,
         state=state,
-        ahead=options.max_staleness > 0,
-        order=order_of(config, options),
+        refill_on_release=options.max_staleness > 0,
+        order=make_order(config, options),
         version=lambda: generator.version,
     )
 
 
-def slots_of(config: RolloutRunConfig, options: LoopOptions) -> int:
+def count_slots(config: RolloutRunConfig, options: TrainOptions) -> int:
     """Return how many groups may be started and not yet trained on."""
     full = (options.max_staleness + 1) * options.groups_per_step
-    asked = config.rollouts.asynchronous.slots if options.max_staleness else None
+    asked = config.rollout_training.async_config.slots if options.max_staleness else None
     return full if asked is None else asked
 
 
-def order_of(config: RolloutRunConfig, options: LoopOptions) -> Order:
+def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
     """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
-    section = config.rollouts.asynchronous
-    if options.drops_stale:
+    section = config.rollout_training.async_config
+    if options.drop_stale:
         return DropTooOld()
     if options.max_staleness and section.order == "windowed":
         window = options.groups_per_step if section.window is None else section.window
@@ -204,7 +206,7 @@ def make_evaluator(
     rules: EpisodeRules,
     tracker: Tracker,
 ) -> Evaluator | None:
-    training = config.rollouts
+    training = config.rollout_training
     if source is None:
         if training.val_period or training.val_at_start or training.val_at_end:
             tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
@@ -220,14 +222,14 @@ def make_evaluator(
         rules=replace(rules, scaling=None),
         seed=training.seed,
         folder=Path(config.logger.log_dir) / "validation",
-        show=config.logger.num_val_samples_to_print,
+        samples_to_print=config.logger.num_val_samples_to_print,
     )
 
 
-def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
-    scaling = config.rollouts.reward_scaling
+def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
+    scaling = config.rollout_training.reward_scaling
     return EpisodeRules(
-        max_turns=config.rollouts.max_rollout_turns,
+        max_turns=config.rollout_training.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
         max_prompt_length=config.data.max_input_seq_length,
         scaling=RewardScaling(
@@ -241,34 +243,34 @@ def episode_rules(config: RolloutRunConfig) -> EpisodeRules:
     )
 
 
-def shares_module(config: RolloutRunConfig) -> bool:
+def engine_shares_module(config: RolloutRunConfig) -> bool:
     """Return whether the generator runs the learner's module, so that the two take turns."""
-    return config.policy.generation.backend in ("auto", "torch") and not devices_of(config).ray
+    return config.policy.generation.backend in ("auto", "torch") and not count_devices(config).uses_ray
 
 
-def beside_the_loop(
+def run_in_threads(
     learners: Mapping[str, Learner], scorers: Mapping[str, ColumnSource]
 ) -> tuple[dict[str, Learner], dict[str, ColumnSource]]:
     """Run learners and column sources in one other thread, so that generation and environments continue while they compute."""
     thread = LearnerThread()
     return (
-        {name: in_thread(learner, thread) for name, learner in learners.items()},
+        {name: wrap_in_thread(learner, thread) for name, learner in learners.items()},
         {name: ThreadedColumns(source, thread) for name, source in scorers.items()},
     )
 
 
-def drain_before(config: RolloutRunConfig) -> Drain:
+def choose_drain(config: RolloutRunConfig) -> DrainBefore:
     """Return before which phase the groups in flight must finish."""
-    if config.rollouts.max_staleness == 0 or config.rollouts.asynchronous.in_flight_weight_updates:
+    if config.rollout_training.max_staleness == 0 or config.rollout_training.async_config.in_flight_weight_updates:
         return "never"  # a synchronous run has no groups in flight at these points
-    return "training" if shares_module(config) else "publishing"
+    return "training" if engine_shares_module(config) else "publishing"
 
 
-def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> LoopOptions:
+def make_train_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> TrainOptions:
     """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded."""
-    training = config.rollouts
+    training = config.rollout_training
     global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
-    return LoopOptions(
+    return TrainOptions(
         section=config.section,
         batch_key=f"{config.section}.num_prompts_per_step",
         max_steps=training.last_step,
@@ -276,8 +278,8 @@ def loop_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: boo
         steps_per_batch=training.rollouts_per_step // global_batch,
         update_epochs=training.epochs_per_batch,
         max_staleness=training.max_staleness,
-        drops_stale=training.max_staleness > 0 and training.asynchronous.order == "drop_too_old",
-        drain_before=drain_before(config),
+        drop_stale=training.max_staleness > 0 and training.async_config.order == "drop_too_old",
+        drain_before=choose_drain(config),
         max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else 1 << 60,
         max_errors_in_a_row=training.max_errors_in_a_row,
         val_period=training.val_period,

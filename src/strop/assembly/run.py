@@ -6,42 +6,42 @@ import asyncio
 from contextlib import suppress
 from functools import partial
 
-from strop.assembly.clusters import cluster_of, with_restarts
-from strop.assembly.describe import describe
-from strop.assembly.mistakes import run_to_end
-from strop.assembly.preemption import Notice, told_to_end
+from strop.assembly.clusters import open_cluster, run_with_restarts
+from strop.assembly.describe import summarize
+from strop.assembly.mistakes import run_command
+from strop.assembly.preemption import SignalHandler, handle_stop_signals
 from strop.assembly.recorded import build_recorded_run
 from strop.assembly.rollouts import build_rollout_run
 from strop.assembly.training import make_tracker, seed_everything
-from strop.assembly.watch import watched
+from strop.assembly.watch import watch_run
 from strop.cluster.base import Cluster
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.generation.base import Generator
 from strop.loop import Run, train
-from strop.stopping import EndedEarly
+from strop.stopping import RunStopped
 from strop.tracking.base import Tracker
 
 
 def run_training(config: TrainingRunConfig) -> int:
     """Train as configured. Return 0 on success, 1 after printing an error."""
-    return run_to_end(_run(config))
+    return run_command(_train(config))
 
 
-async def _run(config: TrainingRunConfig) -> None:
+async def _train(config: TrainingRunConfig) -> None:
     tracker = make_tracker(config)
     try:
-        with told_to_end(config.checkpointing) as notice, watched(config, tracker) as told:
-            await with_restarts(config, told, partial(_live, config, told, notice))
+        with handle_stop_signals(config.checkpointing) as notice, watch_run(config, tracker) as told:
+            await run_with_restarts(config, told, partial(_run_attempt, config, told, notice))
     finally:
         tracker.close()
 
 
-async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> None:
-    """Run one attempt: from the newest checkpoint to the end of the run. Raises EndedEarly if a stop signal ends it."""
-    async with cluster_of(config, tracker) as cluster:
-        notice.heed()
+async def _run_attempt(config: TrainingRunConfig, tracker: Tracker, signals: SignalHandler) -> None:
+    """Run one attempt: from the newest checkpoint to the end of the run. Raises RunStopped if a stop signal ends it."""
+    async with open_cluster(config, tracker) as cluster:
+        signals.install()
         run, generator = await build_run(config, tracker, cluster)
-        run.stopper = notice.stopper
+        run.stop_request = signals.stop_request
         try:
             await train(run)
             if run.checkpoints is not None:
@@ -54,7 +54,7 @@ async def _live(config: TrainingRunConfig, tracker: Tracker, notice: Notice) -> 
             if generator is not None:
                 await generator.close()
         if not run.finished:
-            raise EndedEarly(f"{notice.stopper.reason}: the run ended after step {run.step}.")
+            raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
 
 
@@ -62,7 +62,7 @@ async def build_run(config: TrainingRunConfig, tracker: Tracker, cluster: Cluste
     """Build a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one. Return it with its generator,
     or None for a run on recorded data."""
     seed_everything(config.training.seed)
-    for line in describe(config, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
+    for line in summarize(config, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)
     if isinstance(config, RolloutRunConfig):
         return await build_rollout_run(config, tracker, cluster)

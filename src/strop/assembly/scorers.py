@@ -7,22 +7,22 @@ from pathlib import Path
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.gae import VALUES
-from strop.algorithms.kl import REFERENCE
-from strop.assembly.roles import Policy, make_critic, make_learner, make_reference
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.assembly.roles import LoadedPolicy, make_critic, make_learner, make_reference
 from strop.assembly.teachers import make_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema import DistillationRunConfig, DpoRunConfig, PpoRunConfig
-from strop.loop import LoopOptions
+from strop.loop import TrainOptions
 from strop.sampling import Sampling
 from strop.tracking.base import Tracker
 from strop.training.base import ColumnSource, Learner, LogprobColumn, Scorer, ValueColumn
 from strop.training.torch.learner import NetworkScorer
-from strop.training.torch.reference_store import reference_store, weights_fingerprint
+from strop.training.torch.reference_store import load_or_compute_reference, model_fingerprint
 from strop.types import Group
 
 
 def make_learners(
-    config: TrainingRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
+    config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
 ) -> dict[str, Learner]:
     """Make the policy's learner, and the critic's if there is one. ``total_steps``: optimizer steps of the run; None: no limit."""
     learners: dict[str, Learner] = {
@@ -36,7 +36,7 @@ def make_learners(
     return learners
 
 
-def optimizer_steps(options: LoopOptions, tasks: int | None) -> int | None:
+def count_optimizer_steps(options: TrainOptions, tasks: int | None) -> int | None:
     """Return the largest number of optimizer steps of a run; None if neither its steps nor its ``tasks`` are limited."""
     limits = [options.max_steps] if options.max_steps < 1_000_000 else []
     limits += [] if tasks is None else [tasks // options.groups_per_step]
@@ -44,22 +44,22 @@ def optimizer_steps(options: LoopOptions, tasks: int | None) -> int | None:
 
 
 def make_scorers(
-    config: RolloutRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
+    config: RolloutRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
     """Make the column sources of a run on rollouts. Raises ValueError for a required column without a source."""
     scorers: dict[str, ColumnSource] = {}
-    if REFERENCE in algorithm.requires:
-        scorers[REFERENCE] = LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+    if REFERENCE_LOGPROBS in algorithm.requires:
+        scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
     if VALUES in algorithm.requires and "value" in learners:
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):
         scorers.update(make_teachers(config, policy, algorithm, sampling, learners))
-    return complete(scorers, algorithm, config)
+    return check_columns(scorers, algorithm, config)
 
 
 async def make_recorded_scorers(
     config: RecordedRunConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     algorithm: Algorithm,
     sampling: Sampling,
     groups: Callable[[], Sequence[Group]],
@@ -68,25 +68,25 @@ async def make_recorded_scorers(
     """Make the column sources of a run on recorded data. ``groups()`` returns every group that the run will read, for reference
     log-probabilities that are computed once, before training."""
     scorers: dict[str, ColumnSource] = {}
-    if REFERENCE in algorithm.requires:
+    if REFERENCE_LOGPROBS in algorithm.requires:
         once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-        scorers[REFERENCE] = (
-            await stored_reference(
+        scorers[REFERENCE_LOGPROBS] = (
+            await make_stored_reference(
                 config,
                 NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
                 algorithm,
                 groups,
                 tracker,
-                fingerprint=weights_fingerprint(policy.network.model),
+                fingerprint=model_fingerprint(policy.network.model),
                 share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
             )
             if once
-            else LogprobColumn(REFERENCE, make_reference(policy, config.policy, sampling))
+            else LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
         )
-    return complete(scorers, algorithm, config)
+    return check_columns(scorers, algorithm, config)
 
 
-async def stored_reference(
+async def make_stored_reference(
     config: RecordedRunConfig,
     policy: Scorer,
     algorithm: Algorithm,
@@ -102,7 +102,7 @@ async def stored_reference(
     path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
     tracker.note(f"reference log-probabilities: {'loaded from' if path.exists() else 'computed once and stored in'} {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return await reference_store(
+    return await load_or_compute_reference(
         path,
         (group for make in (groups,) for group in make()),  # lazy: groups are read only if there is no file yet
         policy,
@@ -114,7 +114,7 @@ async def stored_reference(
     )
 
 
-def complete(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
+def check_columns(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
     """Return ``scorers``. Raises ValueError if a column that the algorithm requires has no source."""
     if unknown := sorted(algorithm.requires - set(scorers)):
         name = config.algorithm.name

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strop.assembly.algorithms import Setting
+from strop.assembly.algorithms import AlgorithmSetting
 from strop.config import TrainingRunConfig
 from strop.config.distillation import DistillationConfig, DistillationLossConfig
 from strop.config.grpo import GrpoConfig, LossConfig
@@ -16,25 +16,25 @@ from strop.config.schema import DistillationRunConfig, DpoRunConfig, GrpoRunConf
 from strop.config.training import RolloutTrainingConfig
 
 
-def settings_of(config: TrainingRunConfig) -> list[Setting]:
+def collect_settings(config: TrainingRunConfig) -> list[AlgorithmSetting]:
     """Return the flat keys that a configuration sets, in the order in which they must be applied. Raises ValueError for contradictions."""
     match config:
         case GrpoRunConfig():
-            return list(policy_gradient_settings(config.section, config.grpo, config.loss_fn))
+            return list(_policy_gradient_settings(config.section, config.grpo, config.loss_fn))
         case PpoRunConfig():
-            return list(_with_critic(config.ppo, config.loss_fn, config.value_loss_fn))
+            return list(_ppo_settings(config.ppo, config.loss_fn, config.value_loss_fn))
         case DistillationRunConfig():
-            return list(_distillation(config.algorithm.name, config.distillation, config.loss_fn))
+            return list(_distillation_settings(config.algorithm.name, config.distillation, config.loss_fn))
         case DpoRunConfig():
-            return list(_preference(config.dpo))
+            return list(_dpo_settings(config.dpo))
         case RmRunConfig():
-            return list(_reward_model(config.rm, config.policy.reward_model_cfg.reward_model_type))
+            return list(_rm_settings(config.rm, config.policy.reward_model_cfg.reward_model_type))
         case _:
             return []
 
 
-def _preference(dpo: DpoConfig) -> Iterator[Setting]:
-    return _given(
+def _dpo_settings(dpo: DpoConfig) -> Iterator[AlgorithmSetting]:
+    return _make_settings(
         ("dpo.reference_policy_kl_penalty", "beta", dpo.reference_policy_kl_penalty),
         ("dpo.preference_average_log_probs", "average_log_probs", dpo.preference_average_log_probs),
         ("dpo.sft_average_log_probs", "sft_aggregation", _SFT_AGGREGATION[dpo.sft_average_log_probs]),
@@ -43,9 +43,9 @@ def _preference(dpo: DpoConfig) -> Iterator[Setting]:
     )
 
 
-def _with_critic(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> Iterator[Setting]:
+def _ppo_settings(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> Iterator[AlgorithmSetting]:
     gae, own = ppo.adv_estimator, "ppo.adv_estimator"
-    yield from _given(
+    yield from _make_settings(
         (f"{own}.gae_lambda", "advantage.lambda_policy", gae.gae_lambda),
         (f"{own}.gae_lambda_policy", "advantage.lambda_policy", gae.gae_lambda_policy),
         (f"{own}.gae_lambda", "advantage.lambda_value", gae.gae_lambda if gae.gae_lambda_policy is not None else None),
@@ -58,47 +58,49 @@ def _with_critic(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> It
         ("ppo.policy_training_start_step", "policy_training_start_step", ppo.policy_training_start_step),
         ("value_loss_fn.scale", "value_scale", value.scale),
     )
-    yield from _filters("ppo", ppo)
+    yield from _filter_settings("ppo", ppo)
     if value.cliprange is not None:
-        yield Setting("value_loss_fn.cliprange", "value_clip", value.cliprange or None)
-    yield from _policy_loss(loss, kl_in_reward="token_reward")
+        yield AlgorithmSetting("value_loss_fn.cliprange", "value_clip", value.cliprange or None)
+    yield from _policy_loss_settings(loss, kl_in_reward="token_reward")
 
 
-def _distillation(name: str, distillation: DistillationConfig, loss: DistillationLossConfig) -> Iterator[Setting]:
+def _distillation_settings(
+    name: str, distillation: DistillationConfig, loss: DistillationLossConfig
+) -> Iterator[AlgorithmSetting]:
     """Yield the settings of a distillation. Only topk_distillation has a divergence to set."""
     if name == "topk_distillation":
-        yield from _given(
+        yield from _make_settings(
             ("loss_fn.kl_type", "kl_type", loss.kl_type),
             ("loss_fn.mixed_kl_weight", "mixed_kl_weight", loss.mixed_kl_weight),
             ("loss_fn.beta", "beta", loss.beta),
             ("loss_fn.zero_outside_topk", "outside", "bucket" if loss.zero_outside_topk else "renormalise"),
         )
-    asked = _filters("distillation", distillation)
+    asked = _filter_settings("distillation", distillation)
     yield from asked if name != "topk_distillation" else (setting for setting in asked if setting.value)
 
 
 _SFT_AGGREGATION = {True: "sequence_mean", False: "sequence_sum", None: None}
 
 
-def _reward_model(rm: RmConfig, kind: str) -> Iterator[Setting]:
-    return _given(
+def _rm_settings(rm: RmConfig, kind: str) -> Iterator[AlgorithmSetting]:
+    return _make_settings(
         ("policy.reward_model_cfg.reward_model_type", "kind", kind if kind != "bradley_terry" else None),
         ("rm.use_margin", "use_margin", rm.use_margin or None),
         ("rm.centering", "centering", rm.centering or None),
     )
 
 
-def policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[Setting]:
+def _policy_gradient_settings(section: str, grpo: GrpoConfig, loss: LossConfig) -> Iterator[AlgorithmSetting]:
     """Yield settings in the order in which they must be applied: a key that chooses a part comes before keys that set its options."""
-    yield from _credit(section, grpo)
-    yield from _policy_loss(loss, kl_in_reward="reward")
+    yield from _advantage_settings(section, grpo)
+    yield from _policy_loss_settings(loss, kl_in_reward="reward")
 
 
-def _policy_loss(loss: LossConfig, *, kl_in_reward: str) -> Iterator[Setting]:
-    yield from _objective(loss)
-    yield from _correction(loss)
-    yield from _kl(loss, kl_in_reward)
-    yield from _given(
+def _policy_loss_settings(loss: LossConfig, *, kl_in_reward: str) -> Iterator[AlgorithmSetting]:
+    yield from _objective_settings(loss)
+    yield from _correction_settings(loss)
+    yield from _kl_settings(loss, kl_in_reward)
+    yield from _make_settings(
         ("loss_fn.force_on_policy_ratio", "on_policy_ratio", loss.force_on_policy_ratio or None),
         ("loss_fn.aggregation", "aggregation", loss.resolved_aggregation),
         ("loss_fn.constant_length", "constant_length", loss.constant_length),
@@ -107,25 +109,29 @@ def _policy_loss(loss: LossConfig, *, kl_in_reward: str) -> Iterator[Setting]:
     )
 
 
-def _given(*settings: tuple[str, str, object]) -> Iterator[Setting]:
-    return (Setting(key, field, value) for key, field, value in settings if value is not None)
+def _make_settings(*settings: tuple[str, str, object]) -> Iterator[AlgorithmSetting]:
+    return (AlgorithmSetting(key, field, value) for key, field, value in settings if value is not None)
 
 
-def _credit(section: str, grpo: GrpoConfig) -> Iterator[Setting]:
-    yield from _given(
-        (f"{section}.adv_estimator.name", "advantage", ADVANTAGES.get(str(grpo.adv_estimator.name), grpo.adv_estimator.name)),
+def _advantage_settings(section: str, grpo: GrpoConfig) -> Iterator[AlgorithmSetting]:
+    yield from _make_settings(
+        (
+            f"{section}.adv_estimator.name",
+            "advantage",
+            ADVANTAGE_NAMES.get(str(grpo.adv_estimator.name), grpo.adv_estimator.name),
+        ),
         (f"{section}.minus_baseline", "advantage.baseline", grpo.minus_baseline),
         (f"{section}.use_leave_one_out_baseline", "advantage.leave_one_out", grpo.use_leave_one_out_baseline),
         (f"{section}.normalize_rewards", "advantage.normalize", grpo.normalize_rewards),
         (f"{section}.advantage_clip_low", "advantage_low", grpo.advantage_clip_low),
         (f"{section}.advantage_clip_high", "advantage_high", grpo.advantage_clip_high),
     )
-    yield from _filters(section, grpo)
+    yield from _filter_settings(section, grpo)
 
 
-def _filters(section: str, training: RolloutTrainingConfig) -> Iterator[Setting]:
+def _filter_settings(section: str, training: RolloutTrainingConfig) -> Iterator[AlgorithmSetting]:
     shaping = training.reward_shaping
-    yield from _given(
+    yield from _make_settings(
         (f"{section}.use_dynamic_sampling", "drop_constant_groups", training.use_dynamic_sampling),
         (f"{section}.overlong_filtering", "overlong_filtering", training.overlong_filtering),
     )
@@ -137,13 +143,13 @@ def _filters(section: str, training: RolloutTrainingConfig) -> Iterator[Setting]
             "max_length": shaping.max_response_length,
             "truncated_factor": shaping.stop_properly_penalty_coef,
         }
-        yield Setting(f"{section}.reward_shaping", "shaping", options)
+        yield AlgorithmSetting(f"{section}.reward_shaping", "shaping", options)
 
 
-ADVANTAGES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, if they differ
+ADVANTAGE_NAMES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, if they differ
 
 
-def _objective(loss: LossConfig) -> Iterator[Setting]:
+def _objective_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
     chosen = {
         "sequence_level_importance_ratios": ("sequence_clip", loss.sequence_level_importance_ratios),
         "use_cispo": ("cispo", loss.use_cispo),
@@ -153,15 +159,15 @@ def _objective(loss: LossConfig) -> Iterator[Setting]:
     if len(asked) > 1:
         raise ValueError(f"loss_fn: {' and '.join(key for key, _ in asked)} each choose the objective; set only one of them")
     for key, name in asked:
-        yield Setting(f"loss_fn.{key}", "objective", name)
-    yield from _given(
+        yield AlgorithmSetting(f"loss_fn.{key}", "objective", name)
+    yield from _make_settings(
         ("loss_fn.ratio_clip_min", "objective.low", loss.ratio_clip_min),
         ("loss_fn.ratio_clip_max", "objective.high", loss.ratio_clip_max),
         ("loss_fn.ratio_clip_c", "objective.dual", loss.ratio_clip_c),
     )
 
 
-def _correction(loss: LossConfig) -> Iterator[Setting]:
+def _correction_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
     kind, high, low = (
         loss.truncated_importance_sampling_type,
         loss.truncated_importance_sampling_ratio,
@@ -186,18 +192,18 @@ def _correction(loss: LossConfig) -> Iterator[Setting]:
         options |= {upper: high, **({} if low is None else {lower: low})}
     if loss.sequence_level_importance_ratios and kind in (None, "tis"):
         options["level"] = "sequence"
-    yield Setting("loss_fn.use_importance_sampling_correction", "corrections", [options])
+    yield AlgorithmSetting("loss_fn.use_importance_sampling_correction", "corrections", [options])
 
 
-def _kl(loss: LossConfig, place: str) -> Iterator[Setting]:
+def _kl_settings(loss: LossConfig, placement: str) -> Iterator[AlgorithmSetting]:
     penalty = loss.reference_policy_kl_penalty
-    yield from _given(
+    yield from _make_settings(
         ("loss_fn.reference_policy_kl_penalty", "kl.weight", penalty),
         ("loss_fn.reference_policy_kl_type", "kl.estimator", loss.reference_policy_kl_type),
-        ("loss_fn.use_kl_in_reward", "kl.place", place if loss.use_kl_in_reward else None),
+        ("loss_fn.use_kl_in_reward", "kl.place", placement if loss.use_kl_in_reward else None),
         ("loss_fn.use_on_policy_kl_approximation", "kl.unbiased", loss.use_on_policy_kl_approximation or None),
     )
     for key, field in (("kl_input_clamp_value", "kl.input_clamp"), ("kl_output_clamp_value", "kl.output_clamp")):
         value = getattr(loss, key)
         if penalty or value != LossConfig.model_fields[key].default:
-            yield Setting(f"loss_fn.{key}", field, value)
+            yield AlgorithmSetting(f"loss_fn.{key}", field, value)

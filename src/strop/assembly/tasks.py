@@ -12,71 +12,84 @@ from strop.config.environment import EnvironmentConfig
 from strop.data.errors import DataError
 from strop.data.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
-from strop.environments.hosted import HostedDescription
+from strop.environments.hosted import EnvironmentDescription
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import environment_class, make_environment
 
-Entries = Sequence[DataEntryConfig]
+DataEntries = Sequence[DataEntryConfig]
 T = TypeVar("T")
 
 
-Environments = Mapping[str, EnvironmentConfig]
-Hosted = Mapping[str, Environment[Any]]
+EnvironmentConfigs = Mapping[str, EnvironmentConfig]
+RemoteEnvironments = Mapping[str, Environment[Any]]
 """Environments in other processes, by alias; the others are made in this process."""
 
 
-def training_tasks(
-    data: Entries, env: Environments, *, seed: int, shuffle: bool, max_epochs: int | None, hosted: Hosted = MappingProxyType({})
+def make_training_tasks(
+    data: DataEntries,
+    env: EnvironmentConfigs,
+    *,
+    seed: int,
+    shuffle: bool,
+    max_epochs: int | None,
+    remote: RemoteEnvironments = MappingProxyType({}),
 ) -> Mixture:
     """Make the mixture of training tasks. ``remote``: environments in other processes, by alias."""
     several = len(data) > 1
-    components = [_component(entry, env, seed, "train", hosted, weight=entry.weight if several else None) for entry in data]
+    components = [_make_component(entry, env, seed, "train", remote, weight=entry.weight if several else None) for entry in data]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
-def validation_tasks(
-    data: Entries | None, train: Entries, env: Environments, *, seed: int, hosted: Hosted = MappingProxyType({})
+def make_validation_tasks(
+    data: DataEntries | None,
+    train: DataEntries,
+    env: EnvironmentConfigs,
+    *,
+    seed: int,
+    remote: RemoteEnvironments = MappingProxyType({}),
 ) -> Mixture | None:
     """Make the validation tasks: from the validation entries, else from the held-out part of the training entries, else None."""
     entries = _validation_entries(data, train)
     if not entries:
         return None
-    components = [_component(entry, env, seed, "validation", hosted, weight=None) for entry in entries]
+    components = [_make_component(entry, env, seed, "validation", remote, weight=None) for entry in entries]
     return Mixture(tuple(components), seed=seed, shuffle=False)
 
 
-def _validation_entries(data: Entries | None, train: Entries) -> Entries:
+def _validation_entries(data: DataEntries | None, train: DataEntries) -> DataEntries:
     return data if data is not None else [entry for entry in train if entry.split_validation_size]
 
 
-def descriptions(train: Entries, validation: Entries | None, env: Environments, *, seed: int) -> Mapping[str, HostedDescription]:
+def describe_environments(
+    train: DataEntries, validation: DataEntries | None, env: EnvironmentConfigs, *, seed: int
+) -> Mapping[str, EnvironmentDescription]:
     """Return by alias what another process needs to make an environment of the run and its tasks."""
     sources: dict[str, list[DataSource]] = {}
     for entries, part in ((train, "train"), (_validation_entries(validation, train), "validation")):
         for entry in entries:
-            sources.setdefault(alias_of(entry, env), []).append(_tasks_source(entry, seed, part))
-    found: dict[str, HostedDescription] = {}
+            sources.setdefault(resolve_alias(entry, env), []).append(_make_task_source(entry, seed, part))
+    found: dict[str, EnvironmentDescription] = {}
     for alias, own in sources.items():
         config = env.get(alias, EnvironmentConfig(type=None))
         distinct = tuple(source for place, source in enumerate(own) if source not in own[:place])
-        found[alias] = HostedDescription(alias=alias, name=config.type or alias, options=config.options, sources=distinct)
+        found[alias] = EnvironmentDescription(alias=alias, name=config.type or alias, options=config.options, sources=distinct)
     return found
 
 
-def _tasks_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
+def _make_task_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     """Return the source of an entry's tasks. Generated tasks, which have no rows to split, also belong to one part."""
-    source = data_source(entry, seed, part)
+    source = make_data_source(entry, seed, part)
     return source if entry.dataset_name is not None else replace(source, part="train" if part == "train" else "validation")
 
 
-def _component(
-    entry: DataEntryConfig, env: Environments, seed: int, part: str, hosted: Hosted, *, weight: float | None
+def _make_component(
+    entry: DataEntryConfig, env: EnvironmentConfigs, seed: int, part: str, remote: RemoteEnvironments, *, weight: float | None
 ) -> Component:
-    alias = alias_of(entry, env)
+    alias = resolve_alias(entry, env)
     config = env.get(alias, EnvironmentConfig(type=None))
-    environment = hosted.get(alias) or _of_alias(alias, make_environment, config.type or alias, config.options)
+    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type or alias, config.options)
     try:
-        tasks = environment.tasks(_tasks_source(entry, seed, part))
+        tasks = environment.tasks(_make_task_source(entry, seed, part))
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything
@@ -85,7 +98,7 @@ def _component(
     return Component(alias, environment, tasks, weight)
 
 
-def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
+def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     """Return the source of an entry's rows. If the entry holds out a validation split: the rows of ``part``, train or validation."""
     return DataSource(
         dataset_name=entry.dataset_name,
@@ -109,14 +122,14 @@ def data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     )
 
 
-def reward_names(data: Entries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
+def list_reward_names(data: DataEntries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
     """Return the names of the rewards that the environments of these entries give."""
-    aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (alias_of(entry, env) for entry in data)}
-    kinds = [_of_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
+    aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (resolve_alias(entry, env) for entry in data)}
+    kinds = [_call_for_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for kind in kinds for name in reward_marks(kind)))
 
 
-def alias_of(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
+def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
     """Return the alias of the environment that scores an entry's tasks. Raises EnvironmentConfigError if the choice is ambiguous."""
     alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
     if alias is None:
@@ -126,7 +139,7 @@ def alias_of(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> st
     return alias
 
 
-def _of_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
+def _call_for_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:
     """Return ``make(*arguments)``; an EnvironmentConfigError is raised with the key of the environment in its message."""
     try:
         return make(*arguments)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation import TEACHER
+from strop.algorithms.distillation import TEACHER_LOGPROBS
 from strop.algorithms.topk_distillation import TEACHER_CANDIDATES
-from strop.assembly.roles import Policy, load_policy
+from strop.assembly.roles import LoadedPolicy, load_policy
 from strop.config.distillation import TeacherConfig
 from strop.config.schema import DistillationRunConfig
-from strop.models.adapters import adapters_off, low_rank_layers
+from strop.models.adapters import disable_adapters, lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.base import ColumnSource, Learner
@@ -25,42 +25,42 @@ from strop.training.torch.teachers import (
     Teacher,
     TeacherLogprobs,
     TeacherTopK,
-    common_vocabulary,
     on_device,
+    shared_vocabulary_size,
 )
 from strop.types import Group, Message
 
 
 @dataclass(frozen=True)
-class Student:
+class StudentInfo:
     """What a teacher in another process needs to know about the policy."""
 
-    vocabulary: int  # size of its output layer
+    vocab_size: int  # size of its output layer
     tokenizer: Any
 
 
 def make_teachers(
-    config: DistillationRunConfig, policy: Policy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
+    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
     """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
-    wanted = wanted_columns(config, algorithm)
+    wanted = find_teacher_columns(config, algorithm)
     made: dict[str, Callable[[str], ColumnSource]] = {}
-    for key, teacher in teachers_of(config).items():
+    for key, teacher in named_teachers(config).items():
         if teacher.model_name == "self":
-            made[key] = _self_teacher(key, teacher, config, policy, wanted, sampling, learners)
+            made[key] = _make_self_teacher(key, teacher, config, policy, wanted, sampling, learners)
         else:
-            made[key] = load_teacher(key, config, student_of(policy), wanted, sampling)
-    return {column: combined({key: make(column) for key, make in made.items()}, config) for column in wanted}
+            made[key] = load_teacher(key, config, get_student_info(policy), wanted, sampling)
+    return {column: combine_teachers({key: make(column) for key, make in made.items()}, config) for column in wanted}
 
 
-def teachers_of(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
+def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
     """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
     return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
 
 
-def wanted_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
+def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
     """Return the columns that teachers fill for the algorithm. Raises ValueError if there are none."""
-    wanted = algorithm.requires & {TEACHER, TEACHER_CANDIDATES}
+    wanted = algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES}
     if not wanted:
         raise ValueError(
             f"algorithm.name: {config.algorithm.name} does not use a teacher; run strop grpo, or choose another algorithm"
@@ -68,15 +68,15 @@ def wanted_columns(config: DistillationRunConfig, algorithm: Algorithm) -> froze
     return frozenset(wanted)
 
 
-def student_of(policy: Policy) -> Student:
-    return Student(int(policy.network.head.weight.shape[0]), policy.tokenizer)
+def get_student_info(policy: LoadedPolicy) -> StudentInfo:
+    return StudentInfo(int(policy.network.head.weight.shape[0]), policy.tokenizer)
 
 
-def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
+def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
     """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
 
     Raises ValueError."""
-    sources = {key: (teacher, filled_by[key]) for key, teacher in teachers_of(config).items()}
+    sources = {key: (teacher, by_teacher[key]) for key, teacher in named_teachers(config).items()}
     for key, (teacher, _) in sources.items():
         if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
             raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
@@ -98,45 +98,47 @@ def combined(filled_by: Mapping[str, ColumnSource], config: DistillationRunConfi
 
 
 def load_teacher(
-    key: str, config: DistillationRunConfig, student: Student, wanted: Collection[str], sampling: Sampling
+    key: str, config: DistillationRunConfig, student: StudentInfo, wanted: Collection[str], sampling: Sampling
 ) -> Callable[[str], ColumnSource]:
     """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
-    teacher = teachers_of(config)[key]
-    plain = _plain(sampling, wanted)
+    teacher = named_teachers(config)[key]
+    plain = _unfiltered_sampling(sampling, wanted)
     if teacher.demonstration is not None:
         raise ValueError(
             f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
         )
-    loaded = _load(teacher)
+    loaded = _load_teacher_model(teacher)
     network = loaded.network
-    vocabulary = common_vocabulary(student.vocabulary, student_of(loaded).vocabulary, (student.tokenizer, loaded.tokenizer))
+    vocabulary = shared_vocabulary_size(
+        student.vocab_size, get_student_info(loaded).vocab_size, (student.tokenizer, loaded.tokenizer)
+    )
     network.model.requires_grad_(False)
     if teacher.offload and network.device.type != "cpu":
         reader = Teacher(
-            network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens, during=lambda: on_device(network)
+            network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens, context=lambda: on_device(network)
         )
     else:
         reader = Teacher(network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
-    return lambda column: _source(column, reader, config, vocabulary)
+    return lambda column: _make_source(column, reader, config, vocabulary)
 
 
-def _self_teacher(
+def _make_self_teacher(
     key: str,
     teacher: TeacherConfig,
     config: DistillationRunConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     wanted: Collection[str],
     sampling: Sampling,
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    reader = _self(key, teacher, policy, _plain(sampling, wanted), learners)
+    reader = _make_self_reader(key, teacher, policy, _unfiltered_sampling(sampling, wanted), learners)
     assert teacher.demonstration is not None
-    shown = _shown(teacher.demonstration, policy)
-    return lambda column: SelfTeacher(_source(column, reader, config, None), shown)
+    shown = _make_demonstration_prompt(teacher.demonstration, policy)
+    return lambda column: SelfTeacher(_make_source(column, reader, config, None), shown)
 
 
-def _plain(sampling: Sampling, wanted: Collection[str]) -> Sampling:
+def _unfiltered_sampling(sampling: Sampling, wanted: Collection[str]) -> Sampling:
     """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
     if sampling.filtered and TEACHER_CANDIDATES in wanted:
         raise ValueError(
@@ -146,13 +148,13 @@ def _plain(sampling: Sampling, wanted: Collection[str]) -> Sampling:
     return Sampling(temperature=sampling.temperature)
 
 
-def _source(column: str, reader: Teacher, config: DistillationRunConfig, vocabulary: int | None) -> ColumnSource:
-    if column == TEACHER:
+def _make_source(column: str, reader: Teacher, config: DistillationRunConfig, vocabulary: int | None) -> ColumnSource:
+    if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(reader)
     return TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
 
 
-def _load(teacher: TeacherConfig) -> Policy:
+def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
     return load_policy(
         teacher.model_name,
         tokenizer_name=teacher.tokenizer.name,
@@ -164,7 +166,9 @@ def _load(teacher: TeacherConfig) -> Policy:
     )
 
 
-def _self(key: str, teacher: TeacherConfig, policy: Policy, sampling: Sampling, learners: Mapping[str, Learner]) -> Teacher:
+def _make_self_reader(
+    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
+) -> Teacher:
     """Make the network of a self-teacher: the policy with its current, averaged or initial weights.
 
     Raises ValueError without a demonstration: teacher and student would be the same."""
@@ -183,19 +187,19 @@ def _self(key: str, teacher: TeacherConfig, policy: Policy, sampling: Sampling, 
             if average is None:
                 raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
             assert isinstance(learner, TorchLearner)
-            trained = learner.trained
-            return Teacher(network=network, sampling=sampling, score_tokens=budget, during=lambda: average.swapped_in(trained))
+            trained = learner.trainable_parameters
+            return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(trained))
         case "initial":
-            if low_rank_layers(network.model):
+            if lora_layers(network.model):
                 return Teacher(
-                    network=network, sampling=sampling, score_tokens=budget, during=lambda: adapters_off(network.model)
+                    network=network, sampling=sampling, score_tokens=budget, context=lambda: disable_adapters(network.model)
                 )
             model = copy.deepcopy(network.model).eval().requires_grad_(False)
             frozen = Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
             return Teacher(network=frozen, sampling=sampling, score_tokens=budget)
 
 
-def _shown(demonstration: str, policy: Policy) -> Callable[[Group], list[int]]:
+def _make_demonstration_prompt(demonstration: str, policy: LoadedPolicy) -> Callable[[Group], list[int]]:
     """Return a function that gives a group's prompt tokens, with the demonstration after its last message."""
 
     def prompt(group: Group) -> list[int]:
@@ -204,6 +208,6 @@ def _shown(demonstration: str, policy: Policy) -> Callable[[Group], list[int]]:
         asked = list(messages[:first_turn])
         shown = demonstration.replace("{answer}", group.task.answer)
         asked[-1] = Message(asked[-1].role, f"{asked[-1].content}\n\n{shown}")
-        return policy.template.prompt(asked)
+        return policy.template.encode_prompt(asked)
 
     return prompt

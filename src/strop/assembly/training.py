@@ -10,44 +10,47 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.background import BackgroundCheckpoints
-from strop.checkpointing.base import Checkpoints, RunState
-from strop.checkpointing.folders import CheckpointFolders
+from strop.checkpointing.background import BackgroundCheckpointer
+from strop.checkpointing.base import Checkpointer, RunState
+from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
 from strop.loop import Run
 from strop.stopping import EarlyStop
-from strop.tracking.base import Tracker, Trackers
+from strop.tracking.base import CompositeTracker, Tracker
 from strop.tracking.console import open_console
-from strop.tracking.jsonl import FILE_NAME, JsonlTracker
+from strop.tracking.jsonl import METRICS_FILE, JsonlTracker
 from strop.tracking.rollouts import RolloutStore
 from strop.training.base import Learner
 
-ALIASES = {"validation/val_loss": "validation/loss", "validation/validation-default_loss": "validation/loss"}  # NeMo-RL's names
+METRIC_ALIASES = {
+    "validation/val_loss": "validation/loss",
+    "validation/validation-default_loss": "validation/loss",
+}  # NeMo-RL's names
 
 
-def early_stop(config: TrainingRunConfig) -> EarlyStop | None:
+def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
     """Make the rule that stops a run at a validation metric; None if none is configured."""
     training = config.training
     if training.stop_at_validation_metric is None:
         return None
     return EarlyStop(
-        metric=metric_tag(training.stop_at_validation_metric, "validation"),
+        metric=resolve_metric(training.stop_at_validation_metric, "validation"),
         higher_is_better=training.stop_at_validation_higher_is_better,
         threshold=training.stop_at_validation_threshold,
         patience=training.stop_at_validation_patience,
     )
 
 
-def metric_tag(name: str, default: str = "train") -> str:
+def resolve_metric(name: str, default: str = "train") -> str:
     """Return the name under which a metric is logged: ``val:accuracy`` is ``validation/accuracy``."""
     kind, found, rest = name.partition(":")
     if not found:
         return name if "/" in name else f"{default}/{name}"
     tag = f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
-    return ALIASES.get(tag, tag)
+    return METRIC_ALIASES.get(tag, tag)
 
 
-def make_tracker(config: TrainingRunConfig) -> Trackers:
+def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     """Make the enabled trackers. Weights & Biases and TensorBoard are imported only if enabled."""
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
@@ -67,44 +70,44 @@ def make_tracker(config: TrainingRunConfig) -> Trackers:
         trackers.append(
             WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=config.model_dump(mode="json"))
         )
-    return Trackers(trackers)
+    return CompositeTracker(trackers)
 
 
-def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> CheckpointFolders:
+def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:
     """Make the checkpoint folders of a run. ``save_tokenizer`` writes the tokenizer to a checkpoint's folder."""
     saving = config.checkpointing
-    return CheckpointFolders(
+    return FolderCheckpointer(
         folder=Path(saving.checkpoint_dir),
         config_text=dump_config(config),
         save_tokenizer=save_tokenizer,
         keep_top_k=saving.keep_top_k,
-        metric=metric_tag(saving.metric_name) if saving.metric_name else None,
+        metric=resolve_metric(saving.metric_name) if saving.metric_name else None,
         higher_is_better=saving.higher_is_better,
         save_optimizer=saving.save_optimizer,
     )
 
 
-def saving_with(config: TrainingRunConfig, folders: CheckpointFolders) -> Checkpoints | None:
+def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkpointer | None:
     """Return the checkpoints that a run writes, in the background if configured; None if checkpointing is disabled."""
     if not config.checkpointing.enabled:
         return None
-    return BackgroundCheckpoints(folders) if config.checkpointing.async_save else folders
+    return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
 
 
-def restore(
+def restore_checkpoint(
     config: TrainingRunConfig,
-    checkpoints: CheckpointFolders,
+    checkpoints: FolderCheckpointer,
     learners: Mapping[str, Learner],
     tracker: Tracker,
     store: RolloutStore,
 ) -> RunState | None:
     """Load the newest checkpoint into the learners, in place, and drop later records. Without one, start with an empty log folder."""
     folder = Path(config.logger.log_dir)
-    newest = checkpoints.newest() if config.checkpointing.enabled and config.checkpointing.resume else None
+    newest = checkpoints.find_newest() if config.checkpointing.enabled and config.checkpointing.resume else None
     if newest is None:
-        if config.checkpointing.enabled and (aside := checkpoints.set_aside()):
+        if config.checkpointing.enabled and (aside := checkpoints.archive()):
             tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {aside}")
-        _set_aside(folder, tracker)
+        _archive_previous_run(folder, tracker)
         state, last = None, -1
     else:
         state = checkpoints.load(newest, learners)
@@ -117,47 +120,47 @@ def restore(
         tracker.log(state.step, state.logged)
         assert newest is not None
         tracker.note(f"continuing after step {state.step}, from {newest}")
-        if changed := _changed_settings(newest / "config.yaml", config):
+        if changed := _diff_settings(newest / "config.yaml", config):
             tracker.note(f"settings that differ from the checkpoint's: {', '.join(changed)}")
     return state
 
 
-def continued(run: Run, state: RunState | None) -> Run:
+def resume_run(run: Run, state: RunState | None) -> Run:
     """Set the run to the position that ``state`` records."""
     if state is not None:
-        run.step, run.saved, run.logged = state.step, state.step, state.logged
+        run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = state.early_stop or run.early_stop
         run.done = run.early_stop is not None and run.early_stop.reason is not None
     return run
 
 
-def _changed_settings(path: Path, config: TrainingRunConfig) -> list[str]:
+def _diff_settings(path: Path, config: TrainingRunConfig) -> list[str]:
     """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
     try:
-        before = _flat(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
+        before = _flatten(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
     except ConfigError:
         return [f"{path} cannot be compared"]
-    now = _flat(config.model_dump(mode="json"))
+    now = _flatten(config.model_dump(mode="json"))
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested mapping by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
-def _set_aside(folder: Path, tracker: Tracker) -> None:
+def _archive_previous_run(folder: Path, tracker: Tracker) -> None:
     """Move the records of an earlier run to ``previous_N``, so that a run from the beginning does not overwrite them."""
-    if not (folder / FILE_NAME).exists() or not (folder / FILE_NAME).stat().st_size:
+    if not (folder / METRICS_FILE).exists() or not (folder / METRICS_FILE).stat().st_size:
         return
     taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
     target = folder / f"previous_{max(taken, default=0) + 1}"
     target.mkdir()
-    for name in (FILE_NAME, "rollouts", "validation", "config.yaml", "curves.png"):
+    for name in (METRICS_FILE, "rollouts", "validation", "config.yaml", "curves.png"):
         if (folder / name).exists():
             (folder / name).rename(target / name)
     tracker.note(f"there is no checkpoint to continue from: moved the records of an earlier run to {target}")

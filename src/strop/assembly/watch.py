@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from strop.config import TrainingRunConfig
-from strop.tracking.base import Tracker, Trackers
-from strop.watch.trouble import Limits
-from strop.watch.watchdog import Stuck, Watchdog, leave_in_time
+from strop.tracking.base import CompositeTracker, Tracker
+from strop.watch.trouble import WaitLimits
+from strop.watch.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 
 
 @contextmanager
-def watched(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
+def watch_run(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
     """Run the watchdog inside the context, in a running event loop. Yields the tracker to use, which also reports to the watchdog.
 
     Raises WatchdogTimeout."""
@@ -24,14 +24,14 @@ def watched(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
     watchdog = Watchdog(
         Path(config.logger.log_dir),
         note=tracker.note,
-        limits=Limits(**section.limits()),
+        limits=WaitLimits(**section.limits()),
         interval=section.interval_seconds,
         stop_after=section.stop_after_seconds,
         checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
     )
     try:
         with watchdog:
-            yield Trackers([tracker, watchdog.diary])
-    except Stuck as stuck:
-        leave_in_time(stuck)
+            yield CompositeTracker([tracker, watchdog.status_tracker])
+    except WatchdogTimeout as stuck:
+        schedule_exit(stuck)
         raise

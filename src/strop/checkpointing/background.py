@@ -7,33 +7,33 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from strop.checkpointing.base import RunState, Savable, Stages
-from strop.checkpointing.folders import CheckpointFolders, random_states
+from strop.checkpointing.base import RunState, Saveable, Stageable
+from strop.checkpointing.folders import FolderCheckpointer, get_random_states
 from strop.training.base import Learner
 
 
-class BackgroundCheckpoints:
+class BackgroundCheckpointer:
     """Copies the state to save and writes it in a thread, one checkpoint at a time.
 
     An incomplete checkpoint has a temporary name, so a kill leaves the previous one intact. Call ``finish`` before the run ends. If a
     learner does not support staging, the checkpoint is written before ``save`` returns.
     """
 
-    def __init__(self, folders: CheckpointFolders) -> None:
+    def __init__(self, folders: FolderCheckpointer) -> None:
         self.folders = folders
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-checkpoint")
         self._pending: Future[Path] | None = None
-        self.waited = 0.0  # total seconds spent waiting for the previous checkpoint
+        self.wait_seconds = 0.0  # total seconds spent waiting for the previous checkpoint
 
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
         """Start to save, and return the folder that the checkpoint will have. Raises the error of the previous save."""
         self.finish()
-        staged: dict[str, Savable] = {}
+        staged: dict[str, Saveable] = {}
         for name, learner in learners.items():
-            if not isinstance(learner, Stages):
+            if not isinstance(learner, Stageable):
                 return self.folders.save(state, learners)
             staged[name] = learner.stage(optimizer=self.folders.save_optimizer)
-        self._pending = self._thread.submit(self.folders.write, state, random_states(), staged)
+        self._pending = self._thread.submit(self.folders.write, state, get_random_states(), staged)
         return self.folders.folder / f"step_{state.step}"
 
     def finish(self) -> None:
@@ -41,4 +41,4 @@ class BackgroundCheckpoints:
         if self._pending is not None:
             began, pending, self._pending = time.monotonic(), self._pending, None
             pending.result()
-            self.waited += time.monotonic() - began
+            self.wait_seconds += time.monotonic() - began

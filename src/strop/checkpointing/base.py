@@ -22,22 +22,22 @@ class RunState:
     early_stop: EarlyStop | None = None
 
 
-class Savable(Protocol):
+class Saveable(Protocol):
     """A learner, or a copy of its state."""
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None: ...
 
 
 @runtime_checkable
-class Stages(Protocol):
+class Stageable(Protocol):
     """A learner that can copy its state, and continue training while the copy is written."""
 
-    def stage(self, *, optimizer: bool = True) -> Savable:
+    def stage(self, *, optimizer: bool = True) -> Saveable:
         """Return a copy of the current state. Its ``save`` may be called in another thread."""
         ...
 
 
-class Checkpoints(Protocol):
+class Checkpointer(Protocol):
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
         """Save atomically and return the checkpoint's folder. If the checkpoint is written in the background, it is complete only when
         ``finish`` or the next ``save`` returns; else when this returns."""

@@ -27,7 +27,7 @@ from typing import Any
 import numpy
 import torch
 
-from strop.checkpointing.base import RunState, Savable
+from strop.checkpointing.base import RunState, Saveable
 from strop.training.base import Learner
 
 _STEP = re.compile(r"step_(\d+)")
@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFolders:
+class FolderCheckpointer:
     """Keeps the best ``keep_top_k`` checkpoints by a metric, and always the newest."""
 
     folder: Path
@@ -50,9 +50,9 @@ class CheckpointFolders:
     save_optimizer: bool = True
 
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
-        return self.write(state, random_states(), learners)
+        return self.write(state, get_random_states(), learners)
 
-    def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Savable]) -> Path:
+    def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> Path:
         """Write the checkpoint of ``state``, with the learners and random states (``get_random_states``) of the same moment."""
         target = self.folder / f"step_{state.step}"
         draft = self.folder / f".tmp_step_{state.step}"
@@ -66,24 +66,24 @@ class CheckpointFolders:
         (draft / "config.yaml").write_text(self.config_text)
         torch.save({"state": state, "random": randomness}, draft / "state.pt")
         value = state.logged.get(self.metric) if self.metric else None
-        (draft / "files.json").write_text(json.dumps(_sizes(draft, ["state.pt", *learners]), indent=1))
+        (draft / "files.json").write_text(json.dumps(_file_sizes(draft, ["state.pt", *learners]), indent=1))
         (draft / "metric.json").write_text(json.dumps({"name": self.metric, "value": value, "step": state.step}))
-        _flush(draft)
+        _fsync_tree(draft)
         if target.exists():
-            _remove(target)
+            _remove_atomically(target)
         draft.rename(target)
-        _flush_directory(self.folder)
+        _fsync_directory(self.folder)
         self._prune(newest=state.step)
         return target
 
     def finish(self) -> None:
         """Do nothing: this class does not save in the background."""
 
-    def newest(self) -> Path | None:
-        steps = self.steps()
+    def find_newest(self) -> Path | None:
+        steps = self.list_steps()
         return self.folder / f"step_{steps[-1]}" if steps else None
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
         found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
@@ -97,7 +97,7 @@ class CheckpointFolders:
             state: RunState = saved["state"]
             for name, learner in learners.items():
                 learner.load(path / name)
-            _restore_random_states(saved["random"])
+            _set_random_states(saved["random"])
         except Exception as error:  # each file format raises its own errors for broken files
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
@@ -106,9 +106,9 @@ class CheckpointFolders:
             ) from error
         return state
 
-    def set_aside(self) -> Path | None:
+    def archive(self) -> Path | None:
         """Move the checkpoints of an earlier run to ``previous_N/`` and return that folder, or None if there are no checkpoints."""
-        steps = self.steps()
+        steps = self.list_steps()
         if not steps:
             return None
         taken = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
@@ -121,12 +121,12 @@ class CheckpointFolders:
     def _prune(self, newest: int) -> None:
         if self.keep_top_k is None:
             return
-        ranked = sorted(self.steps(), key=self._rank, reverse=True)
+        ranked = sorted(self.list_steps(), key=self._ranking_key, reverse=True)
         for step in ranked[self.keep_top_k :]:
             if step != newest:
-                _remove(self.folder / f"step_{step}")
+                _remove_atomically(self.folder / f"step_{step}")
 
-    def _rank(self, step: int) -> tuple[float, int]:
+    def _ranking_key(self, step: int) -> tuple[float, int]:
         """Return the sort key: higher for a better metric, then for newer checkpoints. Those without the metric rank lowest."""
         try:
             value = json.loads((self.folder / f"step_{step}" / "metric.json").read_text())["value"]
@@ -143,7 +143,7 @@ class CheckpointFolders:
                 shutil.rmtree(path)
 
 
-def _sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
+def _file_sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
     """Return the sizes in bytes of all files in ``parts`` (files or folders), by relative path."""
     paths = [path for part in parts for path in ((folder / part).rglob("*") if (folder / part).is_dir() else [folder / part])]
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
@@ -152,7 +152,7 @@ def _sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
 def _check_sizes(folder: Path) -> None:
     """Raises FileNotFoundError for a missing file, ValueError for one of another size than was saved."""
     saved: dict[str, int] = json.loads((folder / "files.json").read_text())
-    found = _sizes(folder, saved)
+    found = _file_sizes(folder, saved)
     for name, size in saved.items():
         if name not in found:
             raise FileNotFoundError(f"{folder / name} is missing")
@@ -160,7 +160,7 @@ def _check_sizes(folder: Path) -> None:
             raise ValueError(f"{folder / name} has {found[name]} bytes, and {size} were saved")
 
 
-def _remove(path: Path) -> None:
+def _remove_atomically(path: Path) -> None:
     """Remove a folder atomically, by renaming it first."""
     trash = path.with_name(f".tmp_{path.name}_removed")
     if trash.exists():
@@ -169,17 +169,17 @@ def _remove(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def _flush(folder: Path) -> None:
+def _fsync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         else:
-            _flush_directory(path)
-    _flush_directory(folder)
+            _fsync_directory(path)
+    _fsync_directory(folder)
 
 
-def _flush_directory(folder: Path) -> None:
+def _fsync_directory(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -187,7 +187,7 @@ def _flush_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def random_states() -> dict[str, Any]:
+def get_random_states() -> dict[str, Any]:
     """Return the states of all random number generators: Python, NumPy, torch and CUDA."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -195,7 +195,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def _restore_random_states(states: Mapping[str, Any]) -> None:
+def _set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

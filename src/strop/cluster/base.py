@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 
-class HostDied(RuntimeError):
+class ActorDied(RuntimeError):
     """The process of an object died; the message says which process, and why if that is known."""
 
 
-class NodeLost(HostDied):
+class NodeLost(ActorDied):
     """The node that a process should start on has left the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOptions:
+class ActorOptions:
     """Options of the process of an object."""
 
     name: str  # such as learner-0; used for its log file and in messages
@@ -32,11 +32,11 @@ class HostOptions:
     working_directory: str | None = None
 
 
-class Remote(Protocol):
+class RemoteActor(Protocol):
     """An object in another process."""
 
     name: str
-    process: int | None  # its process id
+    pid: int | None  # its process id
     address: str  # of its machine
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
@@ -54,7 +54,7 @@ class Remote(Protocol):
         """Whether the process is not known to have ended."""
         ...
 
-    def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
+    def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         """Submit a call. Return a function that blocks until the result is there and returns it. It raises what ``call`` raises."""
         ...
 
@@ -62,19 +62,19 @@ class Remote(Protocol):
 class Cluster(Protocol):
     """Starts processes on the nodes of a run."""
 
-    nodes: int
+    num_nodes: int
     devices_per_node: int
     on_cpu: bool  # whether devices are CPU processes instead of GPUs
 
-    async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+    async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
         """Start a process and make ``make(*arguments)`` in it. Raises ActorDied, and what ``make`` raises."""
         ...
 
-    def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
+    def spawn_sync(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
         """Like ``spawn``, but block this thread."""
         ...
 
-    def share(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         """Store a value for all nodes, once. Return a reference to pass as an argument."""
         ...
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MARK = "STROP_CLUSTER"  # environment variable
-KEEPS_ENVIRONMENT = "SPT_NOENV"  # keeps setproctitle, which Ray's processes use, from overwriting the environment
+MARK_VARIABLE = "STROP_CLUSTER"  # environment variable
+KEEP_ENVIRONMENT = "SPT_NOENV"  # keeps setproctitle, which Ray's processes use, from overwriting the environment
 
 
 class Guardian:
@@ -31,9 +31,9 @@ class Guardian:
         )
 
     @contextmanager
-    def marking(self) -> Iterator[None]:
+    def mark_children(self) -> Iterator[None]:
         """Mark the processes started inside the context, and their descendants, as belonging to the cluster."""
-        changes = {MARK: self.mark, KEEPS_ENVIRONMENT: "1"}
+        changes = {MARK_VARIABLE: self.mark, KEEP_ENVIRONMENT: "1"}
         before = {name: os.environ.get(name) for name in changes}
         os.environ.update(changes)
         try:
@@ -52,20 +52,20 @@ class Guardian:
             self._process.wait()
 
 
-def end_marked(mark: str) -> None:
+def kill_marked(mark: str) -> None:
     """Kill all processes with this mark. Repeat until none is left, to find those that were just being started."""
-    sought = f"{MARK}={mark}".encode()
-    while found := [process for process in _processes() if sought in _environment(process).split(b"\0")]:
+    sought = f"{MARK_VARIABLE}={mark}".encode()
+    while found := [process for process in _list_processes() if sought in _read_environment(process).split(b"\0")]:
         for process in found:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
 
 
-def _processes() -> list[int]:
+def _list_processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _environment(process: int) -> bytes:
+def _read_environment(process: int) -> bytes:
     """Return the environment that a process was started with; empty if it has ended or belongs to another user."""
     try:
         return Path(f"/proc/{process}/environ").read_bytes()
@@ -77,4 +77,4 @@ if __name__ == "__main__":
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     sys.stdin.read()
-    end_marked(sys.argv[1])
+    kill_marked(sys.argv[1])

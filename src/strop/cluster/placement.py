@@ -23,7 +23,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceSlot:
     """Devices on one node."""
 
     node: int  # index among the nodes of the run
@@ -49,10 +49,10 @@ def choose_nodes(nodes: Sequence[Node], count: int, devices: int, *, on_cpu: boo
     if segment is None:
         largest_first = sorted(domains.values(), key=len, reverse=True)
         return [node for members in largest_first for node in members][:count]
-    return _in_segments(domains, count, segment)
+    return _choose_segments(domains, count, segment)
 
 
-def _in_segments(domains: Mapping[str, Sequence[Node]], count: int, segment: int) -> list[Node]:
+def _choose_segments(domains: Mapping[str, Sequence[Node]], count: int, segment: int) -> list[Node]:
     if count % segment:
         raise PlacementError(
             f"cluster.segment_size {segment} does not divide cluster.num_nodes {count}, and all segments have the same size; change one"
@@ -75,29 +75,29 @@ def _in_segments(domains: Mapping[str, Sequence[Node]], count: int, segment: int
 DOMAIN_LABELS = ("strop.nvlink-domain", "ray.io/gpu-domain", "nvidia.com/gpu.clique")
 
 
-def domain_of(labels: Mapping[str, str]) -> str:
+def find_domain(labels: Mapping[str, str]) -> str:
     """Return the NVLink domain that the Ray labels of a node give; empty if they give none."""
     return next((labels[name] for name in DOMAIN_LABELS if labels.get(name)), "")
 
 
 @dataclass(frozen=True)
-class Division:
+class DevicePlan:
     """Which devices train, and which generate."""
 
-    training: tuple[Place, ...]  # one device per rank, in rank order
-    generation: tuple[Place, ...]  # one per engine, with all of its devices
+    training: tuple[DeviceSlot, ...]  # one device per rank, in rank order
+    generation: tuple[DeviceSlot, ...]  # one per engine, with all of its devices
 
     @property
-    def shared(self) -> bool:
+    def colocated(self) -> bool:
         """Whether engines use training devices."""
-        return bool({_key(place) for place in self.training} & {_key(place) for place in self.generation})
+        return bool({_first_device(place) for place in self.training} & {_first_device(place) for place in self.generation})
 
 
-def _key(place: Place) -> tuple[int, int]:
+def _first_device(place: DeviceSlot) -> tuple[int, int]:
     return place.node, place.devices[0]
 
 
-def divide(
+def plan_devices(
     nodes: int,
     devices: int,
     *,
@@ -106,7 +106,7 @@ def divide(
     colocated: bool,
     engine_devices: int | None = None,
     engine_nodes: int | None = None,
-) -> Division:
+) -> DevicePlan:
     """Divide ``nodes`` x ``devices`` devices between the learner and engines of ``engine_size`` devices.
 
     Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
@@ -118,12 +118,12 @@ def divide(
     if colocated:
         training = generating = every
     else:
-        training, generating = _apart(every, nodes, devices, engine_devices, engine_nodes)
-    places = _engines(generating, engine_size, engines)
-    return Division(tuple(Place(node, (device,)) for node, device in training), places)
+        training, generating = _split_devices(every, nodes, devices, engine_devices, engine_nodes)
+    places = _place_engines(generating, engine_size, engines)
+    return DevicePlan(tuple(DeviceSlot(node, (device,)) for node, device in training), places)
 
 
-def _apart(
+def _split_devices(
     every: list[tuple[int, int]], nodes: int, devices: int, engine_devices: int | None, engine_nodes: int | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     key = "policy.generation.colocated.resources"
@@ -145,13 +145,13 @@ def _apart(
     return [place for place in every if place not in taken], [place for place in every if place in taken]
 
 
-def _engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> tuple[Place, ...]:
+def _place_engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> tuple[DeviceSlot, ...]:
     """Place each engine on consecutive devices of one node. Raises PlacementError if ``count`` engines do not fit."""
     by_node: dict[int, list[int]] = {}
     for node, device in free:
         by_node.setdefault(node, []).append(device)
     fitting = [
-        Place(node, tuple(devices[first : first + size]))
+        DeviceSlot(node, tuple(devices[first : first + size]))
         for node, devices in by_node.items()
         for first in range(0, len(devices) - size + 1, size)
     ]

@@ -30,29 +30,31 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from strop.cluster.base import HostDied, HostOptions, NodeLost, Remote
+from strop.cluster.base import ActorDied, ActorOptions, NodeLost, RemoteActor
 from strop.cluster.guardian import Guardian
-from strop.cluster.placement import Node, PlacementError, choose_nodes, domain_of
+from strop.cluster.placement import Node, PlacementError, choose_nodes, find_domain
 
 log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
-POLL = 0.05  # seconds between checks whether a process has ended
+POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0
-OWN_CLUSTER = {"gcs_rpc_server_reconnect_timeout_s": 10}  # default: 60; on a local cluster nothing restarts a server that died
-CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
+LOCAL_CLUSTER_CONFIG = {
+    "gcs_rpc_server_reconnect_timeout_s": 10
+}  # default: 60; on a local cluster nothing restarts a server that died
+MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     """The nodes of a run."""
 
-    nodes: int = 1
+    num_nodes: int = 1
     devices_per_node: int = 1
     on_cpu: bool | None = True  # None: True if no node has GPUs
-    segment: int | None = None  # consecutive nodes that must be in one NVLink domain
+    segment_size: int | None = None  # consecutive nodes that must be in one NVLink domain
     address: str | None = None  # of a running cluster; None: that of RAY_ADDRESS or `ray start`, else a new one on this machine
-    output: Path | None = None  # folder on a shared disk for the output of processes, one file each
+    output_folder: Path | None = None  # folder on a shared disk for the output of processes, one file each
     wait_seconds: float = 120.0  # for nodes to join
     cpus_per_node: float = 1.0  # reserved on each node
 
@@ -65,72 +67,72 @@ class RayCluster:
         options: ClusterOptions,
         nodes: Sequence[Node],
         group: Any,
-        keepers: Sequence[Any],
+        reservations: Sequence[Any],
         guardian: Guardian | None,
     ) -> None:
         self.options = options
         self.members = tuple(nodes)
-        self.nodes = len(nodes)
+        self.num_nodes = len(nodes)
         self.devices_per_node = options.devices_per_node
         self.on_cpu = bool(options.on_cpu)
         self._group = group
-        self._keepers = tuple(keepers)
-        self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in keepers])
-        self.owned = guardian is not None  # started by connect, and ends with this process
+        self._reservations = tuple(reservations)
+        self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in reservations])
+        self.started_here = guardian is not None  # started by connect, and ends with this process
         self._guardian = guardian
-        self._hosts: list[RayRemote] = []
+        self._actors: list[RayActor] = []
 
-    async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
-        remote = self._begun(options)
+    async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
+        remote = self._start_actor(options)
         try:
-            remote.process, remote.address = await self._begins(remote, options)
-            await remote.ask("make", make, *arguments)
+            remote.pid, remote.address = await self._wait_for_start(remote, options)
+            await remote.call_actor("make", make, *arguments)
         except BaseException:
             await remote.kill()
-            self._hosts.remove(remote)
+            self._actors.remove(remote)
             raise
         return remote
 
-    async def _begins(self, remote: RayRemote, options: HostOptions) -> Any:
+    async def _wait_for_start(self, remote: RayActor, options: ActorOptions) -> Any:
         """Wait until the actor runs. Return its process id and address. Raises PlacementError if Ray finds no GPUs for it."""
         try:
-            return await asyncio.wait_for(remote.ask("about"), self._patience(options))
+            return await asyncio.wait_for(remote.call_actor("get_pid_and_address"), self._start_timeout(options))
         except TimeoutError:
-            raise self._no_gpus(options) from None
+            raise self._no_gpus_error(options) from None
 
-    def host_now(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
-        remote = self._begun(options)
+    def spawn_sync(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
+        remote = self._start_actor(options)
         try:
-            remote.process, remote.address = remote.ask_now("about", timeout=self._patience(options))
+            remote.pid, remote.address = remote.call_actor_sync("get_pid_and_address", timeout=self._start_timeout(options))
         except exceptions.GetTimeoutError:
-            raise self._no_gpus(options) from None
-        remote.ask_now("make", make, *arguments)
+            raise self._no_gpus_error(options) from None
+        remote.call_actor_sync("make", make, *arguments)
         return remote
 
-    def _patience(self, options: HostOptions) -> float | None:
+    def _start_timeout(self, options: ActorOptions) -> float | None:
         """Return the timeout in seconds for an actor with GPUs besides those of the run, which may never be free; None for others."""
         return self.options.wait_seconds if options.num_gpus else None
 
-    def _no_gpus(self, options: HostOptions) -> PlacementError:
+    def _no_gpus_error(self, options: ActorOptions) -> PlacementError:
         return PlacementError(
             f"{options.name} needs {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
             f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
             "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
         )
 
-    def _begun(self, options: HostOptions) -> RayRemote:
+    def _start_actor(self, options: ActorOptions) -> RayActor:
         """Submit the start of an actor, without waiting for it. Raises NodeLost."""
-        if options.node is not None and not self.node_lives(options.node):
+        if options.node is not None and not self.is_node_alive(options.node):
             node = self.members[options.node]
             raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
-        kind = ASYNC_HOST if options.kind == "async" else THREAD_HOST
-        output = None if self.options.output is None else str(self.options.output / f"{options.name}.log")
+        kind = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
+        output = None if self.options.output_folder is None else str(self.options.output_folder / f"{options.name}.log")
         actor = kind.options(**self._actor_options(options)).remote(options.name, output)
-        remote = RayRemote(options.name, actor)
-        self._hosts.append(remote)
+        remote = RayActor(options.name, actor)
+        self._actors.append(remote)
         return remote
 
-    def _actor_options(self, options: HostOptions) -> dict[str, Any]:
+    def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
         variables = dict(options.environment)
         if not self.options.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             held = self._gpus[options.node or 0]
@@ -150,23 +152,23 @@ class RayCluster:
             "runtime_env": environment,
         }
         if options.kind == "async":
-            chosen["max_concurrency"] = CONCURRENCY
+            chosen["max_concurrency"] = MAX_CONCURRENCY
         if options.node is not None:
             chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=options.node, placement_group_capture_child_tasks=False
             )
         return chosen
 
-    def share(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         return ray.put(value)
 
-    def node_lives(self, place: int) -> bool:
+    def is_node_alive(self, place: int) -> bool:
         return self.members[place].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.kill() for host in self._hosts), return_exceptions=True)
-        self._hosts.clear()
-        for keeper in self._keepers:
+        await asyncio.gather(*(host.kill() for host in self._actors), return_exceptions=True)
+        self._actors.clear()
+        for keeper in self._reservations:
             ray.kill(keeper)
         with suppress(Exception):  # the cluster itself may have died
             remove_placement_group(self._group)
@@ -175,14 +177,14 @@ class RayCluster:
             await asyncio.to_thread(self._guardian.close)
 
 
-class RayRemote:
+class RayActor:
     """An object in a Ray actor."""
 
-    process: int | None
+    pid: int | None
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
-        self.process = None
+        self.pid = None
         self.address = ""
         self._actor = actor
         self._ended = False
@@ -195,57 +197,57 @@ class RayRemote:
         return (self._actor.urgent if urgent else self._actor.call).remote(method, *arguments, **named)
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
-        return self._answer(self.submit(method, *arguments, urgent=urgent, **named))
+        return self._await_result(self.submit(method, *arguments, urgent=urgent, **named))
 
-    def ask(self, what: str, *arguments: Any) -> Awaitable[Any]:
+    def call_actor(self, what: str, *arguments: Any) -> Awaitable[Any]:
         """Call a method of the actor itself, not of the object that it holds: ``get_pid_and_address`` or ``make``."""
-        return self._answer(getattr(self._actor, what).remote(*arguments))
+        return self._await_result(getattr(self._actor, what).remote(*arguments))
 
-    def ask_now(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
-        with self._errors():
+    def call_actor_sync(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
+        with self._translate_errors():
             return ray.get(getattr(self._actor, what).remote(*arguments), timeout=timeout)
 
-    def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
+    def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         reference = self.submit(method, *arguments, urgent=urgent)
 
         def answer() -> Any:
-            with self._errors():
+            with self._translate_errors():
                 return ray.get(reference)
 
         return answer
 
-    async def _answer(self, reference: Any) -> Any:
-        with self._errors():
+    async def _await_result(self, reference: Any) -> Any:
+        with self._translate_errors():
             return await reference
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Translate Ray's errors: raise the original exception of the other process, or ActorDied if the process has died."""
         try:
             yield
         except exceptions.RayTaskError as error:
-            raise _cause(error) from None
+            raise _unwrap_cause(error) from None
         except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
             self._ended = True
-            where = f"process {self.process}, on {self.address or 'no node yet'}"
-            raise HostDied(f"{self.name} ({where}) died: {_reason(error)}") from error
+            where = f"process {self.pid}, on {self.address or 'no node yet'}"
+            raise ActorDied(f"{self.name} ({where}) died: {_extract_reason(error)}") from error
 
     async def kill(self) -> None:
         self._ended = True
         with suppress(Exception):
             ray.kill(self._actor, no_restart=True)
-        if self.process is None or self.address != own_address():
+        if self.pid is None or self.address != get_own_address():
             return
         deadline = time.monotonic() + KILL_SECONDS
-        while process_lives(self.process):
+        while is_process_alive(self.pid):
             if time.monotonic() > deadline:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.process, signal.SIGKILL)
+                    os.kill(self.pid, signal.SIGKILL)
                 return
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
 
-def _cause(error: exceptions.RayTaskError) -> BaseException:
+def _unwrap_cause(error: exceptions.RayTaskError) -> BaseException:
     """Return the exception raised in the other process, with its traceback as a note."""
     cause = error.cause
     if not isinstance(cause, BaseException):
@@ -255,17 +257,17 @@ def _cause(error: exceptions.RayTaskError) -> BaseException:
     return cause
 
 
-def _reason(error: Exception) -> str:
+def _extract_reason(error: Exception) -> str:
     """Return the line of Ray's message that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(_NO_REASON)]
+    told = [line for line in lines if not line.startswith(_UNINFORMATIVE)]
     return (told or lines or [type(error).__name__])[0][:300]
 
 
-_NO_REASON = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The actor died", "The actor is dead")
+_UNINFORMATIVE = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The actor died", "The actor is dead")
 
 
-def process_lives(process: int) -> bool:
+def is_process_alive(process: int) -> bool:
     """Return whether a process on this machine runs; False for a zombie."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
@@ -274,22 +276,22 @@ def process_lives(process: int) -> bool:
     return text.rpartition(")")[2].split()[0] != "Z"
 
 
-def own_address() -> str:
+def get_own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
 # --- in the actors' processes ----------------------------------------------------------------------------------------------------------
 
 
-class ThreadHost:
+class ThreadActor:
     """Holds one object and calls its methods one after another; urgent calls run concurrently with them."""
 
     def __init__(self, name: str, output: str | None) -> None:
-        _begin(name, output)
+        _set_up_process(name, output)
         self._object: Any = None
 
-    def about(self) -> tuple[int, str]:
-        return os.getpid(), own_address()
+    def get_pid_and_address(self) -> tuple[int, str]:
+        return os.getpid(), get_own_address()
 
     def make(self, make: Callable[..., Any], *arguments: Any) -> None:
         self._object = make(*arguments)
@@ -300,15 +302,15 @@ class ThreadHost:
     urgent = ray.method(concurrency_group="urgent")(call)
 
 
-class AsyncHost:
+class AsyncActor:
     """Holds one object and calls its methods concurrently on an event loop."""
 
     def __init__(self, name: str, output: str | None) -> None:
-        _begin(name, output)
+        _set_up_process(name, output)
         self._object: Any = None
 
-    async def about(self) -> tuple[int, str]:
-        return os.getpid(), own_address()
+    async def get_pid_and_address(self) -> tuple[int, str]:
+        return os.getpid(), get_own_address()
 
     async def make(self, make: Callable[..., Any], *arguments: Any) -> None:
         made = make(*arguments)
@@ -321,28 +323,28 @@ class AsyncHost:
     urgent = call
 
 
-class Keeper:
+class NodeReservation:
     """Holds the GPUs of a node for the run."""
 
-    def gpus(self) -> list[str]:
+    def gpu_ids(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
-THREAD_HOST: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2})(ThreadHost)
-ASYNC_HOST: Any = ray.remote(num_cpus=0)(AsyncHost)
-KEEPER: Any = ray.remote(num_cpus=0)(Keeper)
+THREAD_ACTOR: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2})(ThreadActor)
+ASYNC_ACTOR: Any = ray.remote(num_cpus=0)(AsyncActor)
+NODE_RESERVATION: Any = ray.remote(num_cpus=0)(NodeReservation)
 
 
-def _begin(name: str, output: str | None) -> None:
+def _set_up_process(name: str, output: str | None) -> None:
     if output is not None:
-        _write_to(Path(output))
+        _redirect_output(Path(output))
     with suppress(ImportError):
         from setproctitle import setproctitle
 
         setproctitle(f"strop {name}")
 
 
-def _write_to(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     """Redirect stdout, stderr and the log of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -359,17 +361,17 @@ def _write_to(path: Path) -> None:
 
 async def connect(options: ClusterOptions) -> RayCluster:
     """Connect to the running cluster, or start one on this machine, and reserve nodes. Raises PlacementError, ConnectionError."""
-    guardian = await asyncio.to_thread(_join, options)
+    guardian = await asyncio.to_thread(_connect_or_start, options)
     try:
         if options.on_cpu is None:
-            options = replace(options, on_cpu=not any(node.gpus for node in nodes_of_cluster()))
-        nodes = await _chosen(options)
-        group = await _reserved(options, nodes)
+            options = replace(options, on_cpu=not any(node.gpus for node in list_nodes()))
+        nodes = await _wait_for_nodes(options)
+        group = await _reserve(options, nodes)
         keepers = []
         for place in range(len(nodes)):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
             gpus = 0 if options.on_cpu else options.devices_per_node
-            keepers.append(KEEPER.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
+            keepers.append(NODE_RESERVATION.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
         return RayCluster(options, nodes, group, keepers, guardian)
     except BaseException:
         ray.shutdown()
@@ -378,7 +380,7 @@ async def connect(options: ClusterOptions) -> RayCluster:
         raise
 
 
-def _join(options: ClusterOptions) -> Guardian | None:
+def _connect_or_start(options: ClusterOptions) -> Guardian | None:
     """Connect to the running cluster, or start one on this machine and return the guardian that ends it with this process.
 
     Raises ConnectionError, and RuntimeError if this process is already connected."""
@@ -388,10 +390,10 @@ def _join(options: ClusterOptions) -> Guardian | None:
         )
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run handles itself
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    running = options.address or os.environ.get("RAY_ADDRESS") or _started_here()
+    running = options.address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
     if running and running != "local":
         try:
-            _knock(running)
+            _check_reachable(running)
             ray.init(address=running, **quiet)
         except OSError as error:  # ConnectionError is one
             raise ConnectionError(
@@ -403,22 +405,29 @@ def _join(options: ClusterOptions) -> Guardian | None:
     cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
     guardian = Guardian()
     try:
-        with guardian.marking():
-            ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _system_config=OWN_CLUSTER, **quiet)
+        with guardian.mark_children():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                include_dashboard=False,
+                _system_config=LOCAL_CLUSTER_CONFIG,
+                **quiet,
+            )
     except Exception as error:  # Ray raises plain Exception here
         guardian.close()
         raise ConnectionError(f"a Ray cluster could not be started on this machine: {error}") from error
     return guardian
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise OSError if nothing listens at host:port. Ray itself would retry for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():  # otherwise a keyword of Ray, such as auto
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _started_here() -> str | None:
+def _find_local_cluster() -> str | None:
     """Return the address of a cluster that `ray start` started on this machine, if it still answers."""
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
@@ -429,7 +438,7 @@ def _started_here() -> str | None:
         return None
 
 
-def nodes_of_cluster() -> list[Node]:
+def list_nodes() -> list[Node]:
     """Return the nodes that are alive now."""
     return [
         Node(
@@ -437,7 +446,7 @@ def nodes_of_cluster() -> list[Node]:
             address=node["NodeManagerAddress"],
             cpus=float(node["Resources"].get("CPU", 0)),
             gpus=int(node["Resources"].get("GPU", 0)),
-            domain=domain_of(node.get("Labels") or {}),
+            domain=find_domain(node.get("Labels") or {}),
             labels=node.get("Labels") or {},
         )
         for node in ray.nodes()
@@ -445,21 +454,25 @@ def nodes_of_cluster() -> list[Node]:
     ]
 
 
-async def _chosen(options: ClusterOptions) -> list[Node]:
+async def _wait_for_nodes(options: ClusterOptions) -> list[Node]:
     """Wait until enough nodes have joined, and choose those of the run. Raises PlacementError after ``wait_seconds``."""
     deadline = time.monotonic() + options.wait_seconds
     while True:
         try:
             return choose_nodes(
-                nodes_of_cluster(), options.nodes, options.devices_per_node, on_cpu=bool(options.on_cpu), segment=options.segment
+                list_nodes(),
+                options.num_nodes,
+                options.devices_per_node,
+                on_cpu=bool(options.on_cpu),
+                segment=options.segment_size,
             )
         except PlacementError:
-            if options.nodes == 1 or time.monotonic() > deadline:
+            if options.num_nodes == 1 or time.monotonic() > deadline:
                 raise
         await asyncio.sleep(0.5)
 
 
-async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
+async def _reserve(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
     """Reserve a bundle on each node. Return the placement group. Raises PlacementError if the resources do not become free in time."""
     bundle = {"CPU": options.cpus_per_node} | ({} if options.on_cpu else {"GPU": float(options.devices_per_node)})
     group = placement_group(
@@ -478,22 +491,22 @@ async def _reserved(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
     return group
 
 
-async def on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
+async def run_on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
     """Run ``make(*arguments)`` once on each node of the connected cluster. Return (node, result or exception) for each."""
 
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(_called)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(_call)
 
     async def one(node: Node) -> tuple[Node, Any]:
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         try:
             return node, await task.options(scheduling_strategy=strategy).remote(make, *arguments)
         except exceptions.RayTaskError as error:
-            return node, _cause(error)
+            return node, _unwrap_cause(error)
         except exceptions.RayError as error:
             return node, error
 
-    return list(await asyncio.gather(*(one(node) for node in nodes_of_cluster())))
+    return list(await asyncio.gather(*(one(node) for node in list_nodes())))
 
 
-def _called(make: Callable[..., Any], *arguments: Any) -> Any:
+def _call(make: Callable[..., Any], *arguments: Any) -> Any:
     return make(*arguments)

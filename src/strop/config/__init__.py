@@ -6,7 +6,7 @@ Imports neither torch nor transformers, so that errors are reported immediately.
 """
 
 from strop.config.errors import ConfigError, Problem
-from strop.config.load import Loaded, dump_config, load_config
+from strop.config.load import LoadedConfig, dump_config, load_config
 from strop.config.schema import (
     TRAINING_RUNS,
     EvalRunConfig,
@@ -21,7 +21,7 @@ __all__ = [
     "ConfigError",
     "EvalRunConfig",
     "GrpoRunConfig",
-    "Loaded",
+    "LoadedConfig",
     "Problem",
     "RecordedRunConfig",
     "RolloutRunConfig",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strop.config.model import Model
+from strop.config.model import BaseConfig
 
 
-class CheckpointingConfig(Model):
+class CheckpointingConfig(BaseConfig):
     """What is saved and when, and which checkpoints are kept."""
 
     enabled: bool = Field(True, description="Save checkpoints.")
@@ -40,7 +40,7 @@ class CheckpointingConfig(Model):
     resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")
 
     @property
-    def must_save_after(self) -> float | None:
+    def save_deadline_seconds(self) -> float | None:
         """``checkpoint_must_save_by`` in seconds; None if it is not set."""
         if self.checkpoint_must_save_by is None:
             return None
@@ -48,7 +48,7 @@ class CheckpointingConfig(Model):
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
     @property
-    def saves(self) -> bool:
+    def saving_enabled(self) -> bool:
         """Whether the run saves checkpoints."""
         return self.enabled and self.save_period > 0
 

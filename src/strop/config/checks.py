@@ -13,7 +13,7 @@ from typing import Any
 from strop.config import cluster_checks, engine_checks
 from strop.config.data import DataEntryConfig
 from strop.config.errors import Problem
-from strop.config.model import Model
+from strop.config.model import BaseConfig
 from strop.config.schema import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -22,11 +22,11 @@ from strop.config.schema import (
     RecordedRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
-    environment_of,
-    generation_of,
-    trained_models,
+    environment_alias,
+    generation_section,
+    list_trained_models,
 )
-from strop.config.unsupported import BOTH_UNSUPPORTED, TRAINING_UNSUPPORTED
+from strop.config.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS
 
 Problems = Iterator[Problem]
 
@@ -55,7 +55,7 @@ RECORDED_METRICS = (
 # --- groups, batches and loss ---------------------------------------------------------------------------------------------
 
 
-def group_size(config: GrpoRunConfig) -> Problems:
+def check_group_size(config: GrpoRunConfig) -> Problems:
     grpo, key = config.grpo, "grpo.num_generations_per_prompt"
     if (
         grpo.num_generations_per_prompt > 1
@@ -90,40 +90,42 @@ def group_size(config: GrpoRunConfig) -> Problems:
         )
 
 
-def global_batch(config: RolloutRunConfig) -> Problems:
+def check_global_batch(config: RolloutRunConfig) -> Problems:
     size, per_step, group = (
         config.policy.train_global_batch_size,
-        config.rollouts.rollouts_per_step,
-        config.rollouts.num_generations_per_prompt,
+        config.rollout_training.rollouts_per_step,
+        config.rollout_training.num_generations_per_prompt,
     )
     if size is None or (per_step % size == 0 and size % group == 0):
         return
     fitting = [
-        steps for steps in range(1, config.rollouts.num_prompts_per_step + 1) if config.rollouts.num_prompts_per_step % steps == 0
+        steps
+        for steps in range(1, config.rollout_training.num_prompts_per_step + 1)
+        if config.rollout_training.num_prompts_per_step % steps == 0
     ]
     sizes = ", ".join(str(per_step // steps) for steps in fitting[:6])
     yield Problem(
         "policy.train_global_batch_size",
-        f"found {size}, but a step has {config.rollouts.num_prompts_per_step} prompts x {group} generations = {per_step} rollouts, "
+        f"found {size}, but a step has {config.rollout_training.num_prompts_per_step} prompts x {group} generations = {per_step} rollouts, "
         "which must split into equal optimizer steps of whole groups",
         f"Set it to null (one optimizer step), or to one of {sizes}.",
     )
 
 
-def on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
+def check_on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     if not config.loss_fn.force_on_policy_ratio:
         return
     size, fix = (
         config.policy.train_global_batch_size,
         "Set loss_fn.force_on_policy_ratio=false, or make one optimizer step per batch.",
     )
-    if config.rollouts.epochs_per_batch > 1 or (size is not None and size != config.rollouts.rollouts_per_step):
+    if config.rollout_training.epochs_per_batch > 1 or (size is not None and size != config.rollout_training.rollouts_per_step):
         yield Problem(
             "loss_fn.force_on_policy_ratio",
             "found true, but a batch makes several optimizer steps, and from the second on the ratio is not 1",
             fix,
         )
-    if config.rollouts.max_staleness > 0:
+    if config.rollout_training.max_staleness > 0:
         yield Problem(
             "loss_fn.force_on_policy_ratio",
             f"found true, but with {config.section}.async_{config.section} rollouts come from older weights, so the ratio is not 1",
@@ -131,16 +133,16 @@ def on_policy_ratio(config: GrpoRunConfig | PpoRunConfig) -> Problems:
         )
 
 
-def asynchronous(config: RolloutRunConfig) -> Problems:
+def check_async(config: RolloutRunConfig) -> Problems:
     """Check the keys of the order in which groups are trained on."""
-    section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
+    section, key = config.rollout_training.async_config, f"{config.section}.async_{config.section}"
     if section.window is not None and section.order != "windowed":
         yield Problem(
             f"{key}.window",
             f"found {section.window}, but {key}.order is {section.order}, which has no window",
             f"Set {key}.order=windowed, or {key}.window=null.",
         )
-    least, most = config.rollouts.num_prompts_per_step, full_slots(config)
+    least, most = config.rollout_training.num_prompts_per_step, max_slots(config)
     if section.slots is not None and section.slots < least:
         yield Problem(
             f"{key}.slots",
@@ -156,12 +158,12 @@ def asynchronous(config: RolloutRunConfig) -> Problems:
         )
 
 
-def full_slots(config: RolloutRunConfig) -> int:
+def max_slots(config: RolloutRunConfig) -> int:
     """Return the most groups that may be in flight without one getting too old."""
-    return (config.rollouts.asynchronous.max_trajectory_age_steps + 1) * config.rollouts.num_prompts_per_step
+    return (config.rollout_training.async_config.max_trajectory_age_steps + 1) * config.rollout_training.num_prompts_per_step
 
 
-def aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
+def check_aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss = config.loss_fn
     how = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
     if how == "constant_length" and loss.constant_length is None:
@@ -178,8 +180,8 @@ def aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
         )
 
 
-def ranges(config: RolloutRunConfig) -> Problems:
-    scaling, key = config.rollouts.reward_scaling, config.section
+def check_ranges(config: RolloutRunConfig) -> Problems:
+    scaling, key = config.rollout_training.reward_scaling, config.section
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield Problem(
             f"{key}.reward_scaling.source_max",
@@ -198,7 +200,7 @@ def ranges(config: RolloutRunConfig) -> Problems:
         )
 
 
-def early_stop(config: TrainingRunConfig) -> Problems:
+def check_early_stop(config: TrainingRunConfig) -> Problems:
     training, key = config.training, f"{config.section}.stop_at_validation"
     ends = [name for name in ("threshold", "patience") if getattr(training, f"stop_at_validation_{name}") is not None]
     if training.stop_at_validation_metric is None and ends:
@@ -209,8 +211,8 @@ def early_stop(config: TrainingRunConfig) -> Problems:
         )
 
 
-def learning_rate(config: TrainingRunConfig) -> Problems:
-    for key, section in trained_models(config):
+def check_learning_rate(config: TrainingRunConfig) -> Problems:
+    for key, section in list_trained_models(config):
         if "lr" not in section.optimizer.kwargs:
             yield Problem(
                 f"{key}.optimizer.kwargs",
@@ -219,9 +221,9 @@ def learning_rate(config: TrainingRunConfig) -> Problems:
             )
 
 
-def adapters(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
-        if model.dtensor_cfg.lora_cfg.enabled and not installed("peft"):
+def check_peft_installed(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
+        if model.dtensor_cfg.lora_cfg.enabled and not is_installed("peft"):
             yield Problem(
                 f"{key}.dtensor_cfg.lora_cfg.enabled",
                 "found true, but the package peft is not installed",
@@ -229,7 +231,7 @@ def adapters(config: TrainingRunConfig) -> Problems:
             )
 
 
-def critic(config: PpoRunConfig) -> Problems:
+def check_critic(config: PpoRunConfig) -> Problems:
     """The critic trains on the policy's batches, with one optimizer step for each of the policy's."""
     policy, value = config.policy, config.value
     if value.train_global_batch_size not in (None, policy.train_global_batch_size):
@@ -250,7 +252,7 @@ def critic(config: PpoRunConfig) -> Problems:
 # --- lengths ---------------------------------------------------------------------------------------------------------------
 
 
-def adapter_dropout(config: RolloutRunConfig) -> Problems:
+def check_adapter_dropout(config: RolloutRunConfig) -> Problems:
     lora = config.policy.dtensor_cfg.lora_cfg
     if lora.enabled and lora.dropout:
         yield Problem(
@@ -261,21 +263,27 @@ def adapter_dropout(config: RolloutRunConfig) -> Problems:
         )
 
 
-def rollout_lengths(config: RolloutRunConfig) -> Problems:
+def check_rollout_lengths(config: RolloutRunConfig) -> Problems:
     total = config.policy.max_total_sequence_length
-    yield from _at_most(
+    yield from _check_at_most(
         "policy.generation.max_new_tokens", config.policy.generation.max_new_tokens, "policy.max_total_sequence_length", total
     )
-    yield from _at_most("data.max_input_seq_length", config.data.max_input_seq_length, "policy.max_total_sequence_length", total)
+    yield from _check_at_most(
+        "data.max_input_seq_length", config.data.max_input_seq_length, "policy.max_total_sequence_length", total
+    )
 
 
-def eval_lengths(config: EvalRunConfig) -> Problems:
+def check_eval_lengths(config: EvalRunConfig) -> Problems:
     total = config.generation.max_total_sequence_length
-    yield from _at_most("generation.max_new_tokens", config.generation.max_new_tokens, "generation.vllm_cfg.max_model_len", total)
-    yield from _at_most("data.max_input_seq_length", config.data.max_input_seq_length, "generation.vllm_cfg.max_model_len", total)
+    yield from _check_at_most(
+        "generation.max_new_tokens", config.generation.max_new_tokens, "generation.vllm_cfg.max_model_len", total
+    )
+    yield from _check_at_most(
+        "data.max_input_seq_length", config.data.max_input_seq_length, "generation.vllm_cfg.max_model_len", total
+    )
 
 
-def _at_most(key: str, value: int, other: str, limit: int) -> Problems:
+def _check_at_most(key: str, value: int, other: str, limit: int) -> Problems:
     if value > limit:
         yield Problem(
             key,
@@ -284,9 +292,9 @@ def _at_most(key: str, value: int, other: str, limit: int) -> Problems:
         )
 
 
-def token_budget(config: TrainingRunConfig) -> Problems:
+def check_token_budget(config: TrainingRunConfig) -> Problems:
     total = config.policy.max_total_sequence_length
-    for key, model in trained_models(config):
+    for key, model in list_trained_models(config):
         packing = model.sequence_packing
         for name in ("train_mb_tokens", "logprob_mb_tokens"):
             if packing.enabled and (budget := getattr(packing, name)) < total:
@@ -300,7 +308,7 @@ def token_budget(config: TrainingRunConfig) -> Problems:
 # --- data and environments --------------------------------------------------------------------------------------------------
 
 
-def entries_of(config: TrainingRunConfig | EvalRunConfig) -> list[tuple[str, DataEntryConfig]]:
+def data_entries(config: TrainingRunConfig | EvalRunConfig) -> list[tuple[str, DataEntryConfig]]:
     """Return (dotted key, entry) of every source of tasks."""
     if isinstance(config, EvalRunConfig):
         return [("data", config.data)]
@@ -310,7 +318,7 @@ def entries_of(config: TrainingRunConfig | EvalRunConfig) -> list[tuple[str, Dat
     return listed
 
 
-def training_data(config: TrainingRunConfig) -> Problems:
+def check_training_data(config: TrainingRunConfig) -> Problems:
     if not config.data.train:
         yield Problem(
             "data.train",
@@ -321,10 +329,10 @@ def training_data(config: TrainingRunConfig) -> Problems:
         )
 
 
-def environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     aliases = ", ".join(config.env) or "nothing"
-    for key, entry in entries_of(config):
-        alias = environment_of(config, entry)
+    for key, entry in data_entries(config):
+        alias = environment_alias(config, entry)
         if alias is None:
             yield Problem(
                 f"{key}.env_name",
@@ -337,15 +345,15 @@ def environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
             )
 
 
-def files(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    for key, entry in entries_of(config):
+def check_files(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+    for key, entry in data_entries(config):
         for name in ("prompt_file", "system_prompt_file"):
-            yield from _file_there(f"{key}.{name}", getattr(entry, name))
+            yield from _check_file_exists(f"{key}.{name}", getattr(entry, name))
         if entry.is_file:
-            yield from _file_there(f"{key}.dataset_name", entry.dataset_name)
+            yield from _check_file_exists(f"{key}.dataset_name", entry.dataset_name)
 
 
-def _file_there(key: str, name: str | None) -> Problems:
+def _check_file_exists(key: str, name: str | None) -> Problems:
     if name is not None and not Path(name).is_file():
         where = "" if Path(name).is_absolute() else f" in the working directory {Path.cwd()}"
         yield Problem(
@@ -355,13 +363,13 @@ def _file_there(key: str, name: str | None) -> Problems:
         )
 
 
-def system_prompts(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    for key, entry in entries_of(config):
+def check_system_prompts(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+    for key, entry in data_entries(config):
         if entry.system_prompt is not None and entry.system_prompt_file is not None:
             yield Problem(f"{key}.system_prompt", "both system_prompt and system_prompt_file are set", "Set one of them to null.")
 
 
-def sampling(config: EvalRunConfig) -> Problems:
+def check_eval_sampling(config: EvalRunConfig) -> Problems:
     samples = config.eval.num_tests_per_prompt
     if samples > 1 and config.generation.temperature == 0:
         yield Problem(
@@ -380,7 +388,7 @@ def sampling(config: EvalRunConfig) -> Problems:
 # --- saving and logging -----------------------------------------------------------------------------------------------------
 
 
-def checkpoint_metric(config: TrainingRunConfig) -> Problems:
+def check_checkpoint_metric(config: TrainingRunConfig) -> Problems:
     name = config.checkpointing.metric_name
     if not config.checkpointing.enabled or name is None:
         return
@@ -396,9 +404,9 @@ def checkpoint_metric(config: TrainingRunConfig) -> Problems:
         )
 
 
-def trackers(config: TrainingRunConfig) -> Problems:
+def check_trackers(config: TrainingRunConfig) -> Problems:
     for name, package in (("wandb", "wandb"), ("tensorboard", "tensorboard")):
-        if getattr(config.logger, f"{name}_enabled") and not installed(package):
+        if getattr(config.logger, f"{name}_enabled") and not is_installed(package):
             yield Problem(
                 f"logger.{name}_enabled",
                 f"found true, but the package {package} is not installed",
@@ -406,9 +414,9 @@ def trackers(config: TrainingRunConfig) -> Problems:
             )
 
 
-def inference_engine(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    if engine_checks.samples_by_vllm(config) and not installed("vllm"):
-        key, _ = generation_of(config)
+def check_vllm_installed(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    if engine_checks.uses_vllm(config) and not is_installed("vllm"):
+        key, _ = generation_section(config)
         yield Problem(
             f"{key}.backend",
             "found vllm, but vLLM is not installed",
@@ -416,7 +424,7 @@ def inference_engine(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Return whether a package can be imported. A folder of that name, such as wandb's run folder, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
@@ -425,7 +433,7 @@ def installed(package: str) -> bool:
 # --- odd, but it runs -------------------------------------------------------------------------------------------------------
 
 
-def no_validation_data(config: TrainingRunConfig) -> Problems:
+def warn_no_validation_data(config: TrainingRunConfig) -> Problems:
     training, data, key = config.training, config.data, config.section
     wanted = training.val_period > 0 or training.val_at_start or training.val_at_end
     if wanted and not data.validation and not any(entry.split_validation_size for entry in data.train):
@@ -436,9 +444,9 @@ def no_validation_data(config: TrainingRunConfig) -> Problems:
         )
 
 
-def last_checkpoint(config: TrainingRunConfig) -> Problems:
+def check_save_deadline(config: TrainingRunConfig) -> Problems:
     saving = config.checkpointing
-    if saving.checkpoint_must_save_by is None or saving.saves:
+    if saving.checkpoint_must_save_by is None or saving.saving_enabled:
         return
     off = "enabled" if not saving.enabled else "save_period"
     yield Problem(
@@ -448,7 +456,7 @@ def last_checkpoint(config: TrainingRunConfig) -> Problems:
     )
 
 
-def checkpoints_without_metric(config: TrainingRunConfig) -> Problems:
+def warn_unranked_checkpoints(config: TrainingRunConfig) -> Problems:
     saving, period = config.checkpointing, config.training.val_period
     ranked = saving.enabled and saving.save_period > 0 and saving.keep_top_k is not None
     if not ranked or not (saving.metric_name or "").startswith("val:"):
@@ -468,7 +476,7 @@ def checkpoints_without_metric(config: TrainingRunConfig) -> Problems:
         )
 
 
-def unread_batch_size(config: TrainingRunConfig) -> Problems:
+def warn_unused_batch_size(config: TrainingRunConfig) -> Problems:
     if config.policy.generation_batch_size is not None:
         yield Problem(
             "policy.generation_batch_size",
@@ -477,8 +485,8 @@ def unread_batch_size(config: TrainingRunConfig) -> Problems:
         )
 
 
-def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
-    section, key = config.rollouts.asynchronous, f"{config.section}.async_{config.section}"
+def warn_unused_async_keys(config: RolloutRunConfig) -> Problems:
+    section, key = config.rollout_training.async_config, f"{config.section}.async_{config.section}"
     if not section.enabled:
         return
     if section.max_trajectory_age_steps == 0:
@@ -494,13 +502,13 @@ def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
             f"{key}.recompute_kv_cache_after_weight_updates",
             "it has no effect: the torch engine finishes running requests before weights change",
         )
-    full = section.slots is None or section.slots >= full_slots(config)
-    if section.order == "windowed" and full and not config.rollouts.use_dynamic_sampling:
+    full = section.slots is None or section.slots >= max_slots(config)
+    if section.order == "windowed" and full and not config.rollout_training.use_dynamic_sampling:
         yield Problem(
             f"{key}.slots",
             f"found {section.slots or 'null'}: with all slots in use each group is due when its turn comes, so that none can be overtaken "
             "unless others were dropped, and windowed is the same as fifo",
-            f"Set it lower, for instance to {max(full_slots(config) - config.rollouts.num_prompts_per_step // 2, 1)}.",
+            f"Set it lower, for instance to {max(max_slots(config) - config.rollout_training.num_prompts_per_step // 2, 1)}.",
         )
     if section.order != "fifo" and not section.in_flight_weight_updates:
         yield Problem(
@@ -511,7 +519,7 @@ def idle_asynchronous_keys(config: RolloutRunConfig) -> Problems:
         )
 
 
-def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problems:
+def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss, algorithm = config.loss_fn, config.algorithm
     without_own = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
     if loss.use_kl_in_reward and (
@@ -520,8 +528,8 @@ def kl_in_reward_of_weight_zero(config: GrpoRunConfig | PpoRunConfig) -> Problem
         yield Problem("loss_fn.use_kl_in_reward", "it has no effect: loss_fn.reference_policy_kl_penalty is 0")
 
 
-def idle_devices(config: EvalRunConfig) -> Problems:
-    found, used = config.cluster.gpus_per_node, engine_checks.devices_used(generation_of(config)[1])
+def warn_idle_devices(config: EvalRunConfig) -> Problems:
+    found, used = config.cluster.gpus_per_node, engine_checks.count_gpus(generation_section(config)[1])
     if found > max(1, used):
         devices = "one device" if used <= 1 else f"{used} devices with these engines"
         yield Problem("cluster.gpus_per_node", f"found {found}, but this version uses {devices}; the others stay idle")
@@ -530,54 +538,54 @@ def idle_devices(config: EvalRunConfig) -> Problems:
 Check = Callable[[Any], Problems]
 
 # (kinds of run, checks): the checks of every kind that a configuration is an instance of apply.
-REFUSALS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
-    (GrpoRunConfig, (group_size,)),
-    (RolloutRunConfig, (global_batch, asynchronous)),
-    ((GrpoRunConfig, PpoRunConfig), (on_policy_ratio, aggregation)),
-    (RolloutRunConfig, (ranges,)),
-    (TrainingRunConfig, (early_stop, learning_rate, adapters)),
-    (PpoRunConfig, (critic,)),
-    (DistillationRunConfig, cluster_checks.REFUSED_IN_DISTILLATION),
-    (RolloutRunConfig, (rollout_lengths, adapter_dropout, *engine_checks.REFUSED_IN_ROLLOUTS)),
+ERROR_CHECKS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
+    (GrpoRunConfig, (check_group_size,)),
+    (RolloutRunConfig, (check_global_batch, check_async)),
+    ((GrpoRunConfig, PpoRunConfig), (check_on_policy_ratio, check_aggregation)),
+    (RolloutRunConfig, (check_ranges,)),
+    (TrainingRunConfig, (check_early_stop, check_learning_rate, check_peft_installed)),
+    (PpoRunConfig, (check_critic,)),
+    (DistillationRunConfig, cluster_checks.DISTILLATION_ERROR_CHECKS),
+    (RolloutRunConfig, (check_rollout_lengths, check_adapter_dropout, *engine_checks.ROLLOUT_ERROR_CHECKS)),
     (
         TrainingRunConfig,
         (
-            token_budget,
-            training_data,
-            checkpoint_metric,
-            last_checkpoint,
-            trackers,
-            *TRAINING_UNSUPPORTED,
-            *cluster_checks.REFUSED,
+            check_token_budget,
+            check_training_data,
+            check_checkpoint_metric,
+            check_save_deadline,
+            check_trackers,
+            *TRAINING_UNSUPPORTED_CHECKS,
+            *cluster_checks.CLUSTER_ERROR_CHECKS,
         ),
     ),
-    (EvalRunConfig, (eval_lengths, sampling, cluster_checks.one_machine)),
-    ((RolloutRunConfig, EvalRunConfig), (environments, inference_engine, *engine_checks.REFUSED_WHERE_SAMPLED)),
-    (Model, (files, system_prompts, *BOTH_UNSUPPORTED)),
+    (EvalRunConfig, (check_eval_lengths, check_eval_sampling, cluster_checks.check_single_machine)),
+    ((RolloutRunConfig, EvalRunConfig), (check_environments, check_vllm_installed, *engine_checks.SAMPLING_ERROR_CHECKS)),
+    (BaseConfig, (check_files, check_system_prompts, *COMMON_UNSUPPORTED_CHECKS)),
 )
-WARNINGS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
-    (TrainingRunConfig, (no_validation_data, checkpoints_without_metric, unread_batch_size)),
-    (RolloutRunConfig, (idle_asynchronous_keys, *engine_checks.WARNED_IN_ROLLOUTS)),
-    (RecordedRunConfig, (engine_checks.unread_generation,)),
-    (EvalRunConfig, (engine_checks.unread_in_evaluation,)),
-    ((RolloutRunConfig, EvalRunConfig), engine_checks.WARNED_WHERE_SAMPLED),
-    ((GrpoRunConfig, PpoRunConfig), (kl_in_reward_of_weight_zero,)),
-    (EvalRunConfig, (idle_devices,)),
-    (TrainingRunConfig, cluster_checks.WARNED),
+WARNING_CHECKS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
+    (TrainingRunConfig, (warn_no_validation_data, warn_unranked_checkpoints, warn_unused_batch_size)),
+    (RolloutRunConfig, (warn_unused_async_keys, *engine_checks.ROLLOUT_WARNING_CHECKS)),
+    (RecordedRunConfig, (engine_checks.warn_unused_generation,)),
+    (EvalRunConfig, (engine_checks.warn_unused_weight_sync,)),
+    ((RolloutRunConfig, EvalRunConfig), engine_checks.SAMPLING_WARNING_CHECKS),
+    ((GrpoRunConfig, PpoRunConfig), (warn_unused_kl_in_reward,)),
+    (EvalRunConfig, (warn_idle_devices,)),
+    (TrainingRunConfig, cluster_checks.CLUSTER_WARNING_CHECKS),
 )
 
 
-def refusals(config: Model) -> list[Problem]:
+def find_errors(config: BaseConfig) -> list[Problem]:
     """Return the errors of a configuration; empty if the run can work."""
-    return _run(REFUSALS, config)
+    return _run_checks(ERROR_CHECKS, config)
 
 
-def warnings(config: Model) -> list[Problem]:
+def find_warnings(config: BaseConfig) -> list[Problem]:
     """Return warnings: settings that work, but perhaps not as intended."""
-    return _run(WARNINGS, config)
+    return _run_checks(WARNING_CHECKS, config)
 
 
-def _run(checks: Sequence[tuple[Any, tuple[Check, ...]]], config: Model) -> list[Problem]:
+def _run_checks(checks: Sequence[tuple[Any, tuple[Check, ...]]], config: BaseConfig) -> list[Problem]:
     if not isinstance(config, TrainingRunConfig | EvalRunConfig):
         return []
     fitting = [check for kinds, several in checks if isinstance(config, kinds) for check in several]

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strop.config.model import Model, subsection
+from strop.config.model import BaseConfig, subsection
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class RoleConfig(Model):
+class RoleConfig(BaseConfig):
     """The processes of one role."""
 
     num_cpus: float = Field(0.0, ge=0, description="CPUs that Ray reserves for each process; 0 reserves none (CPUs).")
@@ -29,7 +29,7 @@ class RoleConfig(Model):
     python: str | None = Field(None, description="Interpreter of the processes, with Strop installed in it; null is the node's.")
 
 
-class RolesConfig(Model):
+class RolesConfig(BaseConfig):
     """Resources of the learner's ranks, the engines, and the environment and teacher processes."""
 
     learner: RoleConfig = subsection(RoleConfig)
@@ -38,7 +38,7 @@ class RolesConfig(Model):
     teacher: RoleConfig = subsection(RoleConfig)
 
 
-class ClusterConfig(Model):
+class ClusterConfig(BaseConfig):
     """The machines and how a run uses them."""
 
     gpus_per_node: int = Field(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from strop.config.devices import Devices, devices_of
+from strop.config.devices import DeviceCounts, count_devices
 from strop.config.distillation import TeacherConfig
-from strop.config.engine_checks import changed
+from strop.config.engine_checks import changed_keys
 from strop.config.errors import Problem
 from strop.config.policy import DtensorConfig
-from strop.config.schema import DistillationRunConfig, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, trained_models
+from strop.config.schema import DistillationRunConfig, EvalRunConfig, RolloutRunConfig, TrainingRunConfig, list_trained_models
 
 Problems = Iterator[Problem]
 
 
-def devices(config: TrainingRunConfig) -> Problems:
-    found = devices_of(config)
-    if found.ray and found.learner < 1:
+def check_devices(config: TrainingRunConfig) -> Problems:
+    found = count_devices(config)
+    if found.uses_ray and found.learner_devices < 1:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, and generation would take all {config.cluster.gpus_per_node} devices of each node, which leaves none to train",
@@ -37,17 +37,17 @@ def devices(config: TrainingRunConfig) -> Problems:
         )
 
 
-def parallel_sizes(config: TrainingRunConfig) -> Problems:
-    found = devices_of(config)
-    for key, model in trained_models(config):
-        yield from _sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, found)
+def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
+    found = count_devices(config)
+    for key, model in list_trained_models(config):
+        yield from _check_model_sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, found)
 
 
-def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
+def _check_model_sizes(key: str, sizes: DtensorConfig, found: DeviceCounts) -> Problems:
     tensor, context, copies = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.dp_replicate_size
     product = tensor * context * copies
-    if found.learner % product:
-        where = f"{found.learner} devices that train" if found.ray else "the one device of this process"
+    if found.learner_devices % product:
+        where = f"{found.learner_devices} devices that train" if found.uses_ray else "the one device of this process"
         yield Problem(
             f"{key}.tensor_parallel_size",
             f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
@@ -61,7 +61,7 @@ def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
             "Set it to false, or raise tensor_parallel_size.",
         )
     if (experts := sizes.expert_parallel_size) > 1:
-        one_copy = max(1, found.learner // copies)
+        one_copy = max(1, found.learner_devices // copies)
         if experts % tensor or one_copy % experts:
             yield Problem(
                 f"{key}.expert_parallel_size",
@@ -69,7 +69,7 @@ def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
                 "of the model",
                 f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
             )
-    if sizes.cpu_offload and not found.ray:
+    if sizes.cpu_offload and not found.uses_ray:
         yield Problem(
             f"{key}.cpu_offload",
             "found true, but only a learner on several ranks offloads its parameters, and this run has one",
@@ -77,10 +77,10 @@ def _sizes(key: str, sizes: DtensorConfig, found: Devices) -> Problems:
         )
 
 
-def generation_apart(config: TrainingRunConfig) -> Problems:
+def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
     generation = config.policy.generation
     apart = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
-    if apart and generation.backend in ("auto", "torch") and not devices_of(config).ray:
+    if apart and generation.backend in ("auto", "torch") and not count_devices(config).uses_ray:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",
@@ -88,8 +88,8 @@ def generation_apart(config: TrainingRunConfig) -> Problems:
         )
 
 
-def environment_hosts(config: TrainingRunConfig) -> Problems:
-    if config.cluster.environment_hosts and not devices_of(config).ray:
+def check_environment_hosts(config: TrainingRunConfig) -> Problems:
+    if config.cluster.environment_hosts and not count_devices(config).uses_ray:
         yield Problem(
             "cluster.environment_hosts",
             f"found {config.cluster.environment_hosts}, but environment processes are Ray actors, and this run has no Ray",
@@ -97,9 +97,9 @@ def environment_hosts(config: TrainingRunConfig) -> Problems:
         )
 
 
-def teacher_hosts(config: DistillationRunConfig) -> Problems:
-    for key, teacher in _teachers(config).items():
-        if teacher.hosts and not devices_of(config).ray:
+def check_teacher_hosts(config: DistillationRunConfig) -> Problems:
+    for key, teacher in _list_teachers(config).items():
+        if teacher.hosts and not count_devices(config).uses_ray:
             yield Problem(
                 f"{key}.hosts",
                 f"found {teacher.hosts}, but teacher processes are Ray actors, and this run has no Ray",
@@ -113,11 +113,11 @@ def teacher_hosts(config: DistillationRunConfig) -> Problems:
             )
 
 
-def _teachers(config: DistillationRunConfig) -> Mapping[str, TeacherConfig]:
+def _list_teachers(config: DistillationRunConfig) -> Mapping[str, TeacherConfig]:
     return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
 
 
-def gpus_of_roles(config: TrainingRunConfig) -> Problems:
+def check_role_gpus(config: TrainingRunConfig) -> Problems:
     for name, role in (("learner", config.cluster.roles.learner), ("generator", config.cluster.roles.generator)):
         if role.num_gpus is not None:
             yield Problem(
@@ -127,7 +127,7 @@ def gpus_of_roles(config: TrainingRunConfig) -> Problems:
             )
 
 
-def segments(config: TrainingRunConfig) -> Problems:
+def check_segments(config: TrainingRunConfig) -> Problems:
     size, nodes = config.cluster.segment_size, config.cluster.num_nodes
     if size is not None and nodes % size:
         yield Problem(
@@ -137,7 +137,7 @@ def segments(config: TrainingRunConfig) -> Problems:
         )
 
 
-def one_machine(config: EvalRunConfig) -> Problems:
+def check_single_machine(config: EvalRunConfig) -> Problems:
     if config.cluster.num_nodes > 1 or config.cluster.backend == "ray":
         yield Problem(
             "cluster.num_nodes",
@@ -147,28 +147,35 @@ def one_machine(config: EvalRunConfig) -> Problems:
         )
 
 
-def unread_roles(config: TrainingRunConfig) -> Problems:
-    if devices_of(config).ray:
+def warn_unused_roles(config: TrainingRunConfig) -> Problems:
+    if count_devices(config).uses_ray:
         return
-    for key in changed("cluster.roles", config.cluster.roles):
+    for key in changed_keys("cluster.roles", config.cluster.roles):
         yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
 
 
-def unread_teacher_role(config: TrainingRunConfig) -> Problems:
-    if not devices_of(config).ray or (
-        isinstance(config, DistillationRunConfig) and any(teacher.hosts for teacher in _teachers(config).values())
+def warn_unused_teacher_role(config: TrainingRunConfig) -> Problems:
+    if not count_devices(config).uses_ray or (
+        isinstance(config, DistillationRunConfig) and any(teacher.hosts for teacher in _list_teachers(config).values())
     ):
         return
-    for key in changed("cluster.roles.teacher", config.cluster.roles.teacher):
+    for key in changed_keys("cluster.roles.teacher", config.cluster.roles.teacher):
         yield Problem(key, "it has no effect: no teacher has its own processes (teacher.hosts)")
 
 
-def unread_plan(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
+def warn_unused_parallel_plan(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
         if model.dtensor_cfg.custom_parallel_plan is not None and model.dtensor_cfg.tensor_parallel_size == 1:
             yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
 
 
-REFUSED = (devices, parallel_sizes, generation_apart, environment_hosts, gpus_of_roles, segments)
-REFUSED_IN_DISTILLATION = (teacher_hosts,)
-WARNED = (unread_roles, unread_teacher_role, unread_plan)
+CLUSTER_ERROR_CHECKS = (
+    check_devices,
+    check_parallel_sizes,
+    check_torch_engine_devices,
+    check_environment_hosts,
+    check_role_gpus,
+    check_segments,
+)
+DISTILLATION_ERROR_CHECKS = (check_teacher_hosts,)
+CLUSTER_WARNING_CHECKS = (warn_unused_roles, warn_unused_teacher_role, warn_unused_parallel_plan)

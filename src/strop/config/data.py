@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_serializer, model_validator
 
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
-class DataEntryConfig(Model):
+class DataEntryConfig(BaseConfig):
     """One source of tasks. Keys that an entry of train or validation does not set come from data.default."""
 
     dataset_name: str | None = Field(
@@ -67,12 +67,12 @@ class DataEntryConfig(Model):
 Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
 
 
-class DataConfig(Model):
+class DataConfig(BaseConfig):
     """Training and validation tasks."""
 
     max_input_seq_length: int = follows(
         "..policy.max_total_sequence_length",
-        alone=512,
+        standalone=512,
         ge=1,
         description="Skip and count tasks with a longer prompt (tokens).",
     )
@@ -95,21 +95,21 @@ class DataConfig(Model):
         default = values.get("default") or {}
         if isinstance(default, DataEntryConfig):
             default = default.model_dump(exclude_unset=True)
-        merged = {key: _entries(values[key], default) for key in ("train", "validation") if values.get(key) is not None}
+        merged = {key: _merge_entries(values[key], default) for key in ("train", "validation") if values.get(key) is not None}
         return {**values, **merged}
 
     @field_serializer("train", "validation")
-    def _write(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
+    def _serialize_entries(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
         """Write a single entry without the list, so that ``data.train.dataset_name=...`` also works on a saved file."""
         dumped = None if entries is None else [entry.model_dump() for entry in entries]
         return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
 
     @field_serializer("default")
-    def _write_default(self, default: DataEntryConfig) -> dict[str, Any]:
+    def _serialize_default(self, default: DataEntryConfig) -> dict[str, Any]:
         return default.model_dump(exclude_defaults=True)
 
 
-def _entries(given: Any, default: Any) -> Any:
+def _merge_entries(given: Any, default: Any) -> Any:
     if isinstance(given, Mapping | DataEntryConfig):
         given = [given]
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -124,7 +124,7 @@ class EvalDataConfig(DataEntryConfig):
 
     max_input_seq_length: int = follows(
         "..generation.vllm_cfg.max_model_len",
-        alone=2048,
+        standalone=2048,
         ge=1,
         description="Skip and count tasks with a longer prompt (tokens).",
     )

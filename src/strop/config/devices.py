@@ -9,36 +9,36 @@ from strop.config.schema import RolloutRunConfig, TrainingRunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Devices:
+class DeviceCounts:
     """The devices of a training run. A device is a GPU, or on machines without GPUs a process."""
 
     nodes: int
     per_node: int
-    learner: int  # devices that train, in total
+    learner_devices: int  # devices that train, in total
     engine_size: int  # devices of one engine
     engines: int | None  # None: as many as fit; 0: the run does not sample
     engine_devices: int | None = None  # per node, for generation only
     engine_nodes: int | None = None  # whole nodes for generation only
-    ray: bool = False
+    uses_ray: bool = False
 
 
-def devices_of(config: TrainingRunConfig) -> Devices:
+def count_devices(config: TrainingRunConfig) -> DeviceCounts:
     nodes, per_node, backend = config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.backend
     sampled = isinstance(config, RolloutRunConfig)
     generation = config.policy.generation
-    size, engines = (engine_size(generation), engines_of(generation)) if sampled else (1, 0)
-    apart_devices, apart_nodes = _apart(generation, nodes, per_node, size, engines) if sampled else (None, None)
+    size, engines = (engine_size(generation), count_engines(generation)) if sampled else (1, 0)
+    apart_devices, apart_nodes = _generation_only_devices(generation, nodes, per_node, size, engines) if sampled else (None, None)
     learner = (nodes - (apart_nodes or 0)) * (per_node - (apart_devices or 0))
     ray = backend == "ray" or (backend == "auto" and (nodes > 1 or learner > 1))
-    return Devices(
+    return DeviceCounts(
         nodes=nodes,
         per_node=per_node,
-        learner=learner if ray else 1,
+        learner_devices=learner if ray else 1,
         engine_size=size,
         engines=engines,
         engine_devices=apart_devices,
         engine_nodes=apart_nodes,
-        ray=ray,
+        uses_ray=ray,
     )
 
 
@@ -46,11 +46,11 @@ def engine_size(generation: GenerationConfig) -> int:
     return generation.vllm_cfg.tensor_parallel_size if generation.backend == "vllm" else 1
 
 
-def engines_of(generation: GenerationConfig) -> int | None:
+def count_engines(generation: GenerationConfig) -> int | None:
     return generation.vllm_cfg.num_engines if generation.backend == "vllm" else generation.torch_cfg.num_engines
 
 
-def _apart(
+def _generation_only_devices(
     generation: GenerationConfig, nodes: int, per_node: int, size: int, engines: int | None
 ) -> tuple[int | None, int | None]:
     """Return (devices per node, nodes) that only generate."""

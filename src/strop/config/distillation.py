@@ -8,7 +8,7 @@ from pydantic import Field
 
 from strop.config.generation import Device, Precision
 from strop.config.grpo import AlgorithmConfig
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 from strop.config.policy import TokenizerConfig
 from strop.config.training import AsyncConfig, RolloutTrainingConfig
 
@@ -23,7 +23,7 @@ class DistillationConfig(RolloutTrainingConfig):
     async_distillation: AsyncConfig = subsection(AsyncConfig)
 
     @property
-    def asynchronous(self) -> AsyncConfig:
+    def async_config(self) -> AsyncConfig:
         return self.async_distillation
 
 
@@ -38,7 +38,7 @@ class DistillationAlgorithmConfig(AlgorithmConfig):
     )
 
 
-class DistillationLossConfig(Model):
+class DistillationLossConfig(BaseConfig):
     """The divergence of topk_distillation."""
 
     kl_type: Literal["forward", "reverse", "mixed", "jsd"] = Field(
@@ -58,17 +58,20 @@ class TeacherTokenizerConfig(TokenizerConfig):
     """The teacher's tokenizer, which must be the student's."""
 
 
-class TeacherConfig(Model):
+class TeacherConfig(BaseConfig):
     """A teacher, which only scores rollouts."""
 
     model_name: str = Field(
         ..., min_length=1, description="A hub name or a folder; self is the policy, prompted with a demonstration."
     )
     tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)
-    device: Device = follows("..policy.device", alone="auto", description="As policy.device.")
-    precision: Precision = follows("..policy.precision", alone="bfloat16", description="bfloat16 or float32.")
+    device: Device = follows("..policy.device", standalone="auto", description="As policy.device.")
+    precision: Precision = follows("..policy.precision", standalone="bfloat16", description="bfloat16 or float32.")
     logprob_mb_tokens: int = follows(
-        "..policy.sequence_packing.logprob_mb_tokens", alone=2048, ge=1, description="Token budget of a micro-batch (tokens)."
+        "..policy.sequence_packing.logprob_mb_tokens",
+        standalone=2048,
+        ge=1,
+        description="Token budget of a micro-batch (tokens).",
     )
     hosts: int = Field(
         0,

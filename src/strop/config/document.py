@@ -11,8 +11,8 @@ from inspect import get_annotations
 from typing import Any
 
 from strop.config import yaml_text
-from strop.config.keys import Key, element, is_list
-from strop.config.model import Model, Path, section
+from strop.config.keys import SchemaKey, entry_model, is_entry_list
+from strop.config.model import BaseConfig, KeyPath, section_model
 from strop.config.schema import TRAINING_RUNS, EvalRunConfig
 
 HEAD = """# Configuration
@@ -41,30 +41,35 @@ SECTIONS = """## Sections
 A heading names every section that has the keys of its table. Where a key is in two tables of a section, the later one holds.
 `<alias>` and `<name>` are names of your choice.
 """
-RUNS: Mapping[str, type[Model]] = {**TRAINING_RUNS, "eval": EvalRunConfig}
+ROOT_CONFIGS: Mapping[str, type[BaseConfig]] = {**TRAINING_RUNS, "eval": EvalRunConfig}
 
 
 @dataclass
 class Block:
     """The keys that one class of the schema declares, and the sections that have them."""
 
-    model: type[Model]
-    keys: list[Key]
-    runs_of: dict[Path, list[str]] = field(default_factory=dict)  # section -> the kinds of run in which it has these keys
+    model: type[BaseConfig]
+    keys: list[SchemaKey]
+    runs_by_section: dict[KeyPath, list[str]] = field(
+        default_factory=dict
+    )  # section -> the kinds of run in which it has these keys
 
 
-def page() -> str:
+def render_page() -> str:
     """Return the text of docs/configuration.md."""
     top_level = {
-        name: Key((name,), value) for root in RUNS.values() for name, value in root.model_fields.items() if not section(value)
+        name: SchemaKey((name,), value)
+        for root in ROOT_CONFIGS.values()
+        for name, value in root.model_fields.items()
+        if not section_model(value)
     }
-    parts = [HEAD, "## Kinds of run\n", kinds_of_run(), "### Top level\n", table(list(top_level.values())), SECTIONS]
-    for block in blocks():
-        parts += [f"### {heading(block)}\n\n{block.model.__doc__}\n", table(block.keys)]
+    parts = [HEAD, "## Kinds of run\n", format_runs_table(), "### Top level\n", format_table(list(top_level.values())), SECTIONS]
+    for block in collect_blocks():
+        parts += [f"### {format_heading(block)}\n\n{block.model.__doc__}\n", format_table(block.keys)]
     return "\n".join(parts)
 
 
-def kinds_of_run() -> str:
+def format_runs_table() -> str:
     """Return a table of the kinds of run with their sections."""
     shared = [
         name
@@ -72,50 +77,52 @@ def kinds_of_run() -> str:
         if all(name in run.model_fields for run in TRAINING_RUNS.values())
     ]
     rows = []
-    for name, root in RUNS.items():
+    for name, root in ROOT_CONFIGS.items():
         own = [key for key in root.model_fields if name not in TRAINING_RUNS or key not in shared]
-        rows.append(f"| `strop {name}` | {root.__doc__} | {_code(own)} |")
-    intro = f"Every training run has the sections {_code(shared)}.\n"
+        rows.append(f"| `strop {name}` | {root.__doc__} | {_join_code(own)} |")
+    intro = f"Every training run has the sections {_join_code(shared)}.\n"
     return "\n".join([intro, "| run | what it does | other sections |", "|---|---|---|", *rows]) + "\n"
 
 
-def blocks() -> list[Block]:
+def collect_blocks() -> list[Block]:
     """Return a block for every class of the schema that declares keys, grouped by top-level section, base classes first."""
-    found: dict[type[Model], Block] = {}
-    for name, root in RUNS.items():
-        for path, model in sections(root):
+    found: dict[type[BaseConfig], Block] = {}
+    for name, root in ROOT_CONFIGS.items():
+        for path, model in iter_sections(root):
             for base in reversed(model.__mro__):
                 keys = _declared_keys(base)
                 if keys:
                     block = found.setdefault(base, Block(base, keys))
-                    block.runs_of.setdefault(path, []).append(name)
-    order = [*TRAINING_RUNS, *(name for root in RUNS.values() for name in root.model_fields)]
-    return sorted(found.values(), key=lambda block: order.index(next(iter(block.runs_of))[0]))
+                    block.runs_by_section.setdefault(path, []).append(name)
+    order = [*TRAINING_RUNS, *(name for root in ROOT_CONFIGS.values() for name in root.model_fields)]
+    return sorted(found.values(), key=lambda block: order.index(next(iter(block.runs_by_section))[0]))
 
 
-def _declared_keys(model: type) -> list[Key]:
-    if not issubclass(model, Model):
+def _declared_keys(model: type) -> list[SchemaKey]:
+    if not issubclass(model, BaseConfig):
         return []
     own = get_annotations(model)
-    return [Key((name,), value) for name, value in model.model_fields.items() if name in own and section(value) is None]
+    return [
+        SchemaKey((name,), value) for name, value in model.model_fields.items() if name in own and section_model(value) is None
+    ]
 
 
-def heading(block: Block) -> str:
+def format_heading(block: Block) -> str:
     """Return the sections of a block, naming the kinds of run where others have the section without these keys."""
-    groups: dict[str, list[Path]] = {}
-    for path, runs in block.runs_of.items():
-        having = [name for name, root in RUNS.items() if path[0] in root.model_fields]
+    groups: dict[str, list[KeyPath]] = {}
+    for path, runs in block.runs_by_section.items():
+        having = [name for name, root in ROOT_CONFIGS.items() if path[0] in root.model_fields]
         if runs == having:
             note = ""
         elif runs == list(TRAINING_RUNS):
             note = " of training runs"
         else:
-            note = " of " + _code(f"strop {name}" for name in runs)
+            note = " of " + _join_code(f"strop {name}" for name in runs)
         groups.setdefault(note, []).append(path)
-    return ", ".join(_code(collapse(paths)) + note for note, paths in groups.items())
+    return ", ".join(_join_code(merge_paths(paths)) + note for note, paths in groups.items())
 
 
-def collapse(paths: list[Path]) -> list[str]:
+def merge_paths(paths: list[KeyPath]) -> list[str]:
     """Return dotted paths, merging those that differ in one part: ``{policy,value}.optimizer``."""
     texts: list[str] = []
     for depth in sorted({len(path) for path in paths}):
@@ -128,60 +135,60 @@ def collapse(paths: list[Path]) -> list[str]:
     return texts
 
 
-def _code(names: Iterable[str]) -> str:
+def _join_code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def sections(model: type[Model], path: Path = ()) -> Iterator[tuple[Path, type[Model]]]:
+def iter_sections(model: type[BaseConfig], path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseConfig]]]:
     """Yield (path, model) for every section below ``model``, and for the entries of its lists and mappings."""
     for name, value in model.model_fields.items():
-        inner = section(value)
+        inner = section_model(value)
         place = (*path, name)
-        if inner is None and (inner := element(value)) is not None and not is_list(value):
+        if inner is None and (inner := entry_model(value)) is not None and not is_entry_list(value):
             place = (*place, "<alias>" if name == "env" else "<name>")
         if inner is not None:
             yield place, inner
-            yield from sections(inner, place)
+            yield from iter_sections(inner, place)
 
 
-def table(keys: list[Key]) -> str:
+def format_table(keys: list[SchemaKey]) -> str:
     """Return a Markdown table of keys."""
     rows = []
     for key in keys:
         kind, meaning = key.type.replace("true or false", "bool"), (key.field.description or "").replace("|", "\\|")
-        default = "required" if key.required else f"`{flow(key.default)}`"
+        default = "required" if key.required else f"`{format_value(key.default)}`"
         rows.append(f"| `{key.dotted}` | {kind} | {default} | {meaning} |")
     return "\n".join(["| key | type | default | meaning (unit) |", "|---|---|---|---|", *rows]) + "\n"
 
 
-def flow(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value on one line, as YAML."""
     if isinstance(value, str) and value.startswith("${"):
         return value
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(flow(inner) for inner in value) + "]"
-    return yaml_text.write(value).removesuffix("\n").removesuffix("\n...")
+        return "[" + ", ".join(format_value(inner) for inner in value) + "]"
+    return yaml_text.dump(value).removesuffix("\n").removesuffix("\n...")
 
 
-def annotated_yaml(root: type[Model]) -> str:
+def render_annotated_yaml(root: type[BaseConfig]) -> str:
     """Return every key with its default, each under a comment with its description."""
-    return "\n".join(_annotated(root, 0)) + "\n"
+    return "\n".join(_annotated_lines(root, 0)) + "\n"
 
 
-def _annotated(model: type[Model], depth: int) -> Iterator[str]:
+def _annotated_lines(model: type[BaseConfig], depth: int) -> Iterator[str]:
     indent = "  " * depth
     for name, info in model.model_fields.items():
-        if (inner := section(info)) is not None:
+        if (inner := section_model(info)) is not None:
             yield from ([""] if depth == 0 else [])
             yield f"{indent}{name}:  # {inner.__doc__}"
-            yield from _annotated(inner, depth + 1)
+            yield from _annotated_lines(inner, depth + 1)
             continue
-        key = Key((name,), info)
+        key = SchemaKey((name,), info)
         yield f"{indent}# {info.description} ({key.type})"
-        yield f"{indent}{name}: {'???  # required' if key.required else flow(key.default)}"
+        yield f"{indent}{name}: {'???  # required' if key.required else format_value(key.default)}"
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_page(), end="")

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from strop.config.devices import devices_of
+from strop.config.devices import count_devices
 from strop.config.errors import Problem
 from strop.config.generation import GenerationConfig
-from strop.config.model import Model, targets_of
-from strop.config.schema import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_of
+from strop.config.model import BaseConfig, followed_keys
+from strop.config.schema import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_section
 
 Problems = Iterator[Problem]
 ConfigT = TypeVar("ConfigT", bound="RolloutRunConfig | EvalRunConfig")
 
-COLDEST = 0.01  # strop.generation.vllm.requests.COLDEST, which imports vLLM
+MIN_TEMPERATURE = 0.01  # strop.generation.vllm.requests.MIN_TEMPERATURE, which imports vLLM
 
 
-def samples_by_vllm(config: RolloutRunConfig | EvalRunConfig) -> bool:
-    return generation_of(config)[1].backend == "vllm"
+def uses_vllm(config: RolloutRunConfig | EvalRunConfig) -> bool:
+    return generation_section(config)[1].backend == "vllm"
 
 
-def _with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT], Problems]:
+def _only_with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT], Problems]:
     """Restrict a check to runs with vLLM."""
 
     def checked(config: ConfigT) -> Problems:
-        if samples_by_vllm(config):
+        if uses_vllm(config):
             yield from check(config)
 
     return checked
@@ -34,23 +34,23 @@ def _with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT], Prob
 # --- what cannot work -------------------------------------------------------------------------------------------------------
 
 
-@_with_vllm
-def coldest(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+@_only_with_vllm
+def check_min_temperature(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     for name in ("temperature", "val_temperature"):
         value, own = getattr(generation, name), name == "temperature"
-        if 0 < value < COLDEST and (own or value != generation.temperature):
+        if 0 < value < MIN_TEMPERATURE and (own or value != generation.temperature):
             yield Problem(
                 f"{key}.{name}",
-                f"found {value}, but vLLM raises temperatures between 0 and {COLDEST} to {COLDEST}, and reports other "
+                f"found {value}, but vLLM raises temperatures between 0 and {MIN_TEMPERATURE} to {MIN_TEMPERATURE}, and reports other "
                 "log-probabilities",
-                f"Set it to 0 (greedy), or to {COLDEST} or more.",
+                f"Set it to 0 (greedy), or to {MIN_TEMPERATURE} or more.",
             )
 
 
-@_with_vllm
-def experts(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+@_only_with_vllm
+def check_expert_parallelism(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     options = generation.vllm_cfg
     if options.expert_parallel_size not in (1, options.tensor_parallel_size):
         yield Problem(
@@ -61,8 +61,8 @@ def experts(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def engine_length(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def check_engine_length(config: RolloutRunConfig) -> Problems:
     length, total = config.policy.generation.vllm_cfg.max_model_len, config.policy.max_total_sequence_length
     if length < total:
         yield Problem(
@@ -73,8 +73,8 @@ def engine_length(config: RolloutRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def transports(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def check_transport(config: RolloutRunConfig) -> Problems:
     """Check that the transport can reach from the learner to the engine."""
     generation, device = config.policy.generation, config.policy.device
     transport, key = generation.weight_sync.transport, "policy.generation.weight_sync.transport"
@@ -88,10 +88,11 @@ def transports(config: RolloutRunConfig) -> Problems:
             "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
             "Set it to auto, broadcast, memory or folder.",
         )
-    elif transport == "cuda_ipc" and generation.vllm_cfg.engines > 1:
+    elif transport == "cuda_ipc" and generation.vllm_cfg.num_local_engines > 1:
         yield Problem(
             key,
-            f"found cuda_ipc, but only the first of {generation.vllm_cfg.engines} engines is on the learner's GPU; the others cannot "
+            f"found cuda_ipc, but only the first of {generation.vllm_cfg.num_local_engines} engines is on the "
+            f"learner's GPU; the others cannot "
             "map its memory",
             "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.",
         )
@@ -103,10 +104,10 @@ def transports(config: RolloutRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def ahead_on_one_gpu(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def check_async_on_one_gpu(config: RolloutRunConfig) -> Problems:
     if (
-        config.rollouts.max_staleness > 0
+        config.rollout_training.max_staleness > 0
         and config.policy.generation.colocated.enabled
         and config.policy.device.startswith("cuda")
     ):
@@ -118,9 +119,9 @@ def ahead_on_one_gpu(config: RolloutRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+@_only_with_vllm
+def check_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     drafts = generation.vllm_cfg.speculation
     if drafts.method is None:
         return
@@ -138,21 +139,21 @@ def speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number of engines and their size."""
-    key, generation = generation_of(config)
+    key, generation = generation_section(config)
     given, options = generation.colocated.resources, generation.vllm_cfg
     if generation.colocated.enabled or generation.backend != "vllm":
         return
-    if isinstance(config, RolloutRunConfig) and devices_of(config).ray:
+    if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.cluster.placement)
     size = options.tensor_parallel_size
-    needed = options.engines * size
+    needed = options.num_local_engines * size
     if given.gpus_per_node not in (None, needed):
         fitting = [f"{key}.vllm_cfg.num_engines={given.gpus_per_node // size}"] if given.gpus_per_node % size == 0 else []
         yield Problem(
             f"{key}.colocated.resources.gpus_per_node",
-            f"found {given.gpus_per_node}, but {options.engines} engines of {size} ranks use {needed} GPUs",
+            f"found {given.gpus_per_node}, but {options.num_local_engines} engines of {size} ranks use {needed} GPUs",
             f"Set {' or '.join([*fitting, f'it to {needed} or null'])}.",
         )
     if (given.num_nodes or 1) > 1:
@@ -166,15 +167,17 @@ def resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 # --- odd, but it runs -------------------------------------------------------------------------------------------------------
 
 
-def unread_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+def warn_unused_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Warn of options of an engine that the run does not use."""
-    key, generation = generation_of(config)
+    key, generation = generation_section(config)
     if generation.backend == "vllm":
-        unread, engine, other = changed(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
+        unread, engine, other = changed_keys(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
     else:
-        unread = changed(f"{key}.vllm_cfg", generation.vllm_cfg, but=("gpu_memory_utilization", "enforce_eager", "async_engine"))
+        unread = changed_keys(
+            f"{key}.vllm_cfg", generation.vllm_cfg, ignore=("gpu_memory_utilization", "enforce_eager", "async_engine")
+        )
         unread += [f"{key}.vllm_kwargs"] if generation.vllm_kwargs else []
-        unread += changed(f"{key}.weight_sync", generation.weight_sync)
+        unread += changed_keys(f"{key}.weight_sync", generation.weight_sync)
         engine, other = "the torch engine", "vllm"
     if unread:
         yield Problem(
@@ -184,15 +187,15 @@ def unread_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def unread_generation(config: RecordedRunConfig) -> Problems:
-    unread = changed("policy.generation", config.policy.generation)
+def warn_unused_generation(config: RecordedRunConfig) -> Problems:
+    unread = changed_keys("policy.generation", config.policy.generation)
     if unread:
         yield Problem(unread[0], f"a run on recorded data does not sample, and does not read {', '.join(unread)}")
 
 
-@_with_vllm
-def unread_in_evaluation(config: EvalRunConfig) -> Problems:
-    unread = changed("generation.weight_sync", config.generation.weight_sync)
+@_only_with_vllm
+def warn_unused_weight_sync(config: EvalRunConfig) -> Problems:
+    unread = changed_keys("generation.weight_sync", config.generation.weight_sync)
     if unread:
         yield Problem(
             unread[0],
@@ -200,9 +203,9 @@ def unread_in_evaluation(config: EvalRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def narrow_cache(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+@_only_with_vllm
+def warn_kv_cache_dtype(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     dtype = generation.vllm_cfg.kv_cache_dtype
     if dtype not in ("auto", generation.vllm_cfg.precision):
         yield Problem(
@@ -212,8 +215,8 @@ def narrow_cache(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def unread_experts(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def warn_unverified_experts(config: RolloutRunConfig) -> Problems:
     if config.policy.generation.vllm_cfg.expert_parallel_size > 1:
         yield Problem(
             "policy.generation.vllm_cfg.expert_parallel_size",
@@ -222,10 +225,10 @@ def unread_experts(config: RolloutRunConfig) -> Problems:
         )
 
 
-@_with_vllm
-def unread_proof_options(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def warn_unused_verification_options(config: RolloutRunConfig) -> Problems:
     sync, key = config.policy.generation.weight_sync, "policy.generation.weight_sync"
-    if sync.proof != "every_n" and sync.proof_every != _default(sync, "proof_every"):
+    if sync.proof != "every_n" and sync.proof_every != _default_of(sync, "proof_every"):
         yield Problem(f"{key}.proof_every", f"it has no effect: {key}.proof is {sync.proof}, and it is the period of every_n")
     if sync.folder is not None and sync.transport != "folder":
         yield Problem(
@@ -233,12 +236,12 @@ def unread_proof_options(config: RolloutRunConfig) -> Problems:
             f"it has no effect: {key}.transport is {sync.transport}, which writes no files",
             f"Set {key}.transport=folder to use it.",
         )
-    if sync.transport == "folder" and sync.bucket_mb != _default(sync, "bucket_mb"):
+    if sync.transport == "folder" and sync.bucket_mb != _default_of(sync, "bucket_mb"):
         yield Problem(f"{key}.bucket_mb", f"it has no effect: {key}.transport=folder chooses the size of its files")
 
 
-@_with_vllm
-def idle_sleep(config: RolloutRunConfig) -> Problems:
+@_only_with_vllm
+def warn_unused_sleep(config: RolloutRunConfig) -> Problems:
     generation, key = config.policy.generation, "policy.generation.vllm_cfg.sleep_level"
     if generation.vllm_cfg.sleep_level == 1 and not generation.colocated.enabled:
         yield Problem(key, "it has no effect: an engine with its own device never sleeps")
@@ -246,9 +249,9 @@ def idle_sleep(config: RolloutRunConfig) -> Problems:
         yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
 
 
-@_with_vllm
-def idle_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+@_only_with_vllm
+def warn_unused_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     drafts = generation.vllm_cfg.speculation
     unread: Mapping[str | None, Sequence[str]] = {
         None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
@@ -256,45 +259,45 @@ def idle_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
         "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
     }
     for name in unread[drafts.method]:
-        if getattr(drafts, name) != _default(drafts, name):
+        if getattr(drafts, name) != _default_of(drafts, name):
             yield Problem(
                 f"{key}.vllm_cfg.speculation.{name}",
                 f"it has no effect: {key}.vllm_cfg.speculation.method is {drafts.method or 'null'}",
             )
 
 
-def unread_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
-    given = changed(f"{key}.colocated.resources", generation.colocated.resources)
+def warn_unused_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
+    given = changed_keys(f"{key}.colocated.resources", generation.colocated.resources)
     if given and generation.colocated.enabled:
         yield Problem(given[0], f"it has no effect: {key}.colocated.enabled is true, so generation shares the devices that train")
 
 
-def devices_used(generation: GenerationConfig) -> int:
+def count_gpus(generation: GenerationConfig) -> int:
     """Return the number of GPUs of a run with one learner rank."""
     if generation.backend != "vllm":
         return 1
-    engines = generation.vllm_cfg.engines * generation.vllm_cfg.tensor_parallel_size
+    engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
     return engines if generation.colocated.enabled else engines + 1
 
 
-def changed(key: str, section: Model, *, but: Sequence[str] = ()) -> list[str]:
+def changed_keys(key: str, section: BaseConfig, *, ignore: Sequence[str] = ()) -> list[str]:
     """Return keys under ``section`` that differ from their default, except ``ignore`` and keys that follow another."""
     found: list[str] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, Model):
-            found += changed(f"{key}.{name}", value)
-        elif name not in but and not targets_of(field) and value != _default(section, name):
+        if isinstance(value, BaseConfig):
+            found += changed_keys(f"{key}.{name}", value)
+        elif name not in ignore and not followed_keys(field) and value != _default_of(section, name):
             found.append(f"{key}.{name}")
     return found
 
 
-def _default(section: Model, name: str) -> Any:
+def _default_of(section: BaseConfig, name: str) -> Any:
     return type(section).model_fields[name].get_default(call_default_factory=True)
 
 
-REFUSED_IN_ROLLOUTS = (engine_length, transports, ahead_on_one_gpu)
-REFUSED_WHERE_SAMPLED = (coldest, experts, speculation, resources)
-WARNED_IN_ROLLOUTS = (unread_experts, unread_proof_options, idle_sleep)
-WARNED_WHERE_SAMPLED = (unread_engine_options, narrow_cache, idle_speculation, unread_resources)
+ROLLOUT_ERROR_CHECKS = (check_engine_length, check_transport, check_async_on_one_gpu)
+SAMPLING_ERROR_CHECKS = (check_min_temperature, check_expert_parallelism, check_speculation, check_resources)
+ROLLOUT_WARNING_CHECKS = (warn_unverified_experts, warn_unused_verification_options, warn_unused_sleep)
+SAMPLING_WARNING_CHECKS = (warn_unused_engine_options, warn_kv_cache_dtype, warn_unused_speculation, warn_unused_resources)

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from strop.config.model import Model
+from strop.config.model import BaseConfig
 
 
-class EnvironmentConfig(Model):
+class EnvironmentConfig(BaseConfig):
     """An environment. It validates its own options."""
 
     model_config = ConfigDict(extra="allow")

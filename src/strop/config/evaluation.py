@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import Field
 
 from strop.config.generation import Device, GenerationConfig, Precision, Temperature, TopK
-from strop.config.model import Model, follows
+from strop.config.model import BaseConfig, follows
 from strop.config.policy import TokenizerConfig
 
 
-class EvalConfig(Model):
+class EvalConfig(BaseConfig):
     """The metric and the number of samples."""
 
     metric: Literal["pass@k", "avg@n", "cons@k"] = Field(
@@ -27,7 +27,7 @@ class EvalConfig(Model):
 class EvalTokenizerConfig(TokenizerConfig):
     """The tokenizer and its chat template."""
 
-    name: str = follows("..generation.model_name", alone=..., min_length=1, description="A hub name or a folder.")
+    name: str = follows("..generation.model_name", standalone=..., min_length=1, description="A hub name or a folder.")
 
 
 class EvalGenerationConfig(GenerationConfig):
@@ -35,12 +35,12 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
     max_new_tokens: int = follows(
-        ".vllm_cfg.max_model_len", alone=2048, ge=1, description="Longest completion of one turn (tokens)."
+        ".vllm_cfg.max_model_len", standalone=2048, ge=1, description="Longest completion of one turn (tokens)."
     )
     temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
     top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
     num_prompts_per_step: int = Field(-1, ge=-1, description="Tasks sampled at a time; -1 is all (tasks).")
-    precision: Precision = follows(".vllm_cfg.precision", alone="bfloat16", description="Data type of the weights.")
+    precision: Precision = follows(".vllm_cfg.precision", standalone="bfloat16", description="Data type of the weights.")
     device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
 

@@ -6,33 +6,33 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 
 
-def _not_float16(value: object) -> object:
+def _reject_float16(value: object) -> object:
     if value in ("float16", "fp16", "half"):
         raise ValueError("float16 needs loss scaling, which is not in this version; set bfloat16 or float32")
     return value
 
 
-Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_not_float16)]
+Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_reject_float16)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
-def _top_k(value: int | None) -> int | None:
+def _check_top_k(value: int | None) -> int | None:
     if value is not None and value != -1 and value < 1:
         raise ValueError("top_k must be at least 1; null or -1 keeps every token")
     return value
 
 
-TopK = Annotated[int | None, AfterValidator(_top_k)]
+TopK = Annotated[int | None, AfterValidator(_check_top_k)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Temperature = Annotated[float, Field(ge=0)]
 TokenIds = Annotated[tuple[int, ...], Field(strict=False)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class TorchGenerationConfig(Model):
+class TorchGenerationConfig(BaseConfig):
     """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
 
     num_engines: int | None = Field(
@@ -49,7 +49,7 @@ class TorchGenerationConfig(Model):
     cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")
 
 
-class SpeculationConfig(Model):
+class SpeculationConfig(BaseConfig):
     """Speculative decoding (arXiv 2211.17192): a draft proposes tokens that the policy accepts or resamples; the distribution stays."""
 
     method: Literal["ngram", "draft_model"] | None = Field(
@@ -66,13 +66,13 @@ class SpeculationConfig(Model):
 
     @field_validator("model_name")
     @classmethod
-    def _named(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _require_draft_model(cls, value: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("method") == "draft_model" and value is None:
             raise ValueError("method draft_model needs a draft: set model_name to a small model with the policy's vocabulary")
         return value
 
 
-class VllmConfig(Model):
+class VllmConfig(BaseConfig):
     """The vLLM engine."""
 
     async_engine: bool = Field(
@@ -83,7 +83,7 @@ class VllmConfig(Model):
         ge=1,
         description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
     )
-    precision: Precision = follows("...precision", alone="bfloat16", description="Data type of the engine's weights.")
+    precision: Precision = follows("...precision", standalone="bfloat16", description="Data type of the engine's weights.")
     kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
     logprobs_mode: Literal["processed_logprobs"] = Field(
         "processed_logprobs",
@@ -100,7 +100,7 @@ class VllmConfig(Model):
         None, gt=0, description="Memory of the KV cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
     )
     max_model_len: int = follows(
-        "...max_total_sequence_length", alone=2048, ge=1, description="Longest prompt and completion together (tokens)."
+        "...max_total_sequence_length", standalone=2048, ge=1, description="Longest prompt and completion together (tokens)."
     )
     max_num_seqs: int | None = Field(None, ge=1, description="Sequences decoded together; null is vLLM's choice (sequences).")
     enable_prefix_caching: bool = Field(
@@ -125,12 +125,12 @@ class VllmConfig(Model):
     env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
 
     @property
-    def engines(self) -> int:
+    def num_local_engines(self) -> int:
         """The number of engines of a run in one process, where null is 1."""
         return self.num_engines or 1
 
 
-class WeightSyncConfig(Model):
+class WeightSyncConfig(BaseConfig):
     """How new weights reach engines with their own copy, and how the transfer is verified."""
 
     transport: Literal["auto", "memory", "cuda_ipc", "broadcast", "folder"] = Field(
@@ -163,21 +163,21 @@ class WeightSyncConfig(Model):
     )
 
 
-class ColocatedResourcesConfig(Model):
+class ColocatedResourcesConfig(BaseConfig):
     """Devices of generation when it is not colocated."""
 
     gpus_per_node: int | None = Field(None, ge=1, description="GPUs of each node that generate (GPUs).")
     num_nodes: int | None = Field(None, ge=1, description="Nodes that only generate (nodes).")
 
 
-class ColocatedConfig(Model):
+class ColocatedConfig(BaseConfig):
     """Whether generation and training share devices."""
 
     enabled: bool = Field(True, description="Generate on the devices that train.")
     resources: ColocatedResourcesConfig = subsection(ColocatedResourcesConfig)
 
 
-class MismatchConfig(Model):
+class MismatchConfig(BaseConfig):
     """Limits on the mismatch of engine and learner: token_mult_prob_error of the newest tokens of a training step."""
 
     warn: float | None = Field(1.2, gt=1, description="Warn above this; null never warns (factor).")
@@ -187,14 +187,14 @@ class MismatchConfig(Model):
 
     @field_validator("stop")
     @classmethod
-    def _above_warn(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _check_stop_above_warn(cls, value: float | None, info: ValidationInfo) -> float | None:
         warn = info.data.get("warn")
         if value is not None and warn is not None and value < warn:
             raise ValueError(f"it is below warn = {warn:g}, so the run would end without a warning; raise stop, or lower warn")
         return value
 
 
-class GenerationConfig(Model):
+class GenerationConfig(BaseConfig):
     """The inference engine and how it samples."""
 
     backend: Literal["auto", "torch", "vllm", "sglang", "megatron"] = Field(
@@ -202,7 +202,7 @@ class GenerationConfig(Model):
         description="Inference engine: vllm, in separate processes, or torch, built into Strop; auto is torch in this version.",
     )
     max_new_tokens: int = follows(
-        "..max_total_sequence_length", alone=512, ge=1, description="Longest completion of one turn (tokens)."
+        "..max_total_sequence_length", standalone=512, ge=1, description="Longest completion of one turn (tokens)."
     )
     temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
     top_p: TopP = Field(1.0, description="Sample from the smallest set of tokens with this probability; 1 turns it off.")
@@ -216,10 +216,10 @@ class GenerationConfig(Model):
         "2512.02556), so that ratios do not jump where the learner would keep others. Needs a top_k of at most "
         "4096, and up to 4 x top_k bytes for each sampled token.",
     )
-    val_temperature: Temperature = follows(".temperature", alone=1.0, description="temperature in validation.")
-    val_top_p: TopP = follows(".top_p", alone=1.0, description="top_p in validation.")
+    val_temperature: Temperature = follows(".temperature", standalone=1.0, description="temperature in validation.")
+    val_top_p: TopP = follows(".top_p", standalone=1.0, description="top_p in validation.")
     val_top_k: TopK = follows(
-        ".top_k", alone=None, description="top_k in validation; -1 turns it off whatever top_k is (tokens)."
+        ".top_k", standalone=None, description="top_k in validation; -1 turns it off whatever top_k is (tokens)."
     )
     stop_token_ids: TokenIds | None = Field(None, description="Token ids that end a completion, besides the model's own.")
     stop_strings: Strings | None = Field(None, description="Texts that end a completion.")
@@ -235,7 +235,7 @@ class GenerationConfig(Model):
 
     @field_validator("keep_sampling_mask")
     @classmethod
-    def _bounded(cls, value: bool, info: ValidationInfo) -> bool:
+    def _require_top_k(cls, value: bool, info: ValidationInfo) -> bool:
         filters = info.data.get("top_p", 1.0) < 1 or info.data.get("min_p", 0.0) > 0
         if value and filters and info.data.get("top_k") in (None, -1):
             raise ValueError(
@@ -252,7 +252,7 @@ class GenerationConfig(Model):
             "top_p": self.val_top_p if validation else self.top_p,
             "top_k": None if top_k == -1 else top_k,
             "min_p": self.min_p,
-            "record_kept": self.keep_sampling_mask and not validation,
+            "record_sampling_mask": self.keep_sampling_mask and not validation,
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": self.stop_token_ids or (),
             "stop_strings": self.stop_strings or (),

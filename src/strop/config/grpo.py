@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.config.model import Model, subsection
+from strop.config.model import BaseConfig, subsection
 from strop.config.training import AsyncConfig, RolloutTrainingConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 
 
-class AdvantageConfig(Model):
+class AdvantageConfig(BaseConfig):
     """How advantages are estimated."""
 
     name: str | None = Field(
@@ -46,7 +46,7 @@ class GrpoConfig(RolloutTrainingConfig):
     async_grpo: AsyncConfig = subsection(AsyncConfig)
 
     @property
-    def asynchronous(self) -> AsyncConfig:
+    def async_config(self) -> AsyncConfig:
         return self.async_grpo
 
     @property
@@ -54,7 +54,7 @@ class GrpoConfig(RolloutTrainingConfig):
         return self.update_epochs
 
 
-class LossConfig(Model):
+class LossConfig(BaseConfig):
     """The clipped policy-gradient loss and its KL term."""
 
     reference_policy_kl_penalty: float | None = Field(
@@ -143,7 +143,7 @@ class LossConfig(Model):
         return "token_mean" if self.token_level_loss else "sequence_mean"
 
 
-class AlgorithmConfig(Model):
+class AlgorithmConfig(BaseConfig):
     """The algorithm that turns groups into a loss."""
 
     name: str = Field(

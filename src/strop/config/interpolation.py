@@ -22,7 +22,7 @@ def _divide(a: Any, b: Any) -> Any:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
 
 
-def _environment(name: str, *default: Any) -> Any:
+def _read_environment(name: str, *default: Any) -> Any:
     if name in os.environ:
         return os.environ[name]
     if default:
@@ -35,7 +35,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "add": lambda *numbers: sum(numbers),
     "sub": lambda a, b: a - b,
     "div": _divide,
-    "env": _environment,
+    "env": _read_environment,
 }
 
 
@@ -45,25 +45,25 @@ def _register() -> None:
         register(name, function, replace=True)
 
 
-def resolve(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
     _register()
     errors: dict[KeyPath, str] = {}
-    readable = _map(values, lambda path, text: text if _parses(path, text, errors) else None)
+    readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
     tree = OmegaConf.create(readable)
-    resolved: dict[str, Any] = _map(readable, lambda path, text: _value(tree, path, text, errors))
+    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))
     return resolved, errors
 
 
-def _map(value: Any, change: Any, path: KeyPath = ()) -> Any:
+def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
     if isinstance(value, Mapping):
-        return {key: _map(inner, change, (*path, str(key))) for key, inner in value.items()}
+        return {key: _map_strings(inner, change, (*path, str(key))) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_map(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
+        return [_map_strings(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
     return change(path, value) if isinstance(value, str) and "${" in value else value
 
 
-def _parses(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
+def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
     try:
         OmegaConf.create({"value": text})
     except OmegaConfBaseException:
@@ -72,22 +72,22 @@ def _parses(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
     return True
 
 
-def _value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyPath, str]) -> Any:
+def _resolve_value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyPath, str]) -> Any:
     try:
         node: Any = tree
         for name in path:
-            node = node[int(name)] if isinstance(node, ListConfig) else node[_key(node, name)]
+            node = node[int(name)] if isinstance(node, ListConfig) else node[_find_child(node, name)]
         return OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig | ListConfig) else node
     except (OmegaConfBaseException, RecursionError) as error:
-        errors[path] = f"{text!r} cannot be resolved: {_reason(error)}"
+        errors[path] = f"{text!r} cannot be resolved: {_explain(error)}"
         return None
 
 
-def _key(node: DictConfig, name: str) -> Any:
+def _find_child(node: DictConfig, name: str) -> Any:
     return next((key for key in node if str(key) == name), name)
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
         return "it refers to itself"
     first = str(error).splitlines()[0]
@@ -95,11 +95,11 @@ def _reason(error: Exception) -> str:
     return f"there is no key {missing['key']}" if missing else first
 
 
-def targets(text: str) -> Iterator[str]:
+def referenced_keys(text: str) -> Iterator[str]:
     """Yield the absolute keys that a text refers to."""
     return (match[1] for match in re.finditer(r"\$\{([A-Za-z_][\w.]*)\}", text))
 
 
-def escape(text: str) -> str:
+def escape_interpolations(text: str) -> str:
     """Escape ``${`` as ``\\${``, so that the text reads back unchanged."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

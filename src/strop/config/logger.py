@@ -6,23 +6,23 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.config.model import Model, subsection
+from strop.config.model import BaseConfig, subsection
 
 
-class WandbConfig(Model):
+class WandbConfig(BaseConfig):
     """Weights & Biases."""
 
     project: str = Field("strop", description="Project name.")
     name: str | None = Field(None, description="Run name; null lets Weights & Biases choose.")
 
 
-class TensorboardConfig(Model):
+class TensorboardConfig(BaseConfig):
     """TensorBoard."""
 
     log_dir: str | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
 
 
-class LoggerConfig(Model):
+class LoggerConfig(BaseConfig):
     """Where metrics and rollouts go."""
 
     log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")

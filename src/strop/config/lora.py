@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from strop.config.model import Model
+from strop.config.model import BaseConfig
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
 
-class LoraConfig(Model):
+class LoraConfig(BaseConfig):
     """Low-rank adapters (LoRA) on the linear layers of a frozen model, saved in PEFT's format."""
 
     enabled: bool = Field(False, description="Train only adapters. The reference policy is then the model with its adapters off.")
@@ -42,7 +42,7 @@ class LoraConfig(Model):
     use_triton: bool = Field(True, description="Accepted for NeMo-RL recipes, without effect: there are no kernels to choose.")
 
     @model_validator(mode="after")
-    def _layers_are_named_once(self) -> LoraConfig:
+    def _check_target_modules(self) -> LoraConfig:
         if self.target_modules and self.match_all_linear:
             raise ValueError(
                 f"target_modules is {', '.join(self.target_modules)}, but match_all_linear=true selects every linear layer; remove one of "
@@ -54,7 +54,7 @@ class LoraConfig(Model):
             )
         return self
 
-    def options(self) -> dict[str, Any]:
+    def lora_options(self) -> dict[str, Any]:
         """Keyword arguments of ``strop.models.lora.LoraOptions``."""
         left_out = {"enabled", "match_all_linear", "lora_A_init", "use_triton"}
         return {**self.model_dump(exclude=left_out), "initialiser": self.lora_A_init}

@@ -9,20 +9,20 @@ from pydantic import Field, ValidationInfo, field_validator, model_serializer, m
 
 from strop.config.generation import Device, GenerationConfig, Precision
 from strop.config.lora import LoraConfig
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 
 
-class TokenizerConfig(Model):
+class TokenizerConfig(BaseConfig):
     """The tokenizer and its chat template."""
 
-    name: str = follows("..model_name", alone=..., min_length=1, description="A hub name or a folder.")
+    name: str = follows("..model_name", standalone=..., min_length=1, description="A hub name or a folder.")
     chat_template: str | None = Field(None, description="Jinja template; null or default is the tokenizer's own.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template, such as enable_thinking."
     )
 
 
-class OptimizerGroupConfig(Model):
+class OptimizerGroupConfig(BaseConfig):
     """Parameters with their own learning rate or weight decay."""
 
     match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
@@ -32,7 +32,7 @@ class OptimizerGroupConfig(Model):
     weight_decay: float | None = Field(None, ge=0, description="Weight decay; null is that of kwargs.")
 
     @model_validator(mode="after")
-    def _differs(self) -> OptimizerGroupConfig:
+    def _check_not_empty(self) -> OptimizerGroupConfig:
         if self.lr is None and self.weight_decay is None:
             raise ValueError(
                 "the group sets neither lr nor weight_decay, so it has no effect; set one of them, or remove the group"
@@ -40,7 +40,7 @@ class OptimizerGroupConfig(Model):
         return self
 
 
-class OptimizerConfig(Model):
+class OptimizerConfig(BaseConfig):
     """The optimizer."""
 
     name: str = Field(
@@ -65,7 +65,7 @@ class OptimizerConfig(Model):
     )
 
 
-class ScheduleStageConfig(Model):
+class ScheduleStageConfig(BaseConfig):
     """One learning-rate schedule."""
 
     name: str = Field(
@@ -83,7 +83,7 @@ class ScheduleStageConfig(Model):
     )
 
 
-class SchedulerConfig(Model):
+class SchedulerConfig(BaseConfig):
     """A sequence of schedulers: stage i + 1 takes over at step milestones[i].
 
     Written as one ``{name, kwargs}``, or as a list of them that ends in ``{milestones: [...]}``.
@@ -94,7 +94,7 @@ class SchedulerConfig(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, values: Any) -> Any:
+    def _parse_stages(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "stages" not in values:
             return {"stages": [values], "milestones": []}
         if isinstance(values, Sequence) and not isinstance(values, str):
@@ -104,7 +104,7 @@ class SchedulerConfig(Model):
         return values
 
     @model_validator(mode="after")
-    def _counts(self) -> SchedulerConfig:
+    def _check_milestones(self) -> SchedulerConfig:
         if len(self.milestones) != len(self.stages) - 1:
             raise ValueError(
                 f"{len(self.stages)} schedulers need {len(self.stages) - 1} milestones (the steps at which the next one takes "
@@ -116,12 +116,12 @@ class SchedulerConfig(Model):
         return self
 
     @model_serializer
-    def _write(self) -> Any:
+    def _serialize(self) -> Any:
         stages: list[Any] = [{"name": stage.name, "kwargs": stage.kwargs} for stage in self.stages]
         return stages[0] if not self.milestones else [*stages, {"milestones": list(self.milestones)}]
 
 
-class DtensorConfig(Model):
+class DtensorConfig(BaseConfig):
     """The torch learner and its parallelism."""
 
     enabled: bool = Field(True, description="Train with the torch learner.")
@@ -152,7 +152,7 @@ class DtensorConfig(Model):
     lora_cfg: LoraConfig = subsection(LoraConfig)
 
 
-class MegatronConfig(Model):
+class MegatronConfig(BaseConfig):
     """The Megatron Core learner, which is not in this version."""
 
     enabled: bool = Field(False, description="Train with Megatron Core; true is an error in this version.")
@@ -165,7 +165,7 @@ class MegatronConfig(Model):
     sequence_parallel: bool = Field(False, description="Split activations between tensor-parallel ranks along the sequence.")
 
 
-class SequencePackingConfig(Model):
+class SequencePackingConfig(BaseConfig):
     """Micro-batches of flat rows without padding, within a token budget."""
 
     enabled: bool = Field(
@@ -176,41 +176,41 @@ class SequencePackingConfig(Model):
     train_mb_tokens: int = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",
-        alone=2048,
+        standalone=2048,
         ge=1,
         description="Token budget of a training micro-batch (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
         "..logprob_batch_size",
-        alone=2048,
+        standalone=2048,
         ge=1,
         description="Token budget of a micro-batch scored without gradients (tokens).",
     )
     prefix_sharing: bool = Field(True, description="Store and compute a group's prompt once instead of once per rollout.")
 
 
-class DynamicBatchingConfig(Model):
+class DynamicBatchingConfig(BaseConfig):
     """Token budgets of padded micro-batches, where sequence_packing is off."""
 
     enabled: bool = Field(False, description="Padded dynamic batching; true is an error in this version.")
     train_mb_tokens: int = follows(
         "..max_total_sequence_length",
         "..train_micro_batch_size",
-        alone=2048,
+        standalone=2048,
         ge=1,
         description="Token budget of a training micro-batch, padding included (tokens).",
     )
     logprob_mb_tokens: int = follows(
         "..max_total_sequence_length",
         "..logprob_batch_size",
-        alone=2048,
+        standalone=2048,
         ge=1,
         description="Token budget of a micro-batch scored without gradients, padding included (tokens).",
     )
 
 
-class EmaConfig(Model):
+class EmaConfig(BaseConfig):
     """An exponential moving average of the trained weights, saved beside them."""
 
     enabled: bool = Field(False, description="Keep an average in float32, and save it as a Hugging Face folder policy/ema.")
@@ -223,13 +223,13 @@ class EmaConfig(Model):
     start_step: int = Field(0, ge=0, description="Until this step the average equals the weights (optimizer steps).")
 
 
-class ReferenceConfig(Model):
+class ReferenceConfig(BaseConfig):
     """The frozen copy of the policy in the KL term."""
 
     offload: bool = Field(False, description="Keep it in CPU memory between uses.")
 
 
-class ModelConfig(Model):
+class ModelConfig(BaseConfig):
     """A model and its training."""
 
     model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
@@ -261,7 +261,7 @@ class ModelConfig(Model):
     )
     logprob_batch_size: int = follows(
         ".train_micro_batch_size",
-        alone=4,
+        standalone=4,
         ge=1,
         description="Sets the default token budget of a micro-batch scored without gradients (rollouts).",
     )
@@ -286,7 +286,7 @@ class ModelConfig(Model):
 
     @field_validator("weights_dtype")
     @classmethod
-    def _no_finer_than_its_weights(cls, weights_dtype: str, values: ValidationInfo) -> str:
+    def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:
         if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
             raise ValueError(
                 "with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32"

@@ -7,12 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from strop.config.grpo import AlgorithmConfig
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 from strop.config.policy import ModelConfig, TokenizerConfig
 from strop.config.training import AsyncConfig, RolloutTrainingConfig
 
 
-class GaeConfig(Model):
+class GaeConfig(BaseConfig):
     """Generalised advantage estimation (arXiv 1506.02438)."""
 
     name: Literal["gae"] = Field("gae", description="The only estimator with a critic.")
@@ -58,7 +58,7 @@ class PpoConfig(RolloutTrainingConfig):
     async_ppo: AsyncConfig = subsection(AsyncConfig)
 
     @property
-    def asynchronous(self) -> AsyncConfig:
+    def async_config(self) -> AsyncConfig:
         return self.async_ppo
 
     @property
@@ -72,7 +72,7 @@ class PpoAlgorithmConfig(AlgorithmConfig):
     name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class.")
 
 
-class ValueLossConfig(Model):
+class ValueLossConfig(BaseConfig):
     """The critic's loss: half the squared error of returns, clipped."""
 
     scale: float | None = Field(None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1).")
@@ -92,12 +92,12 @@ class ValueConfig(ModelConfig):
     """The critic: a separate network, or a head on the policy's."""
 
     model_name: str = follows(
-        "..policy.model_name", alone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
+        "..policy.model_name", standalone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
     )
     tokenizer: ValueTokenizerConfig = subsection(ValueTokenizerConfig)
     head_only: bool = Field(
         False, description="Use a linear layer on the policy's hidden states as critic, without gradient into the policy."
     )
     max_total_sequence_length: int = follows(
-        "..policy.max_total_sequence_length", alone=512, ge=2, description="As the policy's (tokens)."
+        "..policy.max_total_sequence_length", standalone=512, ge=2, description="As the policy's (tokens)."
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from strop.config.grpo import AlgorithmConfig
-from strop.config.model import Model, subsection
+from strop.config.model import BaseConfig, subsection
 from strop.config.policy import PolicyConfig
 from strop.config.training import RecordedTrainingConfig
 
@@ -80,7 +80,7 @@ class RmAlgorithmConfig(AlgorithmConfig):
     name: str = Field("reward_model", min_length=1, description="reward_model, or module:Class.")
 
 
-class RewardModelConfig(Model):
+class RewardModelConfig(BaseConfig):
     """The kind of reward model."""
 
     enabled: bool = Field(True, description="Train a sequence classifier with one label.")

@@ -16,7 +16,7 @@ from strop.config.evaluation import EvalConfig, EvalGenerationConfig, EvalTokeni
 from strop.config.generation import GenerationConfig
 from strop.config.grpo import AlgorithmConfig, GrpoConfig, LossConfig
 from strop.config.logger import LoggerConfig
-from strop.config.model import Model, subsection
+from strop.config.model import BaseConfig, subsection
 from strop.config.policy import ModelConfig, PolicyConfig
 from strop.config.ppo import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.recorded import (
@@ -32,18 +32,18 @@ from strop.config.training import RecordedTrainingConfig, RolloutTrainingConfig,
 from strop.config.watchdog import WatchdogConfig
 
 
-def _null_is_empty(values: object) -> object:
+def _null_to_empty(values: object) -> object:
     """Read an ``env`` or an alias in it without any key as empty."""
     if isinstance(values, Mapping):
         return {alias: {} if options is None else options for alias, options in values.items()}
     return {} if values is None else values
 
 
-Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_is_empty)]
+Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_to_empty)]
 ENVIRONMENTS_DOC = "Environments by alias; env_name in data selects one."
 
 
-class TrainingRunConfig(Model):
+class TrainingRunConfig(BaseConfig):
     """Sections of every training run. ``section`` is the name of its training section."""
 
     section: ClassVar[str]
@@ -68,7 +68,7 @@ class RolloutRunConfig(TrainingRunConfig):
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
 
     @property
-    def rollouts(self) -> RolloutTrainingConfig:
+    def rollout_training(self) -> RolloutTrainingConfig:
         found: RolloutTrainingConfig = getattr(self, self.section)
         return found
 
@@ -79,7 +79,7 @@ class RecordedRunConfig(TrainingRunConfig):
     checkpointing: RecordedCheckpointingConfig = subsection(RecordedCheckpointingConfig)
 
     @property
-    def recorded(self) -> RecordedTrainingConfig:
+    def recorded_training(self) -> RecordedTrainingConfig:
         found: RecordedTrainingConfig = getattr(self, self.section)
         return found
 
@@ -139,7 +139,7 @@ class RmRunConfig(RecordedRunConfig):
     policy: RmPolicyConfig
 
 
-class EvalRunConfig(Model):
+class EvalRunConfig(BaseConfig):
     """Evaluation of a model on a set of tasks."""
 
     eval: EvalConfig = subsection(EvalConfig)
@@ -155,20 +155,20 @@ TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {
 }
 
 
-def trained_models(config: TrainingRunConfig) -> list[tuple[str, ModelConfig]]:
+def list_trained_models(config: TrainingRunConfig) -> list[tuple[str, ModelConfig]]:
     """Return (dotted key, section) of every trained model."""
     models: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
     return [*models, ("value", config.value)] if isinstance(config, PpoRunConfig) else models
 
 
-def environment_of(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
+def environment_alias(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
     """Return the alias of the environment that scores an entry's tasks; None if it sets none and env does not have exactly one."""
     if entry.env_name is not None:
         return entry.env_name
     return next(iter(config.env)) if len(config.env) == 1 else None
 
 
-def generation_of(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
+def generation_section(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
     """Return the dotted key of the generation section, and the section."""
     if isinstance(config, TrainingRunConfig):
         return "policy.generation", config.policy.generation

@@ -14,24 +14,26 @@ from typing import Any, TypeAlias
 
 from strop.config import keys, yaml_text
 from strop.config.errors import COMMAND_LINE, ConfigError, Origin, Problem
-from strop.config.model import Model, read
+from strop.config.model import BaseConfig, get_at
 
 KeyPath: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """Nested values, and the file and line of each."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
-    def under(self, other: Source) -> Source:
+    def overlay(self, other: ConfigSource) -> ConfigSource:
         """Return this source with ``other`` on top: sections merge, other values are replaced."""
-        return Source(merge(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files)
+        return ConfigSource(
+            merge_sections(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files
+        )
 
-    def origin(self, path: KeyPath) -> Origin | None:
+    def find_origin(self, path: KeyPath) -> Origin | None:
         """Return where a key was set, or else the innermost section around it; None if neither was."""
         while path:
             if path in self.origins:
@@ -40,15 +42,15 @@ class Source:
         return None
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = merge_sections(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def read_file(path: Path, inheriting: tuple[Path, ...] = ()) -> Source:
+def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSource:
     """Read a file and, below it, the files of its ``defaults:``, relative to it. Raises ConfigError."""
     if path.resolve() in [other.resolve() for other in inheriting]:
         chain = " -> ".join(str(other) for other in (*inheriting, path))
@@ -62,19 +64,19 @@ def read_file(path: Path, inheriting: tuple[Path, ...] = ()) -> Source:
                 )
             ]
         )
-    own, bases = _read_one(path, inheriting)
-    source = Source()
+    own, bases = _read_single_file(path, inheriting)
+    source = ConfigSource()
     for base in bases:
-        source = source.under(read_file(path.parent / base, (*inheriting, path)))
-    return source.under(own)
+        source = source.overlay(read_config_file(path.parent / base, (*inheriting, path)))
+    return source.overlay(own)
 
 
-def _read_one(path: Path, inheriting: tuple[Path, ...]) -> tuple[Source, list[str]]:
+def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigSource, list[str]]:
     try:
         text = path.read_text(encoding="utf-8")
         values, lines = yaml_text.parse(text)
     except OSError as error:
-        raise ConfigError([missing_file(path, inheriting, error)]) from error
+        raise ConfigError([describe_missing_file(path, inheriting, error)]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([Problem("", f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}")]) from error
     except yaml_text.YamlError as error:
@@ -84,7 +86,9 @@ def _read_one(path: Path, inheriting: tuple[Path, ...]) -> tuple[Source, list[st
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError([Problem("", f"found {kind(values)}; a configuration is a mapping of sections", origin=Origin(path))])
+        raise ConfigError(
+            [Problem("", f"found {describe_type(values)}; a configuration is a mapping of sections", origin=Origin(path))]
+        )
     defaults = values.pop("defaults", [])
     bases = [defaults] if isinstance(defaults, str) else defaults
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -99,10 +103,10 @@ def _read_one(path: Path, inheriting: tuple[Path, ...]) -> tuple[Source, list[st
             ]
         )
     origins = {key: Origin(path, line) for key, line in lines.items() if key[0] != "defaults"}
-    return Source(values, origins, (path,)), bases
+    return ConfigSource(values, origins, (path,)), bases
 
 
-def missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
+def describe_missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
     """Return a Problem with the missing file, the file that inherits from it, and the configurations in its folder."""
     message = f"there is no file {path}" if not path.exists() else f"{path} cannot be read: {error.strerror}"
     if not path.is_absolute() and not inheriting:
@@ -119,7 +123,7 @@ def missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Prob
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s~+][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
-def apply_overrides(source: Source, overrides: Sequence[str], root: type[Model]) -> tuple[Source, list[Problem]]:
+def apply_overrides(source: ConfigSource, overrides: Sequence[str], root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem]]:
     """Apply overrides in order. Return the new source and a problem for each that cannot be applied."""
     problems: list[Problem] = []
     for text in overrides:
@@ -128,7 +132,7 @@ def apply_overrides(source: Source, overrides: Sequence[str], root: type[Model])
     return source, problems
 
 
-def apply_override(source: Source, text: str, root: type[Model]) -> tuple[Problem | None, Source]:
+def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> tuple[Problem | None, ConfigSource]:
     match = OVERRIDE.fullmatch(text.strip())
     if match is None or (match["value"] is None and match["mark"] != "~"):
         hint = (
@@ -137,24 +141,24 @@ def apply_override(source: Source, text: str, root: type[Model]) -> tuple[Proble
             else "Write section.key=value, or ~section.key to delete."
         )
         return Problem("", f"{text!r} is not an override", hint, Origin(COMMAND_LINE)), source
-    path = entry_path(tuple(match["key"].split(".")), source, root)
+    path = normalize_entry_path(tuple(match["key"].split(".")), source, root)
     origin = Origin(COMMAND_LINE)
     if match["mark"] == "~":
-        return delete(source, path, origin)
+        return delete_key(source, path, origin)
     try:
-        value = parse_for(path, match["value"], root)
+        value = parse_override_value(path, match["value"], root)
     except yaml_text.YamlError as error:
         fix = "Put the value in quotes twice, once for the shell: key='\"value\"'."
         return Problem(match["key"], f"the value {match['value']} cannot be read: {error}", fix, origin), source
-    return put(source, path, value, origin)
+    return set_key(source, path, value, origin)
 
 
-def entry_path(path: KeyPath, source: Source, root: type[Model]) -> KeyPath:
+def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseConfig]) -> KeyPath:
     """Add or remove the index of a single list entry, to match how the file writes it."""
     for depth in range(1, len(path)):
-        field = keys.find(root, path[:depth])
-        if field is not None and keys.element(field) is not None and keys.is_list(field):
-            found, rest = read(source.values, path[:depth]), path[depth:]
+        field = keys.find_field(root, path[:depth])
+        if field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field):
+            found, rest = get_at(source.values, path[:depth]), path[depth:]
             if not isinstance(found, list) and rest[0] == "0" and len(rest) > 1:
                 return (*path[:depth], *rest[1:])
             if isinstance(found, list) and len(found) == 1 and not rest[0].isdigit():
@@ -162,7 +166,7 @@ def entry_path(path: KeyPath, source: Source, root: type[Model]) -> KeyPath:
     return path
 
 
-def parse_for(path: KeyPath, text: str, root: type[Model]) -> Any:
+def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:
     """Parse a value as YAML, except that ``name=7`` is the string "7" where the key is a string, and ``*x`` is always a string."""
     try:
         value = yaml_text.parse_value(text)
@@ -170,18 +174,18 @@ def parse_for(path: KeyPath, text: str, root: type[Model]) -> Any:
         if text.lstrip()[:1] in ("[", "{", "'", '"'):
             raise
         return text
-    found = keys.find(root, path)
-    wants_text = found is not None and keys.type_text(found) in ("str", "str or null")
+    found = keys.find_field(root, path)
+    wants_text = found is not None and keys.format_type(found) in ("str", "str or null")
     return text if wants_text and isinstance(value, bool | int | float) else value
 
 
-def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, Source]:
+def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Set one key, creating sections on the way; a mapping is merged into a section."""
-    values = _copy(source.values)
+    values = _copy_values(source.values)
     target: Any = values
     made: list[KeyPath] = []
     for depth, name in enumerate(path[:-1], 1):
-        index = _index(target, name)
+        index = _list_index(target, name)
         if index is None and isinstance(target, dict) and target.get(name) is None:
             target[name] = {}
             made.append(path[:depth])
@@ -189,16 +193,16 @@ def put(source: Source, path: KeyPath, value: Any, origin: Origin) -> tuple[Prob
         if not isinstance(inner, dict | list):
             return _not_a_section(path, depth, inner, target, origin), source
         target = inner
-    index, last = _index(target, path[-1]), path[-1]
+    index, last = _list_index(target, path[-1]), path[-1]
     if isinstance(target, list):
         if index is None:
             return _not_a_section(path, len(path) - 1, target, target, origin), source
         target[index] = value
     else:
         below = target.get(last)
-        target[last] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    written = dict.fromkeys((*made, path, *_inside(path, value)), origin)
-    return None, Source(values, {**source.origins, **written}, source.files)
+        target[last] = merge_sections(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    written = dict.fromkeys((*made, path, *_paths_inside(path, value)), origin)
+    return None, ConfigSource(values, {**source.origins, **written}, source.files)
 
 
 def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: Origin) -> Problem:
@@ -211,35 +215,35 @@ def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: O
     )
 
 
-def delete(source: Source, path: KeyPath, origin: Origin) -> tuple[Problem | None, Source]:
+def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Remove a key that a file sets, so that the schema's default holds."""
     dotted = ".".join(path)
-    values = _copy(source.values)
-    parent = read(values, path[:-1])
+    values = _copy_values(source.values)
+    parent = get_at(values, path[:-1])
     if not isinstance(parent, dict) or path[-1] not in parent:
         fix = "~key removes a key that the file sets; this key is not set."
         return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
     del parent[path[-1]]
     origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
-    return None, Source(values, origins, source.files)
+    return None, ConfigSource(values, origins, source.files)
 
 
-def _copy(value: Any) -> Any:
+def _copy_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _copy_values(inner) for key, inner in value.items()}
+    return [_copy_values(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _index(target: Any, name: str) -> int | None:
+def _list_index(target: Any, name: str) -> int | None:
     return int(name) if isinstance(target, list) and name.isdigit() and int(name) < len(target) else None
 
 
-def _inside(path: KeyPath, value: Any) -> list[KeyPath]:
+def _paths_inside(path: KeyPath, value: Any) -> list[KeyPath]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [below for key, inner in items for below in [(*path, str(key)), *_inside((*path, str(key)), inner)]]
+    return [below for key, inner in items for below in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
 
 
-KINDS = {
+TYPE_PHRASES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -250,5 +254,5 @@ KINDS = {
 }
 
 
-def kind(value: Any) -> str:
-    return KINDS.get(type(value), type(value).__name__)
+def describe_type(value: Any) -> str:
+    return TYPE_PHRASES.get(type(value), type(value).__name__)

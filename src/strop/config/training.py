@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.config.model import Model, follows, subsection
+from strop.config.model import BaseConfig, follows, subsection
 
 
-class TrainingConfig(Model):
+class TrainingConfig(BaseConfig):
     """How long a run trains, when it validates and when it stops."""
 
     max_num_epochs: int | None = Field(1, ge=1, description="Passes over the training data; null is unlimited (passes).")
@@ -40,7 +40,7 @@ class TrainingConfig(Model):
         return self.max_num_steps if self.max_num_steps >= 0 else 1 << 60
 
 
-class RewardScalingConfig(Model):
+class RewardScalingConfig(BaseConfig):
     """A linear map of rewards, clipped to the source range first."""
 
     enabled: bool = Field(False, description="Map rewards from the source range to the target range.")
@@ -50,7 +50,7 @@ class RewardScalingConfig(Model):
     target_max: float = Field(1.0, description="Image of source_max (reward).")
 
 
-class RewardShapingConfig(Model):
+class RewardShapingConfig(BaseConfig):
     """Soft overlong punishment (DAPO, arXiv 2503.14476): the reward falls over the last tokens before the longest response."""
 
     enabled: bool = Field(False, description="Penalise rollouts close to the longest response.")
@@ -59,14 +59,17 @@ class RewardShapingConfig(Model):
     )
     overlong_buffer_penalty: float = Field(1.0, ge=0, description="Full penalty, at max_response_length (reward).")
     max_response_length: int = follows(
-        "...policy.max_total_sequence_length", alone=512, ge=1, description="Sampled tokens of the longest response (tokens)."
+        "...policy.max_total_sequence_length",
+        standalone=512,
+        ge=1,
+        description="Sampled tokens of the longest response (tokens).",
     )
     stop_properly_penalty_coef: float | None = Field(
         None, ge=0, le=1, description="Multiply the rewards of truncated rollouts by this; null does not."
     )
 
 
-class AsyncConfig(Model):
+class AsyncConfig(BaseConfig):
     """Generation that runs ahead of training."""
 
     enabled: bool = Field(
@@ -140,14 +143,14 @@ class RolloutTrainingConfig(TrainingConfig):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
-    def asynchronous(self) -> AsyncConfig:
+    def async_config(self) -> AsyncConfig:
         """The section of asynchronous training."""
         return AsyncConfig.model_validate({})
 
     @property
     def max_staleness(self) -> int:
         """k of the rollout stream: up to (k + 1) x groups per step are in flight."""
-        return self.asynchronous.max_trajectory_age_steps if self.asynchronous.enabled else 0
+        return self.async_config.max_trajectory_age_steps if self.async_config.enabled else 0
 
     @property
     def epochs_per_batch(self) -> int:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from strop.config.errors import Problem
-from strop.config.schema import EvalRunConfig, TrainingRunConfig, generation_of, trained_models
+from strop.config.schema import EvalRunConfig, TrainingRunConfig, generation_section, list_trained_models
 
 Problems = Iterator[Problem]
 
 
-def megatron_learner(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
+def check_megatron_learner(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
         if model.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.megatron_cfg.enabled",
@@ -24,8 +24,8 @@ def megatron_learner(config: TrainingRunConfig) -> Problems:
             )
 
 
-def no_learner(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
+def check_learner_enabled(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
         if not model.dtensor_cfg.enabled and not model.megatron_cfg.enabled:
             yield Problem(
                 f"{key}.dtensor_cfg.enabled",
@@ -34,8 +34,8 @@ def no_learner(config: TrainingRunConfig) -> Problems:
             )
 
 
-def dynamic_batching(config: TrainingRunConfig) -> Problems:
-    for key, model in trained_models(config):
+def check_dynamic_batching(config: TrainingRunConfig) -> Problems:
+    for key, model in list_trained_models(config):
         if model.dynamic_batching.enabled:
             yield Problem(
                 f"{key}.dynamic_batching.enabled",
@@ -44,8 +44,8 @@ def dynamic_batching(config: TrainingRunConfig) -> Problems:
             )
 
 
-def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
-    key, generation = generation_of(config)
+def check_generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+    key, generation = generation_section(config)
     names = {"sglang": "SGLang", "megatron": "Megatron"}
     if generation.backend in names:
         yield Problem(
@@ -55,9 +55,9 @@ def generation_backend(config: TrainingRunConfig | EvalRunConfig) -> Problems:
         )
 
 
-def pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Problems:
+def check_pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Problems:
     """The weight readback does not yet distinguish the layers of pipeline stages."""
-    key, generation = generation_of(config)
+    key, generation = generation_section(config)
     if generation.backend == "vllm" and (size := generation.vllm_cfg.pipeline_parallel_size) > 1:
         yield Problem(
             f"{key}.vllm_cfg.pipeline_parallel_size",
@@ -66,12 +66,12 @@ def pipeline_parallel_engine(config: TrainingRunConfig | EvalRunConfig) -> Probl
         )
 
 
-BOTH_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
-    generation_backend,
-    pipeline_parallel_engine,
+COMMON_UNSUPPORTED_CHECKS: tuple[Callable[[Any], Problems], ...] = (
+    check_generation_backend,
+    check_pipeline_parallel_engine,
 )
-TRAINING_UNSUPPORTED: tuple[Callable[[Any], Problems], ...] = (
-    megatron_learner,
-    no_learner,
-    dynamic_batching,
+TRAINING_UNSUPPORTED_CHECKS: tuple[Callable[[Any], Problems], ...] = (
+    check_megatron_learner,
+    check_learner_enabled,
+    check_dynamic_batching,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.config.model import Model
+from strop.config.model import BaseConfig
 
 
-class WatchdogConfig(Model):
+class WatchdogConfig(BaseConfig):
     """How long the parts of a run may wait for each other. A wait over its limit appears in the log and in status.json; 0 is no limit."""
 
     enabled: bool = Field(True, description="Watch the run, and write status.json into its log folder.")
@@ -33,7 +33,7 @@ class WatchdogConfig(Model):
 
     @field_validator("stop_after_seconds")
     @classmethod
-    def _watched(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _check_enabled(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("enabled") is False:
             raise ValueError(
                 "watchdog.enabled is false, so nothing would stop the run; set watchdog.enabled=true, or stop_after_seconds=null"

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
-RESOLVERS = (
+SCALAR_PATTERNS = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("int", r"^(?:[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+)$", "-+0123456789"),
@@ -26,27 +26,27 @@ RESOLVERS = (
 )
 
 
-class Loader(yaml.SafeLoader):
+class Yaml12Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (not shared with the base class)
 
 
-class Dumper(yaml.SafeDumper):
+class Yaml12Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (not shared with the base class)
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: Yaml12Dumper, text: str) -> yaml.ScalarNode:
     """Represent a string, with quotes and escapes where YAML would fold or drop a character."""
     odd = any(not character.isprintable() and character != "\n" for character in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
 
 
-Dumper.add_representer(str, _text)
+Yaml12Dumper.add_representer(str, _represent_text)
 
-for _tag, _pattern, _first in RESOLVERS:
-    for _side in (Loader, Dumper):
+for _tag, _pattern, _first in SCALAR_PATTERNS:
+    for _side in (Yaml12Loader, Yaml12Dumper):
         _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 
 
@@ -63,12 +63,12 @@ def parse_value(text: str) -> Any:
     return parse(text)[0]
 
 
-def parse(text: str) -> tuple[Any, dict[Path, int]]:
+def parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
     """Return the document in ``text``, and the line of every key and list item. Raises YamlError."""
     try:
-        loader = Loader(text)
+        loader = Yaml12Loader(text)
         node = loader.get_single_node()
-        lines = {} if node is None else dict(_lines(node))
+        lines = {} if node is None else dict(_key_lines(node))
         return (None if node is None else loader.construct_document(node)), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -78,7 +78,7 @@ def parse(text: str) -> tuple[Any, dict[Path, int]]:
         raise YamlError(str(error)) from error
 
 
-def _lines(node: yaml.Node, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+def _key_lines(node: yaml.Node, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
@@ -91,12 +91,12 @@ def _lines(node: yaml.Node, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
                 )
             seen[name] = line
             yield (*prefix, name), line
-            yield from _lines(value, (*prefix, name))
+            yield from _key_lines(value, (*prefix, name))
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield (*prefix, str(index)), value.start_mark.line + 1
-            yield from _lines(value, (*prefix, str(index)))
+            yield from _key_lines(value, (*prefix, str(index)))
 
 
-def write(values: Any) -> str:
-    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+def dump(values: Any) -> str:
+    return yaml.dump(values, Dumper=Yaml12Dumper, sort_keys=False, allow_unicode=True, width=120)

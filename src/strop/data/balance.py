@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from strop.data.packing import cut_group, first_fit, group_members
+from strop.data.packing import group_members, pack_first_fit, split_group
 from strop.types import Batch
 
 Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens on their own
@@ -20,52 +20,54 @@ Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens on
 class RankPlan:
     """The micro-batches of one rank, as tuples of rollouts; () is a dummy micro-batch."""
 
-    busy: tuple[tuple[int, ...], ...]
-    idle: tuple[tuple[int, ...], ...]  # without a backward pass
+    trained: tuple[tuple[int, ...], ...]
+    forward_only: tuple[tuple[int, ...], ...]  # without a backward pass
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchPartition:
     """The micro-batches of every rank. All ranks have the same number of each kind."""
 
     ranks: tuple[RankPlan, ...]
-    tokens: tuple[int, ...]  # of each rank
-    smallest: int  # the shortest rollout, for dummy micro-batches
+    tokens_per_rank: tuple[int, ...]  # of each rank
+    dummy_sequence: int  # the shortest rollout, for dummy micro-batches
 
     @property
     def max_over_mean(self) -> float:
         """Tokens of the fullest rank over the mean of all ranks; 1 is perfect balance."""
-        return max(self.tokens) * len(self.tokens) / max(sum(self.tokens), 1)
+        return max(self.tokens_per_rank) * len(self.tokens_per_rank) / max(sum(self.tokens_per_rank), 1)
 
 
-def divide(batch: Batch, ranks: int, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> Division:
+def partition_batch(
+    batch: Batch, ranks: int, token_budget: int, *, padded: bool = False, whole_groups: bool = False
+) -> BatchPartition:
     """Assign a batch's rollouts to ``ranks``, in micro-batches of at most ``token_budget`` tokens (more only for a single larger unit).
 
     A unit is a group, or a part of a group that is larger than the budget or than an even share; with ``whole_groups``, always a group.
     Units are assigned largest first to the rank with the fewest tokens, so that no rank exceeds the mean by more than one unit (each
     counted on its own, without shared prefixes). With ``padded``, every rollout counts as a row as long as the longest of the batch.
     """
-    costs = _Costs(batch, padded)
-    flags = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
+    costs = _TokenCounter(batch, padded)
+    flags = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
     kinds = []
     for kind in (False, True):
-        units = _units(batch, costs, ranks, token_budget, whole_groups)
-        own = _spread([unit for unit in units if all(flags[sequence] for sequence in unit[0]) == kind], ranks)
-        kinds.append(_in_step(own, token_budget, costs))
+        units = _build_units(batch, costs, ranks, token_budget, whole_groups)
+        own = _distribute_evenly([unit for unit in units if all(flags[sequence] for sequence in unit[0]) == kind], ranks)
+        kinds.append(_align_micro_batches(own, token_budget, costs))
     plans = tuple(RankPlan(trained, forward_only) for trained, forward_only in zip(*kinds, strict=True))
-    return Division(
+    return BatchPartition(
         ranks=plans,
-        tokens=tuple(sum(costs.together(part) for part in plan.busy + plan.idle) for plan in plans),
-        smallest=min(range(batch.num_sequences), key=lambda sequence: costs.together([sequence])),
+        tokens_per_rank=tuple(sum(costs.count(part) for part in plan.trained + plan.forward_only) for plan in plans),
+        dummy_sequence=min(range(batch.num_sequences), key=lambda sequence: costs.count([sequence])),
     )
 
 
-class _Costs:
+class _TokenCounter:
     """Counts the tokens of rollouts in one micro-batch, with shared prefixes counted once."""
 
     def __init__(self, batch: Batch, padded: bool) -> None:
         self.lengths: list[int] = batch.segment_length.tolist()
-        self.row = int(batch.positions.max()) + 1 if padded else None
+        self.row_length = int(batch.positions.max()) + 1 if padded else None
         parents = batch.segment_parent.tolist()
         self.paths: list[list[int]] = []
         for leaf in batch.leaf.tolist():
@@ -75,24 +77,24 @@ class _Costs:
                 leaf = parents[leaf]
             self.paths.append(path)
 
-    def together(self, sequences: Sequence[int]) -> int:
-        if self.row is not None:
-            return self.row * len(sequences)
+    def count(self, sequences: Sequence[int]) -> int:
+        if self.row_length is not None:
+            return self.row_length * len(sequences)
         return sum(self.lengths[segment] for segment in {part for one in sequences for part in self.paths[one]})
 
 
-def _units(batch: Batch, costs: _Costs, ranks: int, token_budget: int, whole_groups: bool) -> list[Unit]:
+def _build_units(batch: Batch, costs: _TokenCounter, ranks: int, token_budget: int, whole_groups: bool) -> list[Unit]:
     members = group_members(batch)
-    groups = [(sequences, costs.together(sequences)) for sequences in members]
+    groups = [(sequences, costs.count(sequences)) for sequences in members]
     if whole_groups:
         return groups
-    if costs.row is not None:
-        return [([sequence], costs.row) for sequences in members for sequence in sequences]
+    if costs.row_length is not None:
+        return [([sequence], costs.row_length) for sequences in members for sequence in sequences]
     limit = min(token_budget, -(-sum(size for _, size in groups) // ranks))
-    return [unit for sequences, _ in groups for unit in cut_group(sequences, batch, costs.lengths, limit)]
+    return [unit for sequences, _ in groups for unit in split_group(sequences, batch, costs.lengths, limit)]
 
 
-def _spread(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
+def _distribute_evenly(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
     """Assign units, largest first, to the bin with the fewest tokens; ties go to the first bin."""
     held: list[list[Unit]] = [[] for _ in range(bins)]
     sizes = [0] * bins
@@ -103,15 +105,17 @@ def _spread(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
     return held
 
 
-def _in_step(ranks: Sequence[Sequence[Unit]], token_budget: int, costs: _Costs) -> list[tuple[tuple[int, ...], ...]]:
+def _align_micro_batches(
+    ranks: Sequence[Sequence[Unit]], token_budget: int, costs: _TokenCounter
+) -> list[tuple[tuple[int, ...], ...]]:
     """Return the micro-batches of each rank, largest first: as many for every rank as the rank with the most needs."""
-    fewest = [first_fit(list(units), token_budget) for units in ranks]
+    fewest = [pack_first_fit(list(units), token_budget) for units in ranks]
     count = max(map(len, fewest))
     plans = []
     for units, packed in zip(ranks, fewest, strict=True):
-        even = _spread(units, count)
+        even = _distribute_evenly(units, count)
         parts = [sorted(sequence for members, _ in held for sequence in members) for held in even]
-        fits = (len(held) <= 1 or costs.together(part) <= token_budget for held, part in zip(even, parts, strict=True))
+        fits = (len(held) <= 1 or costs.count(part) <= token_budget for held, part in zip(even, parts, strict=True))
         chosen = parts if all(fits) else packed + [[]] * (count - len(packed))
-        plans.append(tuple(sorted(map(tuple, chosen), key=costs.together, reverse=True)))
+        plans.append(tuple(sorted(map(tuple, chosen), key=costs.count, reverse=True)))
     return plans

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Builtin:
+class BuiltinDataset:
     hub: str
     split: str = "train"
     input_key: str = "problem"
@@ -15,19 +15,19 @@ class Builtin:
     answer_marker: str | None = None  # the reference answer follows the last occurrence
 
 
-BUILTIN = {
-    "OpenMathInstruct-2": Builtin("nvidia/OpenMathInstruct-2", split="train_1M", output_key="expected_answer"),
-    "DeepScaler": Builtin("agentica-org/DeepScaleR-Preview-Dataset"),
-    "DAPOMath17K": Builtin("BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt.0.content", "reward_model.ground_truth"),
-    "DAPOMathAIME2024": Builtin("BytedTsinghua-SIA/AIME-2024", "train", "prompt.0.content", "reward_model.ground_truth"),
-    "AIME2024": Builtin("HuggingFaceH4/aime_2024"),
-    "AIME2025": Builtin("opencompass/AIME2025", "test", "question", subset="AIME2025-I"),
-    "math500": Builtin("HuggingFaceH4/MATH-500", "test"),
-    "gsm8k": Builtin("openai/gsm8k", input_key="question", subset="main", answer_marker="####"),
+BUILTIN_DATASETS = {
+    "OpenMathInstruct-2": BuiltinDataset("nvidia/OpenMathInstruct-2", split="train_1M", output_key="expected_answer"),
+    "DeepScaler": BuiltinDataset("agentica-org/DeepScaleR-Preview-Dataset"),
+    "DAPOMath17K": BuiltinDataset("BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt.0.content", "reward_model.ground_truth"),
+    "DAPOMathAIME2024": BuiltinDataset("BytedTsinghua-SIA/AIME-2024", "train", "prompt.0.content", "reward_model.ground_truth"),
+    "AIME2024": BuiltinDataset("HuggingFaceH4/aime_2024"),
+    "AIME2025": BuiltinDataset("opencompass/AIME2025", "test", "question", subset="AIME2025-I"),
+    "math500": BuiltinDataset("HuggingFaceH4/MATH-500", "test"),
+    "gsm8k": BuiltinDataset("openai/gsm8k", input_key="question", subset="main", answer_marker="####"),
     # Recorded answers and preferences: their layout is detected from their columns (strop.data.layouts).
-    "squad": Builtin("rajpurkar/squad", input_key="question", output_key="answers.text.0"),
-    "tulu3_sft_mixture": Builtin("allenai/tulu-3-sft-mixture"),
-    "HelpSteer3": Builtin("nvidia/HelpSteer3", subset="preference"),
-    "Tulu3Preference": Builtin("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
-    "HuggingFaceH4/ultrafeedback_binarized": Builtin("HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
+    "squad": BuiltinDataset("rajpurkar/squad", input_key="question", output_key="answers.text.0"),
+    "tulu3_sft_mixture": BuiltinDataset("allenai/tulu-3-sft-mixture"),
+    "HelpSteer3": BuiltinDataset("nvidia/HelpSteer3", subset="preference"),
+    "Tulu3Preference": BuiltinDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    "HuggingFaceH4/ultrafeedback_binarized": BuiltinDataset("HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
 }

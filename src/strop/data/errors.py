@@ -10,7 +10,7 @@ class DataError(ValueError):
     """Invalid data. The message says what was found, where, and what to set instead."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_names(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'X'?" if a known name is close, and a list of the known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from strop.data.errors import DataError
-from strop.data.layouts import Layout, Pair, Turns, Verdict, conversation_layout, pair_layout, verdict_layout
-from strop.data.messages import first_reply, last_text
+from strop.data.layouts import (
+    CompletionPair,
+    Layout,
+    MessageTuple,
+    UnpairedCompletion,
+    find_conversation_layout,
+    find_pair_layout,
+    find_unpaired_layout,
+)
+from strop.data.messages import first_reply_index, last_message_text
 from strop.data.records import Records
-from strop.data.source import DataSource, look_at
+from strop.data.source import DataSource, validate_rows
 from strop.types import Message, Messages, Task
 
 logger = logging.getLogger(__name__)
@@ -42,7 +50,7 @@ class Preference(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Task):
+class UnpairedPreference(Task):
     """A completion with a label. ``question`` is the last message of the prompt; ``answer`` that of a desirable completion, else empty."""
 
     prompt: tuple[Message, ...]
@@ -53,76 +61,80 @@ class Judged(Task):
 def conversations(source: DataSource) -> Sequence[Conversation]:
     """Return conversations, read lazily. Raises DataError for invalid data."""
 
-    def make(id: str, parts: Turns, metadata: dict[str, Any]) -> Conversation:
-        question = last_text(_asked(parts), "user")
-        return Conversation(id=id, question=question, answer=last_text(parts, "assistant"), metadata=metadata, messages=parts)
+    def make(id: str, parts: MessageTuple, metadata: dict[str, Any]) -> Conversation:
+        question = last_message_text(_prompt_messages(parts), "user")
+        return Conversation(
+            id=id, question=question, answer=last_message_text(parts, "assistant"), metadata=metadata, messages=parts
+        )
 
-    builtin, records = source.open()
-    return _examples(source, records, conversation_layout(source, builtin, records), _asked, make)
+    builtin, records = source.open_records()
+    return _load_examples(source, records, find_conversation_layout(source, builtin, records), _prompt_messages, make)
 
 
 def preferences(source: DataSource) -> Sequence[Preference]:
     """Return preference pairs, read lazily. Skips those that prefer neither response, with a warning. Raises DataError."""
 
-    def make(id: str, parts: Pair, metadata: dict[str, Any]) -> Preference:
-        question, answer = last_text(parts.prompt, "user"), last_text(parts.chosen, "assistant")
+    def make(id: str, parts: CompletionPair, metadata: dict[str, Any]) -> Preference:
+        question, answer = last_message_text(parts.prompt, "user"), last_message_text(parts.chosen, "assistant")
         return Preference(id=id, question=question, answer=answer, metadata=metadata, **vars(parts))
 
-    builtin, records = source.open()
-    return _examples(source, records, pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
+    builtin, records = source.open_records()
+    return _load_examples(source, records, find_pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
 
 
-def judged(source: DataSource) -> Sequence[Judged]:
+def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
     """Return unpaired preferences, read lazily. Raises DataError.
 
     A pair becomes two, next to each other: a desirable completion (chosen) and an undesirable one (rejected). ``size`` then counts pairs.
     """
 
-    def make(id: str, parts: Verdict, metadata: dict[str, Any]) -> Judged:
-        answer = last_text(parts.completion, "assistant") if parts.desirable else ""
-        return Judged(id=id, question=last_text(parts.prompt, "user"), answer=answer, metadata=metadata, **vars(parts))
+    def make(id: str, parts: UnpairedCompletion, metadata: dict[str, Any]) -> UnpairedPreference:
+        answer = last_message_text(parts.completion, "assistant") if parts.desirable else ""
+        return UnpairedPreference(
+            id=id, question=last_message_text(parts.prompt, "user"), answer=answer, metadata=metadata, **vars(parts)
+        )
 
-    builtin, records = source.open()
-    layout = verdict_layout(source, builtin, records)
+    builtin, records = source.open_records()
+    layout = find_unpaired_layout(source, builtin, records)
     if layout is None:
-        return BothSides(preferences(source))
-    return _examples(source, records, layout, lambda parts: parts.prompt, make)
+        return PairsAsUnpaired(preferences(source))
+    return _load_examples(source, records, layout, lambda parts: parts.prompt, make)
 
 
-def _examples(
+def _load_examples(
     source: DataSource,
     records: Records,
     layout: Layout[PartsT],
-    asked: Callable[[PartsT], Messages],
+    get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
     """``get_prompt`` returns the prompt of an example, so that no question is both trained on and held out."""
-    template = source.template()
+    template = source.load_template()
 
     def read(index: int) -> TaskT:
         record = records[index]
         metadata = {key: value for key, value in record.items() if key not in layout.columns}
-        return make(f"{records.name}:{index}", layout.read(record, template, records.where(index)), metadata)
+        return make(f"{records.name}:{index}", layout.read(record, template, records.location(index)), metadata)
 
     def questions() -> Iterator[str]:
         for index in kept:
-            yield _as_text(asked(layout.read(records[index], template, records.where(index))))
+            yield _join_text(get_prompt(layout.read(records[index], template, records.location(index))))
 
-    kept = layout.rows(records)
+    kept = layout.example_indices(records)
     if not kept:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
     if left_out := len(records) - len(kept):
         logger.warning("%d of %d records of %s prefer neither response and are skipped", left_out, len(records), records.name)
-    examples = Examples(read=read, indices=source.select(kept, questions), repeat=source.repeat, left_out=left_out)
-    look_at(examples, len(examples.indices), records)
+    examples = Examples(read=read, indices=source.select_records(kept, questions), repeat=source.repeat, num_skipped=left_out)
+    validate_rows(examples, len(examples.indices), records)
     return examples
 
 
-def _asked(conversation: Turns) -> Turns:
-    return conversation[: first_reply(conversation)]
+def _prompt_messages(conversation: MessageTuple) -> MessageTuple:
+    return conversation[: first_reply_index(conversation)]
 
 
-def _as_text(messages: Messages) -> str:
+def _join_text(messages: Messages) -> str:
     return "\0".join(text for message in messages for text in (message.role, message.content))
 
 
@@ -133,7 +145,7 @@ class Examples(Sequence[TaskT]):
     read: Callable[[int], TaskT]  # the example of a record
     indices: Sequence[int]
     repeat: int
-    left_out: int = 0  # records that are not examples
+    num_skipped: int = 0  # records that are not examples
 
     def __len__(self) -> int:
         return len(self.indices) * self.repeat
@@ -149,7 +161,7 @@ class Examples(Sequence[TaskT]):
 
 
 @dataclass(frozen=True)
-class BothSides(Sequence[Judged]):
+class PairsAsUnpaired(Sequence[UnpairedPreference]):
     """Preference pairs as unpaired preferences: position 2i is the chosen completion of pair i, 2i + 1 the rejected one."""
 
     pairs: Sequence[Preference]
@@ -158,15 +170,15 @@ class BothSides(Sequence[Judged]):
         return 2 * len(self.pairs)
 
     @overload
-    def __getitem__(self, position: int) -> Judged: ...
+    def __getitem__(self, position: int) -> UnpairedPreference: ...
     @overload
-    def __getitem__(self, position: slice) -> Sequence[Judged]: ...
-    def __getitem__(self, position: int | slice) -> Judged | Sequence[Judged]:
+    def __getitem__(self, position: slice) -> Sequence[UnpairedPreference]: ...
+    def __getitem__(self, position: int | slice) -> UnpairedPreference | Sequence[UnpairedPreference]:
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         place, side = divmod(range(len(self))[position], 2)
         pair = self.pairs[place]
-        return Judged(
+        return UnpairedPreference(
             id=f"{pair.id}:{'rejected' if side else 'chosen'}",
             question=pair.question,
             answer="" if side else pair.answer,

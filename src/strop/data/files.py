@@ -29,13 +29,13 @@ def open_file(path: Path) -> Records:
         raise DataError(f"the data file {str(path)!r} is empty; a dataset needs at least one row")
     match path.suffix:
         case ".jsonl":
-            records: Records = JsonLines(path)
+            records: Records = JsonLinesRecords(path)
         case ".json":
-            records = _json(path)
+            records = _read_json(path)
         case ".csv":
-            records = _csv(path)
+            records = _read_csv(path)
         case ".parquet":
-            records = Parquet(path)
+            records = ParquetRecords(path)
         case suffix:
             raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(SUFFIXES)}")
     if len(records) == 0:
@@ -43,7 +43,7 @@ def open_file(path: Path) -> Records:
     return records
 
 
-class JsonLines(Records):
+class JsonLinesRecords(Records):
     """One JSON object per line. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class JsonLines(Records):
         self._bytes.seek(start)
         for number, line in enumerate(iter(self._bytes.readline, b""), start=1):
             if line.strip():
-                _object(line, f"{path}:{number}")
+                _parse_object(line, f"{path}:{number}")
                 self._starts.append(start)
                 self._lines.append(number)
             start += len(line)
@@ -63,15 +63,15 @@ class JsonLines(Records):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def record(self, index: int) -> Record:
+    def read_record(self, index: int) -> Record:
         self._bytes.seek(self._starts[index])
-        return _object(self._bytes.readline(), self.where(index))
+        return _parse_object(self._bytes.readline(), self.location(index))
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.name}:{self._lines[index]}"
 
 
-def _object(line: bytes, where: str) -> Record:
+def _parse_object(line: bytes, where: str) -> Record:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -82,7 +82,7 @@ def _object(line: bytes, where: str) -> Record:
     return value
 
 
-class InMemory(Records):
+class InMemoryRecords(Records):
     """The objects of a JSON list, or the rows of a CSV file."""
 
     def __init__(self, path: Path, records: list[Record], unit: str) -> None:
@@ -91,24 +91,24 @@ class InMemory(Records):
     def __len__(self) -> int:
         return len(self._records)
 
-    def record(self, index: int) -> Record:
+    def read_record(self, index: int) -> Record:
         return self._records[index]
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.name}, {self._unit} {index + 1}"
 
 
-def _json(path: Path) -> Records:
+def _read_json(path: Path) -> Records:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}). If it has one object per line, name it .jsonl") from error
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{path} must hold a JSON list of objects. If it has one object per line, name it .jsonl")
-    return InMemory(path, value, "item")
+    return InMemoryRecords(path, value, "item")
 
 
-def _csv(path: Path) -> Records:
+def _read_csv(path: Path) -> Records:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         records: list[Record] = []
@@ -120,10 +120,10 @@ def _csv(path: Path) -> Records:
                 records.append(record)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error
-    return InMemory(path, records, "row")
+    return InMemoryRecords(path, records, "row")
 
 
-class Parquet(Records):
+class ParquetRecords(Records):
     def __init__(self, path: Path) -> None:
         import pyarrow  # type: ignore[import-untyped,unused-ignore]
         import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
@@ -137,9 +137,9 @@ class Parquet(Records):
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def record(self, index: int) -> Record:
+    def read_record(self, index: int) -> Record:
         record: Record = self._table.slice(index, 1).to_pylist()[0]
         return record
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"

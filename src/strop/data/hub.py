@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from strop.data.errors import DataError
-from strop.data.records import Record, Records, text_of
+from strop.data.records import Record, Records, get_text
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ TIMEOUT_S = 10.0  # for the first answer of the hub
 
 def open_hub(name: str, subset: str | None, split: str) -> Records:
     """Open a split of a dataset on the hub. Raises DataError if it does not exist, needs a login, or is unreachable and not cached."""
-    unreachable = _probe(name)
+    unreachable = _check_hub(name)
     if unreachable is None:
-        return HubRecords(name, _load(name, subset, split), split)
+        return HubRecords(name, _load_split(name, subset, split), split)
     try:
-        with _offline():
-            records = HubRecords(name, _load(name, subset, split), split)
+        with _force_offline():
+            records = HubRecords(name, _load_split(name, subset, split), split)
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -37,7 +37,7 @@ def open_hub(name: str, subset: str | None, split: str) -> Records:
     return records
 
 
-def _probe(name: str) -> Exception | None:
+def _check_hub(name: str) -> Exception | None:
     """Return None if the hub has the dataset, or the error if it is unreachable. Raises DataError if the hub denies it."""
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -53,7 +53,7 @@ def _probe(name: str) -> Exception | None:
     return None
 
 
-def _load(name: str, subset: str | None, split: str) -> Any:
+def _load_split(name: str, subset: str | None, split: str) -> Any:
     import datasets  # type: ignore[import-untyped,unused-ignore]
 
     try:
@@ -63,7 +63,7 @@ def _load(name: str, subset: str | None, split: str) -> Any:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def _force_offline() -> Iterator[None]:
     """Make ``datasets`` use only its cache. Sets module attributes, because the libraries read the environment at import."""
     import datasets
     import huggingface_hub
@@ -88,17 +88,17 @@ class HubRecords(Records):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def record(self, index: int) -> Record:
+    def read_record(self, index: int) -> Record:
         record: Record = self._dataset[index]
         return record
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.name}, row {index + 1}"
 
-    def column(self, key: str, option: str) -> Iterator[str]:
+    def iter_column(self, key: str, option: str) -> Iterator[str]:
         top = key.split(".")[0]
         if top not in self._dataset.column_names:
-            yield from super().column(key, option)  # raises, naming the keys
+            yield from super().iter_column(key, option)  # raises, naming the keys
         narrow = self._dataset.select_columns([top])  # decode one column instead of all
         for index, record in enumerate(narrow):
-            yield text_of(record, key, option, self.where(index))
+            yield get_text(record, key, option, self.location(index))

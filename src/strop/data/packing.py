@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from strop.algorithms.base import Algorithm
-from strop.sampling import KEPT, NO_TOKEN
+from strop.sampling import KEPT_TOKENS, NO_TOKEN
 from strop.types import Batch, Group, Rollout, Totals
 
 
 @dataclass
-class _Flat:
+class _BatchBuilder:
     """The token columns of a batch under construction."""
 
     tokens: list[Tensor]
@@ -28,7 +28,7 @@ class _Flat:
     parents: list[int]
     length: int = 0
 
-    def segment(self, tokens: Tensor, parent: int, position: int) -> int:
+    def add_segment(self, tokens: Tensor, parent: int, position: int) -> int:
         self.starts.append(self.length)
         self.parents.append(parent)
         self.tokens.append(tokens)
@@ -38,7 +38,7 @@ class _Flat:
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
+class _Predictions:
     """The n predicted tokens of one rollout."""
 
     source: Tensor  # [n] int64, index into T
@@ -49,8 +49,8 @@ class _Places:
 
 def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
     """Pack groups into one flat batch with their advantages. Raises ValueError if the policy sampled no token."""
-    flat = _Flat([], [], [], [])
-    lay = _lay_end if algorithm.places == "ends" else _lay_rollout
+    flat = _BatchBuilder([], [], [], [])
+    lay = _append_rollout_last_token if algorithm.predict == "last_token" else _append_rollout
     columns: dict[str, list[Tensor]] = {
         name: [] for name in ("source", "target", "sequence", "logprobs", "versions", "advantages", "mask")
     }
@@ -59,10 +59,10 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
     rewards: list[float] = []
     for place, group in enumerate(groups):
         advantages = algorithm.advantages(group)
-        trained = algorithm.trains(group)
+        trained = algorithm.rollout_mask(group)
         credit = zip(group.rollouts, algorithm.rewards(group).tolist(), advantages.tolist(), trained.tolist(), strict=True)
         shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
-        root = flat.segment(group.rollouts[0].prompt, -1, 0) if shared else -1
+        root = flat.add_segment(group.rollouts[0].prompt, -1, 0) if shared else -1
         for rollout, reward, advantage, trains in credit:
             leaf, places = lay(flat, rollout, root)
             predicted = len(places.target)
@@ -88,7 +88,7 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             source=joined["source"],
             target=joined["target"],
             sequence=joined["sequence"],
-            sampler_logprobs=joined["logprobs"],
+            rollout_logprobs=joined["logprobs"],
             versions=joined["versions"],
             advantages=joined["advantages"],
             mask=joined["mask"],
@@ -96,12 +96,12 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             group=torch.tensor(owners),
             rewards=torch.tensor(rewards, dtype=torch.float64),
             totals=Totals(0, 0, 0),
-            extras={} if algorithm.places == "ends" else _kept_tokens(groups, joined["target"]),
+            columns={} if algorithm.predict == "last_token" else _kept_token_ids(groups, joined["target"]),
         )
     )
 
 
-def _kept_tokens(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
+def _kept_token_ids(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
     """Return the column KEPT, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
 
     Returns no column if none was recorded. Raises ValueError if only some turns recorded them, or if a target is not in its set.
@@ -121,7 +121,7 @@ def _kept_tokens(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
         raise ValueError(
             "a sampled token is not among the recorded tokens that it was sampled from: the engine records wrong tokens"
         )
-    return {KEPT: column}
+    return {KEPT_TOKENS: column}
 
 
 def with_totals(batch: Batch) -> Batch:
@@ -132,67 +132,67 @@ def with_totals(batch: Batch) -> Batch:
     return replace(batch, totals=Totals(tokens, sequences, groups))
 
 
-def _lay_rollout(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
+def _append_rollout(flat: _BatchBuilder, rollout: Rollout, root: int) -> tuple[int, _Predictions]:
     """Append a rollout. Return its leaf segment, and a prediction for every sampled token."""
     prompt = len(rollout.prompt)
-    continuation, sampled = _continuation(rollout), _sampled(rollout)
+    continuation, sampled = _continuation_tokens(rollout), _sampled_mask(rollout)
     last = int(sampled.nonzero().max()) if bool(sampled.any()) else 0
     if root >= 0:
         start = flat.length
-        leaf = flat.segment(continuation[:last], root, prompt)
+        leaf = flat.add_segment(continuation[:last], root, prompt)
         before = flat.starts[root] + prompt - 1
     else:
         start = flat.length + prompt
-        leaf = flat.segment(torch.cat([rollout.prompt, continuation[:last]]), -1, 0)
+        leaf = flat.add_segment(torch.cat([rollout.prompt, continuation[:last]]), -1, 0)
         before = start - 1
     source = torch.arange(start - 1, start - 1 + len(continuation))
     if len(source):
         source[0] = before
-    logprobs = _joined([turn.logprobs for turn in rollout.turns], torch.float32)
-    versions = _joined([turn.versions for turn in rollout.turns], torch.int32)
-    return leaf, _Places(source[sampled], continuation[sampled], logprobs[sampled], versions[sampled])
+    logprobs = _concat([turn.logprobs for turn in rollout.turns], torch.float32)
+    versions = _concat([turn.versions for turn in rollout.turns], torch.int32)
+    return leaf, _Predictions(source[sampled], continuation[sampled], logprobs[sampled], versions[sampled])
 
 
-def _lay_end(flat: _Flat, rollout: Rollout, root: int) -> tuple[int, _Places]:
+def _append_rollout_last_token(flat: _BatchBuilder, rollout: Rollout, root: int) -> tuple[int, _Predictions]:
     """Append a rollout. Return its leaf segment, and one prediction at its last sampled token, which is an input too.
 
     A rollout without sampled tokens uses the last token of its prompt. Raises ValueError for a rollout without tokens.
     """
-    sampled = _sampled(rollout)
-    read = _continuation(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
+    sampled = _sampled_mask(rollout)
+    read = _continuation_tokens(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
     if not len(rollout.prompt) + len(read):
         raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
     if root >= 0:
-        leaf = flat.segment(read, root, len(rollout.prompt))
+        leaf = flat.add_segment(read, root, len(rollout.prompt))
         end = flat.length - 1 if len(read) else flat.starts[root] + len(rollout.prompt) - 1
     else:
-        leaf = flat.segment(torch.cat([rollout.prompt, read]), -1, 0)
+        leaf = flat.add_segment(torch.cat([rollout.prompt, read]), -1, 0)
         end = flat.length - 1
     token = (read if len(read) else rollout.prompt)[-1:]
-    return leaf, _Places(torch.tensor([end]), token, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
+    return leaf, _Predictions(torch.tensor([end]), token, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
 
 
-def _continuation(rollout: Rollout) -> Tensor:  # [L] int64
-    return _joined([turn.tokens for turn in rollout.turns], torch.int64)
+def _continuation_tokens(rollout: Rollout) -> Tensor:  # [L] int64
+    return _concat([turn.tokens for turn in rollout.turns], torch.int64)
 
 
-def _sampled(rollout: Rollout) -> Tensor:  # [L] bool
-    return _joined([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns], torch.bool)
+def _sampled_mask(rollout: Rollout) -> Tensor:  # [L] bool
+    return _concat([torch.full((len(turn.tokens),), turn.sampled) for turn in rollout.turns], torch.bool)
 
 
-def _joined(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
+def _concat(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
     return torch.cat(list(columns)) if columns else torch.zeros(0, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SubBatch:
     """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the whole batch."""
 
     batch: Batch
     index: Tensor  # [n] int64, into the whole batch's N
 
 
-def select(batch: Batch, sequences: Sequence[int]) -> Part:
+def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
     """Return the given rollouts as a batch with the totals of the whole batch. It includes their shared prefixes once."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     needed: set[int] = set()
@@ -220,20 +220,20 @@ def select(batch: Batch, sequences: Sequence[int]) -> Part:
         source=moved[batch.source[index]],
         target=batch.target[index],
         sequence=place[batch.sequence[index]],
-        sampler_logprobs=batch.sampler_logprobs[index],
+        rollout_logprobs=batch.rollout_logprobs[index],
         versions=batch.versions[index],
         advantages=batch.advantages[index],
         mask=batch.mask[index],
         leaf=torch.tensor([renumbered[segment] for segment in batch.leaf[list(sequences)].tolist()]),
         group=group,
         rewards=batch.rewards[list(sequences)],
-        idle=None if batch.idle is None else batch.idle[list(sequences)],
-        extras={name: column[index] for name, column in batch.extras.items()},
+        zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[list(sequences)],
+        columns={name: column[index] for name, column in batch.columns.items()},
     )
-    return Part(part, index)
+    return SubBatch(part, index)
 
 
-def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[Part]:
+def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[SubBatch]:
     """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
 
     A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a
@@ -243,17 +243,17 @@ def micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whol
     """
     lengths = batch.segment_length.tolist()
     budget = 1 << 62 if whole_groups else token_budget
-    units = [unit for members in group_members(batch) for unit in cut_group(members, batch, lengths, budget)]
+    units = [unit for members in group_members(batch) for unit in split_group(members, batch, lengths, budget)]
     if padded:
         longest = int(batch.positions.max()) + 1
         rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
         units = [(sequences, longest * len(sequences)) for sequences in rows]
-    idle = [False] * batch.num_sequences if batch.idle is None else batch.idle.tolist()
+    idle = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
     by_kind = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
-    return [select(batch, sequences) for kind in by_kind for sequences in first_fit(kind, token_budget)]
+    return [select_rollouts(batch, sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
 
 
-def first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
+def pack_first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
     """Pack units of (rollouts, size) into bins of at most ``budget``, largest first. Return the rollouts of each bin."""
     bins: list[tuple[list[int], int]] = []
     for sequences, size in sorted(units, key=lambda unit: -unit[1]):
@@ -266,15 +266,15 @@ def first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]
     return [sorted(sequences) for sequences, _ in bins]
 
 
-def mini_batches(batch: Batch, count: int) -> list[Part]:
+def split_mini_batches(batch: Batch, count: int) -> list[SubBatch]:
     """Split a batch into ``count`` mini-batches at group boundaries, in order, each with its own totals. Raises ValueError if uneven."""
     members = group_members(batch)
     if len(members) % count:
         raise ValueError(f"{len(members)} groups cannot be split into {count} equal mini-batches")
     per_step = len(members) // count
     steps = [members[start : start + per_step] for start in range(0, len(members), per_step)]
-    parts = [select(batch, [sequence for group in groups for sequence in group]) for groups in steps]
-    return [Part(with_totals(part.batch), part.index) for part in parts]
+    parts = [select_rollouts(batch, [sequence for group in groups for sequence in group]) for groups in steps]
+    return [SubBatch(with_totals(part.batch), part.index) for part in parts]
 
 
 def group_members(batch: Batch) -> list[list[int]]:
@@ -284,7 +284,7 @@ def group_members(batch: Batch) -> list[list[int]]:
     return members
 
 
-def cut_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
+def split_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
     """Split a group into units of (rollouts, tokens), each within the budget unless a single rollout exceeds it."""
     parents = batch.segment_parent.tolist()
     units: list[tuple[list[int], int]] = []

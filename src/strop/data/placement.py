@@ -18,7 +18,7 @@ from strop.sampling import mix_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Interleaving:
     """Interleaves the rows of sources by weight. One epoch has as many positions as all sources have rows."""
 
     sizes: tuple[int, ...]
@@ -27,14 +27,14 @@ class Placement:
     shuffle: bool = True
     max_epochs: int | None = None  # None: endless
 
-    def at(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
         """Return (source, row) at a position. Raises IndexError outside the epochs."""
         if index < 0 or (self.max_epochs is not None and index >= self.max_epochs * sum(self.sizes)):
             raise IndexError(f"position {index} lies outside the stream: {self.max_epochs} epochs of {sum(self.sizes)} tasks")
-        chosen, position = self._place(index)
+        chosen, position = self._locate_source(index)
         epoch, row = divmod(position, self.sizes[chosen])
         if self.shuffle:
-            row = permuted(row, self.sizes[chosen], mix_seed(self.seed, chosen, epoch))
+            row = permute_index(row, self.sizes[chosen], mix_seed(self.seed, chosen, epoch))
         return chosen, row
 
     @cached_property
@@ -45,7 +45,7 @@ class Placement:
         ]
         return tuple(weight / sum(weights[i:]) for i, weight in enumerate(weights))
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate_source(self, index: int) -> tuple[int, int]:
         """Return the source of stream position ``index``, and the number of its earlier positions.
 
         Each source in turn takes the position or leaves it to the rest. It takes position i if floor((i + 1) share) > floor(i share),
@@ -59,7 +59,7 @@ class Placement:
         raise AssertionError("the last share is 1")
 
 
-def permuted(index: int, size: int, seed: int) -> int:
+def permute_index(index: int, size: int, seed: int) -> int:
     """Return the image of ``index`` under a pseudo-random permutation of range(size), in constant time and memory.
 
     A Feistel network permutes the next larger power of four; cycle walking (Black and Rogaway 2002), which repeats it until the result

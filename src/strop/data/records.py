@@ -17,10 +17,10 @@ class Records(Sequence[Record]):
     name: str
 
     @abstractmethod
-    def record(self, index: int) -> Record: ...
+    def read_record(self, index: int) -> Record: ...
 
     @abstractmethod
-    def where(self, index: int) -> str: ...
+    def location(self, index: int) -> str: ...
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -28,18 +28,18 @@ class Records(Sequence[Record]):
     def __getitem__(self, index: slice) -> Sequence[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
         if isinstance(index, slice):
-            return [self.record(i) for i in range(*index.indices(len(self)))]
-        return self.record(range(len(self))[index])
+            return [self.read_record(i) for i in range(*index.indices(len(self)))]
+        return self.read_record(range(len(self))[index])
 
-    def text(self, index: int, key: str, option: str) -> str:
+    def get_text(self, index: int, key: str, option: str) -> str:
         """Return the text under ``key`` in record ``index``. ``option`` is the setting that names the key."""
-        return text_of(self[index], key, option, self.where(index))
+        return get_text(self[index], key, option, self.location(index))
 
-    def column(self, key: str, option: str) -> Iterator[str]:
-        return (self.text(index, key, option) for index in range(len(self)))
+    def iter_column(self, key: str, option: str) -> Iterator[str]:
+        return (self.get_text(index, key, option) for index in range(len(self)))
 
 
-def text_of(record: Record, key: str, option: str, where: str) -> str:
+def get_text(record: Record, key: str, option: str, where: str) -> str:
     """Return the text or number under a dotted ``key`` (``prompt.0.content``), as text. Raises DataError for other values."""
     value: Any = record
     for part in [key] if key in record else key.split("."):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from strop.data.builtin import BUILTIN, Builtin
-from strop.data.errors import DataError, nearest
+from strop.data.builtin import BUILTIN_DATASETS, BuiltinDataset
+from strop.data.errors import DataError, suggest_names
 from strop.data.files import SUFFIXES, open_file
 from strop.data.records import Records
-from strop.data.split import partition
-from strop.data.templates import Template, parse_template, read_text
+from strop.data.split import split_by_question
+from strop.data.templates import PromptTemplate, parse_prompt_template, read_text_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,58 +66,58 @@ class DataSource:
         """Whether generated tasks must come from the part that is not trained on."""
         return self.part == "validation" or (self.part == "all" and self.split in ("validation", "test"))
 
-    def template(self) -> Template:
+    def load_template(self) -> PromptTemplate:
         """Load the prompt template. Raises DataError if a file is missing or has no placeholder for the question."""
         file = self.system_prompt_file
-        system_prompt = read_text(file, "system_prompt_file").strip() if file else self.system_prompt
+        system_prompt = read_text_file(file, "system_prompt_file").strip() if file else self.system_prompt
         if self.prompt_file is None:
-            return Template(system=system_prompt)
-        text = read_text(self.prompt_file, "prompt_file").rstrip("\n")
-        return parse_template(text, repr(self.prompt_file), system_prompt)
+            return PromptTemplate(system=system_prompt)
+        text = read_text_file(self.prompt_file, "prompt_file").rstrip("\n")
+        return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
 
-    def rows(self) -> Sequence[Row]:
+    def load_rows(self) -> Sequence[Row]:
         """Return the rows, read lazily. Raises DataError for invalid data."""
-        builtin, records = self.open()
+        builtin, records = self.open_records()
         question_key = self.input_key or builtin.input_key
         rows = Rows(
             records=records,
-            indices=self.select(range(len(records)), lambda: records.column(question_key, "input_key")),
+            indices=self.select_records(range(len(records)), lambda: records.iter_column(question_key, "input_key")),
             repeat=self.repeat,
             input_key=question_key,
             output_key=self.output_key or builtin.output_key,
             answer_marker=builtin.answer_marker,
         )
-        look_at(rows, len(rows.indices), records)
+        validate_rows(rows, len(rows.indices), records)
         return rows
 
-    def select(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
+    def select_records(self, indices: Sequence[int], questions: Callable[[], Iterable[str]]) -> Sequence[int]:
         """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
         if self.part != "all" and self.split_validation_size:
-            train, validation = partition(questions(), self.split_validation_size, self.seed)
+            train, validation = split_by_question(questions(), self.split_validation_size, self.seed)
             indices = [indices[place] for place in (train if self.part == "train" else validation)]
         return indices[: self.size]
 
-    def open(self) -> tuple[Builtin, Records]:
+    def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
-        if name in BUILTIN:
-            builtin = BUILTIN[name]
+        if name in BUILTIN_DATASETS:
+            builtin = BUILTIN_DATASETS[name]
         elif Path(name).suffix in SUFFIXES or Path(name).exists():
-            return Builtin(""), open_file(Path(name))
+            return BuiltinDataset(""), open_file(Path(name))
         elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            builtin = Builtin(name)
+            builtin = BuiltinDataset(name)
         else:
             raise DataError(
-                f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{nearest(name, BUILTIN)}"
+                f"{name!r} is not a file, not an OWNER/NAME of the hub and not a built-in dataset{suggest_names(name, BUILTIN_DATASETS)}"
             )
         from strop.data.hub import open_hub
 
         return builtin, open_hub(builtin.hub, self.subset or builtin.subset, self.split or builtin.split)
 
 
-def look_at(rows: Sequence[object], count: int, records: Records) -> None:
+def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
     """Read the first ``count`` rows, so that errors in them are raised before the run starts.
 
     The records of a JSON file may differ, so all are read. Tables have one schema, so the first row is enough.
@@ -126,7 +126,7 @@ def look_at(rows: Sequence[object], count: int, records: Records) -> None:
         rows[index]
 
 
-def train_and_validation(data: DataSource) -> tuple[DataSource, DataSource]:
+def split_train_validation(data: DataSource) -> tuple[DataSource, DataSource]:
     """Return the training and the validation part of ``split_validation_size``. No question is in both."""
     return replace(data, part="train"), replace(data, part="validation")
 
@@ -154,19 +154,19 @@ class Rows(Sequence[Row]):
             return [self[i] for i in range(*position.indices(len(self)))]
         index = self.indices[range(len(self))[position] % len(self.indices)]
         record = self.records[index]
-        answer = self.records.text(index, self.output_key, "output_key")
+        answer = self.records.get_text(index, self.output_key, "output_key")
         if self.answer_marker is not None:
             answer = answer.rpartition(self.answer_marker)[2].strip()
         used = {self.input_key.split(".")[0], self.output_key.split(".")[0]}
         return Row(
             id=f"{self.records.name}:{index}",  # the position in the unsplit data: the same in every run
-            question=self._question(index),
+            question=self._read_question(index),
             answer=answer,
             metadata={key: value for key, value in record.items() if key not in used},
         )
 
-    def _question(self, index: int) -> str:
-        question = self.records.text(index, self.input_key, "input_key")
+    def _read_question(self, index: int) -> str:
+        question = self.records.get_text(index, self.input_key, "input_key")
         if not question.strip():
-            raise DataError(f"{self.records.where(index)}: {self.input_key!r} is empty; a row needs a question")
+            raise DataError(f"{self.records.location(index)}: {self.input_key!r} is empty; a row needs a question")
         return question

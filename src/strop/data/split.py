@@ -17,12 +17,12 @@ def stable_hash(text: str, seed: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{text}".encode(), digest_size=8).digest(), "big")
 
 
-def held_out(text: str, fraction: float, seed: int = 0) -> bool:
+def is_held_out(text: str, fraction: float, seed: int = 0) -> bool:
     """Return whether ``text`` is in the ``fraction`` of all texts that is held out for validation."""
     return stable_hash(text, seed) < fraction * 2**64
 
 
-def partition(questions: Iterable[str], size: float, seed: int) -> tuple[list[int], list[int]]:
+def split_by_question(questions: Iterable[str], size: float, seed: int) -> tuple[list[int], list[int]]:
     """Return row indices for training and for validation. ``size`` is a fraction of the rows below 1, a number of rows from 1 on."""
     rows = list(questions)
     counts = Counter(rows)

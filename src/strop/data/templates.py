@@ -11,26 +11,26 @@ from strop.types import Message, system, user
 
 
 @dataclass(frozen=True)
-class Template:
+class PromptTemplate:
     """Text around a question, and a system prompt."""
 
-    before: str = ""
-    after: str = ""
+    prefix: str = ""
+    suffix: str = ""
     system: str | None = None
 
-    def messages(self, question: str) -> tuple[Message, ...]:
-        prompt = user(self.before + question + self.after)
+    def render(self, question: str) -> tuple[Message, ...]:
+        prompt = user(self.prefix + question + self.suffix)
         return (prompt,) if self.system is None else (system(self.system), prompt)
 
 
-def read_text(path: str, option: str) -> str:
+def read_text_file(path: str, option: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{option} {path!r} cannot be read ({error}); looked for {Path(path).absolute()}") from error
 
 
-def parse_template(text: str, name: str, system_prompt: str | None = None) -> Template:
+def parse_prompt_template(text: str, name: str, system_prompt: str | None = None) -> PromptTemplate:
     """Split a prompt at its placeholder. Raises DataError if it does not have exactly one.
 
     The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
@@ -43,4 +43,4 @@ def parse_template(text: str, name: str, system_prompt: str | None = None) -> Te
     if len(pieces) != 2:
         found = f"{named} times" if named else f"as {{}} {len(pieces) - 1} times"
         raise DataError(f"the prompt {name} has the placeholder {found}; write {{question}} exactly once in it")
-    return Template(pieces[0], pieces[1], system_prompt)
+    return PromptTemplate(pieces[0], pieces[1], system_prompt)

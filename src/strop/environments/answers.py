@@ -7,19 +7,19 @@ from fractions import Fraction
 
 # A minus sign belongs to the number unless it is a binary operator: "10-3" contains 10 and 3.
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-_STATED = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
+_STATED_ANSWER = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
 _RATIONAL = re.compile(r"[+-]?\d{1,200}(?:\.\d{1,200})?(?:/\d{1,200})?")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+")
 
 
-def last_number(text: str) -> Fraction | None:
+def extract_last_number(text: str) -> Fraction | None:
     """Return the last number in ``text``, or None. Commas may separate thousands."""
     found = _NUMBER.findall(text.replace("\u2212", "-"))
-    return _fraction(found[-1].replace(",", "")) if found else None
+    return _parse_fraction(found[-1].replace(",", "")) if found else None
 
 
-def last_boxed(text: str) -> str | None:
+def extract_last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{...}`` that is closed, or None."""
     start = text.rfind("\\boxed{")
     while start >= 0:
@@ -32,24 +32,24 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def final_answer(text: str) -> str | None:
+def extract_final_answer(text: str) -> str | None:
     """Return the last box, else the rest of the line after the last "answer is" or "####", else the last number, else None."""
-    if (boxed := last_boxed(text)) is not None:
+    if (boxed := extract_last_boxed(text)) is not None:
         return boxed
-    if stated := _STATED.findall(text):
+    if stated := _STATED_ANSWER.findall(text):
         return str(stated[-1]).strip()
     found = _NUMBER.findall(text)
     return found[-1] if found else None
 
 
-def normal_form(answer: str) -> str:
+def normalize_answer(answer: str) -> str:
     """Normalize notation, so that equal answers in similar notation become equal strings. Rational numbers are reduced to lowest terms."""
     text = answer.strip().strip("$").strip().removesuffix(".").replace("\u2212", "-")
     text = re.sub(r"\\(?:left|right|!|,|;|\s)", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\s+", "", re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text))
     number = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", _FRACTION.sub(r"\1\2/\3", text))
-    value = _fraction(number) if _RATIONAL.fullmatch(number) else None
+    value = _parse_fraction(number) if _RATIONAL.fullmatch(number) else None
     return text if value is None else str(value)
 
 
@@ -57,7 +57,7 @@ def is_integer(normal: str) -> bool:
     return _INTEGER.fullmatch(normal) is not None
 
 
-def _fraction(text: str) -> Fraction | None:
+def _parse_fraction(text: str) -> Fraction | None:
     try:
         numerator, _, denominator = text.partition("/")
         return Fraction(numerator) / Fraction(denominator or "1")

@@ -8,10 +8,10 @@ from random import Random
 
 from strop.data.errors import DataError
 from strop.data.source import DataSource
-from strop.data.split import held_out
-from strop.environments.answers import last_number
+from strop.data.split import is_held_out
+from strop.environments.answers import extract_last_number
 from strop.environments.base import (
-    GENERATED_SIZE,
+    DEFAULT_NUM_TASKS,
     Environment,
     EnvironmentConfigError,
     GeneratedTasks,
@@ -22,7 +22,7 @@ from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 
 OPERATORS = ("+", "-", "*")
-ATTEMPTS = 10_000  # draws until a task belongs to the requested split; far more than any sensible fraction needs
+MAX_ATTEMPTS = 10_000  # draws until a task belongs to the requested split; far more than any sensible fraction needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,41 +51,41 @@ class Arithmetic(Environment[PromptedTask]):
             raise EnvironmentConfigError(f"held_out_fraction is {self.held_out_fraction}; it must lie between 0 and 1")
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        template = data.template()
+        template = data.load_template()
 
         def make(index: int) -> PromptedTask:
-            numbers, operators = self._draw(data, index)
-            expression = _written(numbers, operators)
+            numbers, operators = self._sample_expression(data, index)
+            expression = _format_expression(numbers, operators)
             question = self.wording.replace("{expression}", expression)
-            answer = str(evaluate(numbers, operators))
-            return PromptedTask(id=expression, question=question, answer=answer, messages=template.messages(question))
+            answer = str(evaluate_expression(numbers, operators))
+            return PromptedTask(id=expression, question=question, answer=answer, messages=template.render(question))
 
-        return GeneratedTasks(data.size or GENERATED_SIZE, make)
+        return GeneratedTasks(data.size or DEFAULT_NUM_TASKS, make)
 
     def prompt(self, task: PromptedTask) -> Messages:
         return task.messages
 
     @reward(weight=1.0, accuracy=True)
     def correct(self, task: PromptedTask, rollout: Rollout) -> bool:
-        return last_number(rollout.text) == int(task.answer)
+        return extract_last_number(rollout.text) == int(task.answer)
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        number = last_number(rollout.text)
+        number = extract_last_number(rollout.text)
         return None if number is None else str(number)
 
-    def _draw(self, data: DataSource, index: int) -> tuple[list[int], list[str]]:
+    def _sample_expression(self, data: DataSource, index: int) -> tuple[list[int], list[str]]:
         """Return the first draw from this index's own random stream that belongs to the requested split."""
         random = Random(mix_seed(data.seed, index))
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             numbers = [random.randint(self.min_operand, self.max_operand) for _ in range(self.operands)]
             operators = [random.choice(self.operators) for _ in range(self.operands - 1)]
-            if held_out(f"{sorted(numbers)}{sorted(operators)}", self.held_out_fraction) == data.held_out:
+            if is_held_out(f"{sorted(numbers)}{sorted(operators)}", self.held_out_fraction) == data.held_out:
                 return numbers, operators
         side = "validation" if data.held_out else "training"
         raise DataError(f"no expression is left for {side}: widen min_operand..max_operand, or change held_out_fraction")
 
 
-def evaluate(numbers: Sequence[int], operators: Sequence[str]) -> int:
+def evaluate_expression(numbers: Sequence[int], operators: Sequence[str]) -> int:
     """Evaluate products first, then sums and differences from left to right."""
     terms = [numbers[0]]
     for operator, number in zip(operators, numbers[1:], strict=True):
@@ -96,6 +96,6 @@ def evaluate(numbers: Sequence[int], operators: Sequence[str]) -> int:
     return sum(terms)
 
 
-def _written(numbers: Sequence[int], operators: Sequence[str]) -> str:
+def _format_expression(numbers: Sequence[int], operators: Sequence[str]) -> str:
     texts = [str(numbers[0])] + [str(number) if number >= 0 else f"({number})" for number in numbers[1:]]
     return texts[0] + "".join(f" {operator} {text}" for operator, text in zip(operators, texts[1:], strict=True))

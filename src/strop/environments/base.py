@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
-from strop.data.errors import nearest
+from strop.data.errors import suggest_names
 from strop.data.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
 
@@ -29,7 +29,7 @@ TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
-GENERATED_SIZE = 10_000  # used by generated tasks when data.size is not set
+DEFAULT_NUM_TASKS = 10_000  # used by generated tasks when data.size is not set
 
 
 class RewardError(Exception):
@@ -83,7 +83,7 @@ class Environment(ABC, Generic[TaskT]):
         for name in self.reward_weights:
             if name not in (known := reward_marks(type(self))):
                 where = f"which is not a reward of {type(self).__name__}"
-                raise EnvironmentConfigError(f"reward_weights names {name!r}, {where}{nearest(name, known)}")
+                raise EnvironmentConfigError(f"reward_weights names {name!r}, {where}{suggest_names(name, known)}")
 
     @abstractmethod
     def tasks(self, data: DataSource) -> Sequence[TaskT]:
@@ -123,13 +123,13 @@ class Environment(ABC, Generic[TaskT]):
     async def first_messages(self, task: TaskT) -> Messages:
         return self.prompt(task)
 
-    async def rewarded(self, task: TaskT, rollout: Rollout) -> Scored:
+    async def score_rollout(self, task: TaskT, rollout: Rollout) -> RewardResult:
         """Compute the rewards of a rollout. Raises RewardError."""
-        return await score(self, task, rollout)
+        return await compute_rewards(self, task, rollout)
 
-    async def judged(self, task: TaskT, rollout: Rollout) -> Judged:
+    async def grade(self, task: TaskT, rollout: Rollout) -> Grade:
         """Return what evaluation needs of a rollout that has its rewards."""
-        return Judged(self.accuracy(rollout), self.answer_key(task, rollout))
+        return Grade(self.accuracy(rollout), self.answer_key(task, rollout))
 
 
 def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
@@ -140,18 +140,18 @@ def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardResult:
     reward: float  # the weighted sum of ``rewards``
     rewards: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Judged:
+class Grade:
     accuracy: float
     answer: str | None  # normalized, for majority voting
 
 
-async def score(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> Scored:
+async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
     """Compute every reward in order. Raises RewardError if one raises or is not a finite number."""
     rewards: dict[str, float] = {}
     total = 0.0
@@ -167,7 +167,7 @@ async def score(environment: Environment[TaskT], task: TaskT, rollout: Rollout) 
             raise RewardError(f"{where} returned {value!r:.80} on task {task.id!r}; a reward is a finite number or a bool")
         rewards[name] = float(value)
         total += environment.reward_weights.get(name, mark.weight) * float(value)
-    return Scored(total, rewards)
+    return RewardResult(total, rewards)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
     """An environment over the rows of a dataset. A subclass only adds rewards."""
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        rows, template = data.rows(), data.template()
+        rows, template = data.load_rows(), data.load_template()
 
         def make(index: int) -> PromptedTask:
             row = rows[index]
@@ -211,7 +211,7 @@ class DatasetEnvironment(Environment[PromptedTask]):
                 question=row.question,
                 answer=row.answer,
                 metadata=row.metadata,
-                messages=template.messages(row.question),
+                messages=template.render(row.question),
             )
 
         return GeneratedTasks(len(rows), make)

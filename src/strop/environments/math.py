@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.environments.answers import final_answer, is_integer, last_boxed, normal_form
+from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
-from strop.environments.workers import Outcome, worker_pool
+from strop.environments.workers import ScoringResult, get_scoring_pool
 from strop.types import Rollout
 
 
@@ -28,28 +28,28 @@ class MathEnvironment(DatasetEnvironment):
 
     @reward(weight=1.0, accuracy=True)
     async def correct(self, task: PromptedTask, rollout: Rollout) -> float:
-        return (await self._judge(task.answer, rollout.text)).value or 0.0
+        return (await self._verify(task.answer, rollout.text)).value or 0.0
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
         """1 if the answer could not be checked within the limits and counts as wrong."""
-        return (await self._judge(task.answer, rollout.text)).failure is not None
+        return (await self._verify(task.answer, rollout.text)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        answer = final_answer(rollout.text)
-        return normal_form(answer) if answer else None
+        answer = extract_final_answer(rollout.text)
+        return normalize_answer(answer) if answer else None
 
-    async def _judge(self, reference: str, text: str) -> Outcome:
-        boxed = last_boxed(text)
-        answer = final_answer(text) if self.verifier == "exact" else boxed
-        expected = normal_form(reference)
+    async def _verify(self, reference: str, text: str) -> ScoringResult:
+        boxed = extract_last_boxed(text)
+        answer = extract_final_answer(text) if self.verifier == "exact" else boxed
+        expected = normalize_answer(reference)
         if answer is not None:
-            given = normal_form(answer)
+            given = normalize_answer(answer)
             plain = is_integer(given) and is_integer(expected)  # integers need no symbolic comparison
             if not given or given == expected or plain or self.verifier == "exact":
-                return Outcome(float(bool(given) and given == expected))
+                return ScoringResult(float(bool(given) and given == expected))
         elif self.verifier == "exact":
-            return Outcome(0.0)
+            return ScoringResult(0.0)
         answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set
-        pool = worker_pool(self.num_workers)
+        pool = get_scoring_pool(self.num_workers)
         return await pool.call("math_verify", self.timeout_s, reference=reference, answer=answer)

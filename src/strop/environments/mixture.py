@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from strop.data.placement import Placement
+from strop.data.placement import Interleaving
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.types import Task
 
@@ -62,13 +62,13 @@ class Mixture:
         return None if self.max_epochs is None else self.max_epochs * len(self)
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
-        chosen, place = self._placement.at(index)
+        chosen, place = self._interleaving.locate(index)
         component = self.components[chosen]
         return component.name, component.environment, component.tasks[place]
 
     @cached_property
-    def _placement(self) -> Placement:
-        return Placement(
+    def _interleaving(self) -> Interleaving:
+        return Interleaving(
             sizes=tuple(len(component.tasks) for component in self.components),
             weights=tuple(component.weight for component in self.components),
             seed=self.seed,

@@ -10,24 +10,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from strop.data.errors import DataError, nearest
+from strop.data.errors import DataError, suggest_names
 from strop.data.source import DataSource
-from strop.data.split import held_out
-from strop.environments.answers import last_number
+from strop.data.split import is_held_out
+from strop.environments.answers import extract_last_number
 from strop.environments.base import (
-    GENERATED_SIZE,
+    DEFAULT_NUM_TASKS,
     Environment,
     EnvironmentConfigError,
     GeneratedTasks,
     PromptedTask,
     reward,
 )
-from strop.environments.workers import Outcome, worker_pool
+from strop.environments.workers import ScoringResult, get_scoring_pool
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 
-ATTEMPTS = 64  # draws until a question belongs to the requested split; each split has half of the questions
-_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_ATTEMPTS = 64  # draws until a question belongs to the requested split; each split has half of the questions
+_ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +50,18 @@ class ReasoningGym(Environment[PromptedTask]):
         make_dataset(self.task, json.dumps(dict(self.options)), 0, 1)
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        template = data.template()
-        size = data.size or GENERATED_SIZE
+        template = data.load_template()
+        size = data.size or DEFAULT_NUM_TASKS
 
         def make(index: int) -> PromptedTask:
-            entry = self._draw(data, index, size)
+            entry = self._sample_entry(data, index, size)
             question = f"{entry['question']}\n\n{self.instruction}" if self.instruction else entry["question"]
             return PromptedTask(
                 id=f"{self.task}:{data.seed}:{'validation' if data.held_out else 'train'}:{index}",
                 question=question,
                 answer=str(entry["answer"]),
                 metadata=entry,
-                messages=template.messages(question),
+                messages=template.render(question),
             )
 
         return GeneratedTasks(size, make)
@@ -72,52 +72,52 @@ class ReasoningGym(Environment[PromptedTask]):
     @reward(weight=1.0)
     async def score(self, task: PromptedTask, rollout: Rollout) -> float:
         """The score of the task's verifier: 1 if correct, often in between for partial credit."""
-        return (await self._judge(task, rollout)).value or 0.0
+        return (await self._verify(task, rollout)).value or 0.0
 
     @reward(weight=0.0, accuracy=True)
     async def correct(self, task: PromptedTask, rollout: Rollout) -> bool:
-        return ((await self._judge(task, rollout)).value or 0.0) >= 1.0
+        return ((await self._verify(task, rollout)).value or 0.0) >= 1.0
 
     @reward(weight=0.0)
     async def unverified(self, task: PromptedTask, rollout: Rollout) -> bool:
         """1 if the answer could not be scored within the limits and got 0."""
-        return (await self._judge(task, rollout)).failure is not None
+        return (await self._verify(task, rollout)).failure is not None
 
     def answer_key(self, task: PromptedTask, rollout: Rollout) -> str | None:
-        return self.answer(rollout.text)
+        return self.extract_answer(rollout.text)
 
-    def answer(self, text: str) -> str | None:
+    def extract_answer(self, text: str) -> str | None:
         """Return the final answer in ``text`` according to ``extract``, or None."""
         if self.extract == "number":
-            number = last_number(text)
+            number = extract_last_number(text)
             return None if number is None else str(int(number) if number.denominator == 1 else float(number))
-        tagged = _TAGS.findall(text)
+        tagged = _ANSWER_TAGS.findall(text)
         if tagged:
             return str(tagged[-1]).strip()
         return text.strip() if self.extract == "tags_or_text" else None
 
-    def _draw(self, data: DataSource, index: int, size: int) -> dict[str, Any]:
+    def _sample_entry(self, data: DataSource, index: int, size: int) -> dict[str, Any]:
         """Return the entry of the first in a series of datasets whose question at this index belongs to the requested split."""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             seed = mix_seed(data.seed, attempt) % 2**31
             entry: dict[str, Any] = make_dataset(self.task, json.dumps(dict(self.options)), seed, size)[index]
-            if held_out(entry["question"], 0.5) == data.held_out:
+            if is_held_out(entry["question"], 0.5) == data.held_out:
                 return entry
         raise DataError(f"{self.task} with these options asks too few different questions to hold some out for validation")
 
-    async def _judge(self, task: PromptedTask, rollout: Rollout) -> Outcome:
+    async def _verify(self, task: PromptedTask, rollout: Rollout) -> ScoringResult:
         """Score the answer in a resource-limited process, since scorers may pass it to SymPy."""
-        answer = self.answer(rollout.text)
+        answer = self.extract_answer(rollout.text)
         if answer is None:
-            return Outcome(0.0)
+            return ScoringResult(0.0)
         options = json.dumps(dict(self.options))
-        pool = worker_pool(self.num_workers)
+        pool = get_scoring_pool(self.num_workers)
         return await pool.call(
             "reasoning_gym", self.timeout_s, task=self.task, options=options, answer=answer, entry=dict(task.metadata)
         )
 
 
-@lru_cache(maxsize=4 * ATTEMPTS)
+@lru_cache(maxsize=4 * MAX_ATTEMPTS)
 def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
     """Create a reasoning-gym dataset; ``options`` is JSON. Raises EnvironmentConfigError if the package is missing or the task or an
     option is invalid."""
@@ -127,7 +127,7 @@ def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
     except ImportError as error:
         raise EnvironmentConfigError("the environment reasoning_gym needs a package: pip install reasoning-gym") from error
     if task not in DATASETS:
-        raise EnvironmentConfigError(f"reasoning_gym has no task {task!r}{nearest(task, DATASETS)}")
+        raise EnvironmentConfigError(f"reasoning_gym has no task {task!r}{suggest_names(task, DATASETS)}")
     given = json.loads(options)
     known = {item.name for item in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
     for name in given:
@@ -136,7 +136,7 @@ def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
                 f"set {name} in the data section, not in options: it differs between training and validation"
             )
         if name not in known:
-            raise EnvironmentConfigError(f"the task {task} has no option {name!r}{nearest(name, known)}")
+            raise EnvironmentConfigError(f"the task {task} has no option {name!r}{suggest_names(name, known)}")
     try:
         return reasoning_gym.create_dataset(task, **given, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:

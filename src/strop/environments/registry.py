@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from strop.data.errors import nearest
+from strop.data.errors import suggest_names
 from strop.environments.base import Environment, EnvironmentConfigError
 
 ENVIRONMENTS = {
@@ -34,7 +34,7 @@ def make_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     values: dict[str, Any] = {}
     for option, value in (options or {}).items():
         if option not in known:
-            raise EnvironmentConfigError(f"the environment {name} has no option {option!r}{nearest(option, known)}")
+            raise EnvironmentConfigError(f"the environment {name} has no option {option!r}{suggest_names(option, known)}")
         try:  # in JSON mode a list may stand for a tuple, while "3" is not a number
             values[option] = TypeAdapter(types[option]).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError) as error:
@@ -51,7 +51,7 @@ def environment_class(name: str) -> type[Environment[Any]]:
     path = ENVIRONMENTS.get(name, name)
     if ":" not in path:
         raise EnvironmentConfigError(
-            f"there is no environment {name!r}{nearest(name, ENVIRONMENTS)}. Name your own as module:Class or file.py:Class"
+            f"there is no environment {name!r}{suggest_names(name, ENVIRONMENTS)}. Name your own as module:Class or file.py:Class"
         )
     kind = import_attribute(path)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
@@ -73,7 +73,7 @@ def import_attribute(path: str) -> Any:
         raise EnvironmentConfigError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type)]
-        raise EnvironmentConfigError(f"{module_name!r} has no {attribute!r}{nearest(attribute, public)}")
+        raise EnvironmentConfigError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
     return getattr(module, attribute)
 
 

@@ -34,7 +34,7 @@ _AARCH64 = {
 _ARCHITECTURES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}  # the kernel's AUDIT_ARCH numbers
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06  # classic BPF: load a word, jump if equal, if any bit, return
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # deny: the call fails with EPERM
+_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # deny: the call fails with EPERM
 _NUMBER, _ARCHITECTURE, _OPEN_FLAGS = 0, 4, 32  # offsets in the kernel's seccomp_data; the flags are openat's third argument
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # prctl
 
@@ -48,7 +48,7 @@ def confine() -> None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _ARCHITECTURES:
         raise OSError(f"there is no system-call filter for {sys.platform} on {machine}")
-    code = _filter(*_ARCHITECTURES[machine])
+    code = _build_filter(*_ARCHITECTURES[machine])
     program = _Program(len(code) // 8, code)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or libc.prctl(_SECCOMP, _FILTER, ctypes.byref(program), 0, 0):
@@ -56,21 +56,21 @@ def confine() -> None:
         raise OSError(number, f"the kernel refused the system-call filter: {os.strerror(number)}")
 
 
-def _filter(architecture: int, calls: dict[str, int]) -> bytes:
+def _build_filter(architecture: int, calls: dict[str, int]) -> bytes:
     """Return the BPF program: instructions of 8 bytes (operation, jump if true, jump if false, constant)."""
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),  # another architecture numbers its calls differently
-        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _DENY),
         (_LOAD, 0, 0, _NUMBER),
         (_EQUAL, 0, 4, calls["openat"]),
         (_LOAD, 0, 0, _OPEN_FLAGS),
         (_ANY_BIT, 0, 1, writing),
-        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _DENY),
         (_RETURN, 0, 0, _ALLOW),
     ]
     for number in calls.values():
         code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    code.append((_RETURN, 0, 0, _REFUSE))
+    code.append((_RETURN, 0, 0, _DENY))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

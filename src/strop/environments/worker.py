@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 from strop.environments.seccomp import confine
 
-MEMORY = 4 << 30  # bytes of address space
-WALL = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
-LARGEST_REPLY = 4096
+MEMORY_LIMIT = 4 << 30  # bytes of address space
+WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
+MAX_REPLY_BYTES = 4096
 
 # Scored once before the first fork, so that every child has the parser's tables and SymPy's lazy imports.
 WARM_UP = (
@@ -48,18 +48,18 @@ WARM_UP = (
 Reply = dict[str, Any]
 
 
-class Refused(Exception):
+class UnparsableReference(Exception):
     """The reference answer cannot be parsed, so no answer can be scored against it."""
 
 
-def math_verify_judge() -> Callable[..., Callable[[], float]]:
+def load_math_verify() -> Callable[..., Callable[[], float]]:
     from math_verify import parse, verify  # type: ignore[import-untyped,unused-ignore]
 
     def prepare(reference: str, answer: str) -> Callable[[], float]:
         def judge() -> float:
             gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
             if not gold:
-                raise Refused(f"the reference answer {reference!r} cannot be parsed")
+                raise UnparsableReference(f"the reference answer {reference!r} cannot be parsed")
             return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
         return judge
@@ -69,7 +69,7 @@ def math_verify_judge() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
-def reasoning_gym_judge() -> Callable[..., Callable[[], float]]:
+def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
     import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
 
     @lru_cache(maxsize=64)
@@ -83,7 +83,7 @@ def reasoning_gym_judge() -> Callable[..., Callable[[], float]]:
     return prepare
 
 
-JUDGES = {"math_verify": math_verify_judge, "reasoning_gym": reasoning_gym_judge}
+SCORER_LOADERS = {"math_verify": load_math_verify, "reasoning_gym": load_reasoning_gym}
 
 
 def main() -> None:
@@ -97,24 +97,24 @@ def main() -> None:
         kind, cpu_s, arguments = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
         try:
             if kind not in prepared:
-                prepared[kind] = JUDGES[kind]()
+                prepared[kind] = SCORER_LOADERS[kind]()
             judge = prepared[kind](**arguments)
         except Exception as error:
             reply: Reply = {"broken": f"{type(error).__name__}: {error}"}
         else:
-            reply = run(judge, cpu_s)
+            reply = score_in_fork(judge, cpu_s)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def run(judge: Callable[[], float], cpu_s: float) -> Reply:
+def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:
     """Call ``judge`` in a forked child under limits and return its reply."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
-        _child(judge, cpu_s, sending)
+        _run_child(score, cpu_s, sending)
     os.close(sending)
-    text = _read(receiving, time.monotonic() + WALL * cpu_s)
+    text = _read_reply(receiving, time.monotonic() + WALL_CLOCK_FACTOR * cpu_s)
     os.close(receiving)
     os.kill(child, signal.SIGKILL)  # it has finished or exceeded a limit; a zombie ignores the signal
     _, status = os.waitpid(child, 0)
@@ -129,13 +129,13 @@ def run(judge: Callable[[], float], cpu_s: float) -> Reply:
     return {"failure": f"crashed the scorer (signal {ended})"}
 
 
-def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
+def _run_child(score: Callable[[], float], cpu_s: float, write_end: int) -> NoReturn:
     reply: Reply
     try:
-        os.dup2(sending, 0)
+        os.dup2(write_end, 0)
         os.closerange(1, 1 << 16)  # it can write to its pipe only
         with contextlib.suppress(ValueError):  # macOS does not support this limit
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
         # Limit CPU time, so that a busy machine does not turn a correct answer into a timeout.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         warning = None
@@ -144,8 +144,8 @@ def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
         except OSError as error:
             warning = str(error)
         try:
-            reply = {"value": judge(), "unconfined": warning}
-        except Refused as error:
+            reply = {"value": score(), "unconfined": warning}
+        except UnparsableReference as error:
             reply = {"refused": str(error)}
         except Exception as error:  # includes MemoryError and RecursionError: the answer cannot be scored
             reply = {"failure": f"{type(error).__name__}: {error}"[:200]}
@@ -154,15 +154,15 @@ def _child(judge: Callable[[], float], cpu_s: float, sending: int) -> NoReturn:
         os._exit(0)
 
 
-def _read(pipe: int, deadline: float) -> bytes:
+def _read_reply(pipe: int, deadline: float) -> bytes:
     """Read from the pipe until it is closed or a line ends. Returns b"" when the deadline passes."""
     text = b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    while len(text) < LARGEST_REPLY and not text.endswith(b"\n"):
+    while len(text) < MAX_REPLY_BYTES and not text.endswith(b"\n"):
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             return b""
-        if not (part := os.read(pipe, LARGEST_REPLY)):
+        if not (part := os.read(pipe, MAX_REPLY_BYTES)):
             break
         text += part
     return text

@@ -26,49 +26,49 @@ from pathlib import Path
 from queue import Empty, LifoQueue
 from typing import Any, Literal
 
-CACHED = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
+MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
 
-Kind = Literal["math_verify", "reasoning_gym"]
+ScorerName = Literal["math_verify", "reasoning_gym"]
 
 
-class WorkerError(RuntimeError):
+class ScoringError(RuntimeError):
     """Scoring fails for every answer: a library is missing, or the reference cannot be parsed."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoringResult:
     """The score of an answer, or why it has none: scoring exceeded the limit or crashed."""
 
     value: float | None
     failure: str | None = None
 
 
-def worker_pool(size: int) -> Pool:
+def get_scoring_pool(size: int) -> ScoringPool:
     """Return this process's pool of at most ``size`` workers. A forked process gets its own pool."""
-    return _pool(os.getpid(), size)
+    return _scoring_pool(os.getpid(), size)
 
 
 @lru_cache(maxsize=8)
-def _pool(process: int, size: int) -> Pool:
-    return Pool(size)
+def _scoring_pool(process: int, size: int) -> ScoringPool:
+    return ScoringPool(size)
 
 
-class Pool:
+class ScoringPool:
     def __init__(self, size: int) -> None:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="scoring")
-        self._idle: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
-        self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._idle_workers: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
+        self._cache: OrderedDict[bytes, ScoringResult] = OrderedDict()
         atexit.register(self.close)
 
-    async def call(self, kind: Kind, cpu_s: float, **arguments: Any) -> Outcome:
+    async def call(self, kind: ScorerName, cpu_s: float, **arguments: Any) -> ScoringResult:
         """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
         job = pickle.dumps((kind, cpu_s, arguments))
-        outcome = self._outcomes.get(job)
+        outcome = self._cache.get(job)
         if outcome is None:
-            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, kind, job)
-            self._outcomes[job] = outcome
-            if len(self._outcomes) > CACHED:
-                self._outcomes.popitem(last=False)
+            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, kind, job)
+            self._cache[job] = outcome
+            if len(self._cache) > MAX_CACHED_RESULTS:
+                self._cache.popitem(last=False)
         return outcome
 
     def close(self) -> None:
@@ -76,31 +76,31 @@ class Pool:
         self._threads.shutdown(cancel_futures=True)
         with suppress(Empty):
             while True:
-                _end(self._idle.get_nowait())
+                _stop_worker(self._idle_workers.get_nowait())
 
-    def _run(self, kind: Kind, job: bytes) -> Outcome:
-        reply, status = self._ask(job)
+    def _score(self, kind: ScorerName, job: bytes) -> ScoringResult:
+        reply, status = self._request(job)
         if reply is None:  # killed from outside, since no answer can do this; retry with a new worker
-            reply, status = self._ask(job)
+            reply, status = self._request(job)
         if reply is None:
-            raise WorkerError(f"{kind}: its worker died twice, the last time with exit status {status}")
+            raise ScoringError(f"{kind}: its worker died twice, the last time with exit status {status}")
         if "broken" in reply:
-            raise WorkerError(f"{kind} cannot be used here: {reply['broken']}")
+            raise ScoringError(f"{kind} cannot be used here: {reply['broken']}")
         if "refused" in reply:
-            raise WorkerError(f"{kind}: {reply['refused']}")
+            raise ScoringError(f"{kind}: {reply['refused']}")
         if reply.get("unconfined"):
             warnings.warn(f"answers are scored with limits on time and memory only: {reply['unconfined']}", stacklevel=2)
         value = reply.get("value")
         if isinstance(value, float) and math.isfinite(value):
-            return Outcome(value)
-        return Outcome(None, str(reply.get("failure", f"the score was {value!r:.80}")))
+            return ScoringResult(value)
+        return ScoringResult(None, str(reply.get("failure", f"the score was {value!r:.80}")))
 
-    def _ask(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
+    def _request(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
         """Send a job to a worker. Returns (reply, None), or (None, exit status) if the worker died."""
         try:
-            worker = self._idle.get_nowait()
+            worker = self._idle_workers.get_nowait()
         except Empty:
-            worker = _start()
+            worker = _start_worker()
         assert worker.stdin is not None and worker.stdout is not None
         line = b""
         with suppress(BrokenPipeError):
@@ -108,12 +108,12 @@ class Pool:
             worker.stdin.flush()
             line = worker.stdout.readline()
         if not line.endswith(b"\n"):
-            return None, _end(worker)
-        self._idle.put(worker)
+            return None, _stop_worker(worker)
+        self._idle_workers.put(worker)
         return json.loads(line), None
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start_worker() -> subprocess.Popen[bytes]:
     # A fixed hash seed makes SymPy's orderings, and hence the scores, the same in every worker. -P keeps the current
     # folder off the module path; PYTHONPATH points to the package that this process imported.
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -122,7 +122,7 @@ def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
 
 
-def _end(worker: subprocess.Popen[bytes]) -> int:
+def _stop_worker(worker: subprocess.Popen[bytes]) -> int:
     """Close the worker's input, so that it exits, and wait for it. Returns its exit status, negative for a signal."""
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:

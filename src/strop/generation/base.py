@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from strop.sampling import Sampling
-from strop.weights.base import WeightHolder
+from strop.weights.base import UpdatableEngine
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class Generator(Protocol):
     async def close(self) -> None: ...
 
 
-class Engine(Generator, WeightHolder, Protocol):
+class Engine(Generator, UpdatableEngine, Protocol):
     """A generator with its own copy of the weights, which receives updates."""
 
     def counters(self) -> Mapping[str, float]:

@@ -28,12 +28,12 @@ CLASSIFIER_TASK = "SEQ_CLS"  # PEFT's task type of sequence classifiers
 _PREFIX = "base_model.model."  # of each name in PEFT's files
 
 
-def itself(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LoraLayer:
     """One layer with an adapter, ``y = base(x) + scale * up (down x)``."""
 
     name: str  # name of the layer in the model without adapters
@@ -44,34 +44,34 @@ class LowRank:
     scale: float
 
     @torch.no_grad()
-    def merged(self, whole: Callable[[Tensor], Tensor] = itself) -> Tensor:
+    def merged_weight(self, whole: Callable[[Tensor], Tensor] = identity) -> Tensor:
         """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding."""
         down, up, weight = (at_least_float32(whole(tensor)) for tensor in (self.down, self.up, self.base.weight))
         change = (up @ down).mul_(self.scale)
         return weight + (change if isinstance(self.base, nn.Linear) else change.t())
 
 
-def low_rank_layers(model: nn.Module) -> list[LowRank]:
+def lora_layers(model: nn.Module) -> list[LoraLayer]:
     """Return the layers with an adapter, in the model's order; an empty list for an ordinary model."""
-    return [_low_rank(name, module) for name, module in model.named_modules() if _holds_adapter(module)]
+    return [_make_lora_layer(name, module) for name, module in model.named_modules() if _has_adapter(module)]
 
 
-def _holds_adapter(module: Any) -> bool:
+def _has_adapter(module: Any) -> bool:
     return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
 
 
-def _low_rank(name: str, module: Any) -> LowRank:
+def _make_lora_layer(name: str, module: Any) -> LoraLayer:
     down, up = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
-    return LowRank(name, module, module.base_layer, down, up, float(module.scaling[ADAPTER]))
+    return LoraLayer(name, module, module.base_layer, down, up, float(module.scaling[ADAPTER]))
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable a model's adapters: each layer runs its base alone, bitwise equal to the base model and without a copy.
 
     Raises RuntimeError while an engine has replaced the layers' forward methods.
     """
-    layers = low_rank_layers(model)
+    layers = lora_layers(model)
     if any("forward" in vars(layer.module) for layer in layers):
         raise RuntimeError("the engine is using the model; adapters can only be disabled after it has been drained")
     for layer in layers:
@@ -83,11 +83,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             del layer.module.forward
 
 
-def layers_and_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank | None]]:
+def weights_with_layers(model: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
     """Yield (name without adapters, tensor, adapter layer or None) of each weight of the model. No copies."""
-    layers = {layer.name: layer for layer in low_rank_layers(model)}
+    layers = {layer.name: layer for layer in lora_layers(model)}
     for name, tensor in model.state_dict().items():
-        owner, inside = _split(name, layers)
+        owner, inside = _split_name(name, layers)
         if owner is None:
             yield name, tensor, None
         elif inside == "base_layer.weight":
@@ -96,23 +96,23 @@ def layers_and_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, LowRank 
             yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor, None
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = itself) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = identity) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights under their names without adapters, with adapters merged in, one at a time.
 
     ``whole`` gathers the full tensor of a sharded one. Rounded to bfloat16, merged weights lose changes below half a unit of precision of
     the weight: send the adapters beside the base instead.
     """
-    for name, tensor, adapter in layers_and_weights(model):
-        yield name, whole(tensor) if adapter is None else adapter.merged(whole)
+    for name, tensor, adapter in weights_with_layers(model):
+        yield name, whole(tensor) if adapter is None else adapter.merged_weight(whole)
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights under their names without adapters, with adapters not merged. No copies."""
-    for name, tensor, _ in layers_and_weights(model):
+    for name, tensor, _ in weights_with_layers(model):
         yield name, tensor
 
 
-def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, str]:
+def _split_name(name: str, layers: Mapping[str, LoraLayer]) -> tuple[LoraLayer | None, str]:
     """Split a name of the state dict into the adapter layer that contains it, if any, and the rest of the name."""
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -124,17 +124,17 @@ def _split(name: str, layers: Mapping[str, LowRank]) -> tuple[LowRank | None, st
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained weights: the adapters and a classifier's score layer, under the names of PEFT's files. No copies."""
     found: dict[str, Tensor] = {}
-    layers = low_rank_layers(model)
+    layers = lora_layers(model)
     for layer in layers:
         found[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
         found[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
-    for whole in (_config_of(model).modules_to_save or ()) if layers else ():
+    for whole in (_peft_config(model).modules_to_save or ()) if layers else ():
         layer_state = model.get_submodule(whole).state_dict()
         found.update({f"{_PREFIX}{whole}.{name}": tensor.detach() for name, tensor in layer_state.items()})
     return found
 
 
-def _config_of(model: Any) -> Any:
+def _peft_config(model: Any) -> Any:
     """Return PEFT's configuration of the model's adapters."""
     return model.peft_config[ADAPTER]
 
@@ -148,7 +148,7 @@ def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(_config_of(model))
+    config = copy.deepcopy(_peft_config(model))
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)  # a set, whose order differs between runs
     config.save_pretrained(str(folder))
@@ -168,7 +168,7 @@ def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor
     """
     from safetensors.torch import load_file
 
-    _refuse_other_form(model, folder)
+    _check_adapter_config(model, folder)
     stored, own = load_file(folder / WEIGHTS_FILE), adapter_weights(model)
     odd = sorted(stored.keys() ^ own.keys()) or [name for name in own if own[name].shape != stored[name].shape]
     if odd:
@@ -180,14 +180,14 @@ def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor
         fill(tensor, stored[name])
 
 
-def _refuse_other_form(model: nn.Module, folder: Path) -> None:
+def _check_adapter_config(model: nn.Module, folder: Path) -> None:
     """Raises ValueError for adapters of another rank or scale; warns if their base model has another name."""
     if not (folder / CONFIG_FILE).exists():
         raise ValueError(
             f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set "
             "dtensor_cfg.lora_cfg.enabled=false to continue it, or start with another checkpointing.checkpoint_dir"
         )
-    saved, own = read_config(folder), _config_of(model)
+    saved, own = read_adapter_config(folder), _peft_config(model)
     for name, key in (("r", "dim"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
         if saved.get(name) != getattr(own, name):
             raise ValueError(
@@ -202,7 +202,7 @@ def _refuse_other_form(model: nn.Module, folder: Path) -> None:
         )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read PEFT's configuration from a folder of adapters."""
     found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
     return found
@@ -214,9 +214,9 @@ def adapter_folder(name: str) -> Path | None:
     return folder if (folder / CONFIG_FILE).exists() else None
 
 
-def base_name(folder: Path) -> str:
+def base_model_name(folder: Path) -> str:
     """Return the name of the model that the adapters in a folder were trained on. Raises ValueError if it is not recorded."""
-    found = read_config(folder).get("base_model_name_or_path")
+    found = read_adapter_config(folder).get("base_model_name_or_path")
     if not found:
         raise ValueError(
             f"{folder / CONFIG_FILE} does not name its base: set base_model_name_or_path in it to a hub name or a folder"
@@ -224,12 +224,12 @@ def base_name(folder: Path) -> str:
     return str(found)
 
 
-def of_classifier(folder: Path) -> bool:
+def is_classifier_adapter(folder: Path) -> bool:
     """Return whether a folder has the adapters and the score layer of a sequence classifier."""
-    return bool(read_config(folder).get("task_type") == CLASSIFIER_TASK)
+    return bool(read_adapter_config(folder).get("task_type") == CLASSIFIER_TASK)
 
 
-def with_adapters_merged(model: Any, folder: Path) -> Any:
+def merge_adapters(model: Any, folder: Path) -> Any:
     """Merge the adapters in ``folder`` into ``model`` and return an ordinary model. Accepts any adapters that PEFT can merge."""
     from peft import PeftModel
 

@@ -32,7 +32,7 @@ class AttentionSpec:
     window: int | None = None  # a token attends to itself and to the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap), Gemma 2
 
-    def binding(self, span: int) -> AttentionSpec:
+    def drop_unused_window(self, span: int) -> AttentionSpec:
         """Return the spec without its window if ``span`` positions fit into the window."""
         if self.window is None or span > self.window:
             return self
@@ -89,28 +89,28 @@ def mixes_tokens(module: nn.Module) -> bool:
 
 
 # Up to this many elements of scores, eager attention is used where it is faster than the fused kernel.
-PLAIN_SCORES = 1 << 25
+MAX_EAGER_SCORES = 1 << 25
 
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec, *, causal: bool = False
 ) -> Tensor:
     """[B, heads, Lq, D] x [B, kv_heads, Lk, D] -> [B, heads, Lq, D]; True in a boolean mask means that a query attends to a key."""
-    if spec.softcap is None and not _plain_is_faster(query, key):
+    if spec.softcap is None and not _eager_is_faster(query, key):
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale, enable_gqa=grouped)
     if causal:
         mask = causal_mask(query.shape[2], key.shape[2], None, query.device)
-    return _plain_attention(query, key, value, mask, spec)
+    return _eager_attention(query, key, value, mask, spec)
 
 
-def _plain_is_faster(query: Tensor, key: Tensor) -> bool:
+def _eager_is_faster(query: Tensor, key: Tensor) -> bool:
     """Return whether eager attention is faster: in bfloat16 on a CPU the fused kernel takes 2 to 5 times as long."""
     on_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    return on_cpu and query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= PLAIN_SCORES
+    return on_cpu and query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= MAX_EAGER_SCORES
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+def _eager_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     batch, heads, queries, size = query.shape
     kv_heads = key.shape[1]
     rows = (query * spec.scale).reshape(batch, kv_heads, -1, size)  # query heads that share a key-value head are adjacent
@@ -131,12 +131,12 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 
 @dataclass(frozen=True, eq=False)
-class Siblings:
+class SiblingSegments:
     """Segments with the same parent, padded to a common length for a single attention call."""
 
     count: int
-    longest: int
-    place: Tensor | None  # [tokens] int64: index of each token in the padded [count * max_length]; None without padding
+    max_length: int
+    padded_index: Tensor | None  # [tokens] int64: index of each token in the padded [count * max_length]; None without padding
     prefix: tuple[tuple[int, int, int], ...]  # shared prefix, in order: (family, first, last + 1) of each ancestor
 
     @property
@@ -167,7 +167,7 @@ class TreePlan:
             for place, segment in enumerate(segments)
         }
         self.families = [
-            _siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, places), device)
+            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, places), device)
             for parent, segments in members.items()
         ]
         self.sizes = [sum(lengths[segment] for segment in segments) for segments in members.values()]
@@ -185,42 +185,46 @@ class TreePlan:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         if self.order is not None:
-            query, key, value = (_move(tensor, self.order, None) for tensor in (query, key, value))
+            query, key, value = (_move_rows(tensor, self.order, None) for tensor in (query, key, value))
         queries, keys, values = (tensor.split(self.sizes) for tensor in (query, key, value))
         outputs = [
             self._attend_family(
-                family, queries[place], (keys[place], _prefix(family, keys)), (values[place], _prefix(family, values)), spec
+                family,
+                queries[place],
+                (keys[place], _gather_prefix(family, keys)),
+                (values[place], _gather_prefix(family, values)),
+                spec,
             )
             for place, family in enumerate(self.families)
         ]
         output: Tensor = torch.cat(outputs)
         if self.order is not None:
-            output = _move(output, None, self.order)
+            output = _move_rows(output, None, self.order)
         return output
 
     def _attend_family(
         self,
-        family: Siblings,
+        family: SiblingSegments,
         query: Tensor,
         key: tuple[Tensor, Tensor | None],
         value: tuple[Tensor, Tensor | None],
         spec: AttentionSpec,
     ) -> Tensor:
-        span = family.prefix_length + family.longest
-        spec = spec.binding(span)
-        keys, values = (_with_prefix(_padded(own, family), prefix) for own, prefix in (key, value))
+        span = family.prefix_length + family.max_length
+        spec = spec.drop_unused_window(span)
+        keys, values = (_prepend_prefix(_pad(own, family), prefix) for own, prefix in (key, value))
         causal = not family.prefix and spec.window is None
-        mask = None if causal else self._mask(family.longest, span, spec.window, query.device)
-        output = masked_attention(_padded(query, family), keys, values, mask, spec, causal=causal)
+        mask = None if causal else self._mask(family.max_length, span, spec.window, query.device)
+        output = masked_attention(_pad(query, family), keys, values, mask, spec, causal=causal)
         flat = output.transpose(1, 2).flatten(0, 1)
-        return flat if family.place is None else _move(flat, family.place, None)
+        return flat if family.padded_index is None else _move_rows(flat, family.padded_index, None)
 
 
-def _siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> Siblings:
+def _make_siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> SiblingSegments:
     longest = max(lengths)
     real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
     place = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
-    return Siblings(len(lengths), longest, place, prefix)
+    return SiblingSegments(len(lengths), longest, place, prefix)
 
 
 def _ancestors(segment: int, parents: list[int], places: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -233,27 +237,27 @@ def _ancestors(segment: int, parents: list[int], places: dict[int, tuple[int, in
     return tuple(path)
 
 
-def _prefix(family: Siblings, pieces: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
+def _gather_prefix(family: SiblingSegments, pieces: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
     found = [pieces[index][first:last] for index, first, last in family.prefix]
     return found[0] if len(found) == 1 else torch.cat(found) if found else None
 
 
-def _padded(flat: Any, family: Siblings) -> Tensor:
+def _pad(flat: Any, family: SiblingSegments) -> Tensor:
     """[tokens, heads, D] -> [count, heads, max_length, D], padded with zeros."""
-    if family.place is not None:
-        flat = _move(flat, None, family.place, family.count * family.longest)
-    padded: Tensor = flat.unflatten(0, (family.count, family.longest))
+    if family.padded_index is not None:
+        flat = _move_rows(flat, None, family.padded_index, family.count * family.max_length)
+    padded: Tensor = flat.unflatten(0, (family.count, family.max_length))
     return padded.transpose(1, 2)
 
 
-def _with_prefix(own: Tensor, prefix: Tensor | None) -> Tensor:
+def _prepend_prefix(own: Tensor, prefix: Tensor | None) -> Tensor:
     """Prepend the prefix [P, heads, D], the same for all C, to [C, heads, L, D] -> [C, heads, P + L, D]."""
     if prefix is None:
         return own
     return torch.cat([prefix.transpose(0, 1).expand(len(own), -1, -1, -1), own], dim=2)
 
 
-class _Place(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
     """Take the rows ``source``, or put rows at the indices ``target`` of ``size`` rows of zeros. Indices do not repeat.
 
     Each operation is the backward pass of the other: a plain copy, while the backward pass of ``index_select`` accumulates.
@@ -262,24 +266,24 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
         ctx.source, ctx.target, ctx.size = source, target, len(rows)
-        return _take(rows, source) if source is not None else _put(rows, target, size or len(rows))
+        return _take_rows(rows, source) if source is not None else _put_rows(rows, target, size or len(rows))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        moved = _put(grad, ctx.source, ctx.size) if ctx.source is not None else _take(grad, ctx.target)
+        moved = _put_rows(grad, ctx.source, ctx.size) if ctx.source is not None else _take_rows(grad, ctx.target)
         return moved, None, None, None
 
 
-def _move(rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
-    apply: Any = _Place.apply
+def _move_rows(rows: Tensor, source: Tensor | None, target: Tensor | None, size: int | None = None) -> Tensor:
+    apply: Any = _MoveRows.apply
     moved: Tensor = apply(rows, source, target, size)
     return moved
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
+def _take_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows.index_select(0, index)
 
 
-def _put(rows: Tensor, index: Tensor | None, size: int) -> Tensor:
+def _put_rows(rows: Tensor, index: Tensor | None, size: int) -> Tensor:
     assert index is not None
     return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, index, rows)

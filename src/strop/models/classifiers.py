@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from strop.models.adapters import adapter_folder, base_name, of_classifier, with_adapters_merged
-from strop.models.loading import load_model, locate, overridden, quiet, saved_config
-from strop.models.value import score_layer
+from strop.models.adapters import adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
+from strop.models.loading import apply_overrides, load_base_config, load_model, locate_model, quiet_transformers
+from strop.models.value import get_score_layer
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def load_classifier(
-    name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, spread: float | None = None
+    name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, init_std: float | None = None
 ) -> Any:
     """Load a Hugging Face sequence classifier with one label and float32 weights, from a saved classifier or a causal LM. Either may be a
     folder with adapters, which are merged.
@@ -30,35 +30,35 @@ def load_classifier(
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    if (adapters := adapter_folder(name)) is not None and of_classifier(adapters):
-        return _with_adapters(adapters, overrides).to(device)
-    folder, gguf = locate(name)
+    if (adapters := adapter_folder(name)) is not None and is_classifier_adapter(adapters):
+        return _load_with_adapters(adapters, overrides).to(device)
+    folder, gguf = locate_model(name)
     if gguf or adapters:
-        return _drawn(_from_language_model(load_model(name, overrides=overrides)), seed, spread).to(device)
+        return _init_score_layer(_convert_language_model(load_model(name, overrides=overrides)), seed, init_std).to(device)
     config = AutoConfig.from_pretrained(folder)
-    _refuse_several_labels(name, config)
-    config = overridden(config, overrides)
+    _check_single_label(name, config)
+    config = apply_overrides(config, overrides)
     config.num_labels = 1
-    _refuse_unknown(name, config)
-    with quiet():
+    _check_supported(name, config)
+    with quiet_transformers():
         model, info = AutoModelForSequenceClassification.from_pretrained(
             folder, config=config, dtype=torch.float32, output_loading_info=True
         )
-    fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is score_layer(model)]
+    fresh = [key for key in info["missing_keys"] if getattr(model, key.partition(".")[0]) is get_score_layer(model)]
     if missing := sorted(set(info["missing_keys"]) - set(fresh)):
         raise ValueError(f"policy.model_name: {name} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}")
-    return (_drawn(model, seed, spread) if fresh else model).to(device)
+    return (_init_score_layer(model, seed, init_std) if fresh else model).to(device)
 
 
-def _with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:
+def _load_with_adapters(adapters: Path, overrides: Mapping[str, Any] | None) -> Any:
     """Load the base classifier and merge the adapters, with their score layer and padding token."""
-    model = load_classifier(base_name(adapters), overrides=overrides)
-    if (saved := saved_config(adapters)) is not None:
+    model = load_classifier(base_model_name(adapters), overrides=overrides)
+    if (saved := load_base_config(adapters)) is not None:
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = saved.pad_token_id
-    return with_adapters_merged(model, adapters)
+    return merge_adapters(model, adapters)
 
 
-def _from_language_model(model: Any) -> Any:
+def _convert_language_model(model: Any) -> Any:
     """Return a classifier that takes over the base model of a causal LM."""
     from transformers import AutoModelForSequenceClassification
 
@@ -67,14 +67,14 @@ def _from_language_model(model: Any) -> Any:
     with torch.device("meta"):
         classifier = AutoModelForSequenceClassification.from_config(config)
     setattr(classifier, classifier.base_model_prefix, model.base_model)
-    score_layer(classifier).to_empty(device="cpu")
+    get_score_layer(classifier).to_empty(device="cpu")
     return classifier
 
 
-def _drawn(model: Any, seed: int, spread: float | None) -> Any:
+def _init_score_layer(model: Any, seed: int, init_std: float | None) -> Any:
     """Initialize the model's score layer; its weights depend on ``seed`` only."""
-    deviation = float(getattr(model.config, "initializer_range", 0.02)) if spread is None else spread
-    layer = score_layer(model)
+    deviation = float(getattr(model.config, "initializer_range", 0.02)) if init_std is None else init_std
+    layer = get_score_layer(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         layer.weight.copy_(deviation * torch.randn(layer.weight.shape, generator=generator))
@@ -83,7 +83,7 @@ def _drawn(model: Any, seed: int, spread: float | None) -> Any:
     return model
 
 
-def _refuse_several_labels(name: str, config: Any) -> None:
+def _check_single_label(name: str, config: Any) -> None:
     saved = any(kind.endswith(_CLASSIFIER) for kind in config.architectures or ())
     if saved and config.num_labels != 1:
         raise ValueError(
@@ -92,7 +92,7 @@ def _refuse_several_labels(name: str, config: Any) -> None:
         )
 
 
-def _refuse_unknown(name: str, config: Any) -> None:
+def _check_supported(name: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
 
     if type(config) not in KNOWN:
@@ -112,7 +112,7 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
     """
     size = int(model.get_input_embeddings().weight.shape[0])
     stops = {*stop_ids, tokenizer.eos_token_id}
-    for token in _candidates(tokenizer):
+    for token in _pad_token_candidates(tokenizer):
         place = tokenizer.convert_tokens_to_ids(token)
         if place is not None and place not in stops and place < size:
             if token != tokenizer.pad_token:
@@ -126,7 +126,7 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
     )
 
 
-def _candidates(tokenizer: Any) -> Iterator[str]:
+def _pad_token_candidates(tokenizer: Any) -> Iterator[str]:
     """Yield candidates for the padding token, best first."""
     added = [token.content for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     if tokenizer.pad_token is not None:

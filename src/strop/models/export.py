@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.loading import locate, quiet
+from strop.models.loading import locate_model, quiet_transformers
 
 
-def config_of(name: str) -> Any:
+def load_model_config(name: str) -> Any:
     """Load a model's configuration by its folder or hub name. Raises ModelNotFound."""
     from transformers import AutoConfig
 
     if (Path(name) / "config.json").exists():  # also a folder of shards, which is no model
         return AutoConfig.from_pretrained(name)
-    folder, gguf = locate(name)
+    folder, gguf = locate_model(name)
     return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 
 
@@ -35,7 +35,7 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> 
             f"config.json names the architecture {config.architectures}, which this version of Transformers ({transformers.__version__}) "
             "does not have"
         )
-    with torch.device("meta"), quiet():
+    with torch.device("meta"), quiet_transformers():
         model = kind(config)
     names = set(model.state_dict())
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
@@ -46,5 +46,5 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> 
             f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {left[:3]}, unexpected {unexpected[:3]}"
         )
     model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
-    with quiet():
+    with quiet_transformers():
         model.save_pretrained(folder)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.base import TokenOutputs
-from strop.sampling import Sampling, at_least_float32, filtered_logits, recorded_logits
+from strop.sampling import Sampling, at_least_float32, filtered_logits, kept_logits
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """The output layer and its model family's transformation of the logits."""
 
     weight: Tensor  # [V, H]
@@ -30,13 +30,13 @@ class Head:
     multiplier: float = 1.0  # logit_scale, Cohere
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
         return self.softcap is None and self.divisor == 1.0 and self.multiplier == 1.0
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [.., H] -> [.., V]
-        return self.transform(nn.functional.linear(hidden, self.weight, self.bias))
+    def compute_logits(self, hidden: Tensor) -> Tensor:  # [.., H] -> [.., V]
+        return self.transform_logits(nn.functional.linear(hidden, self.weight, self.bias))
 
-    def transform(self, logits: Tensor) -> Tensor:
+    def transform_logits(self, logits: Tensor) -> Tensor:
         if self.divisor != 1.0:
             logits = logits / self.divisor
         if self.multiplier != 1.0:
@@ -46,14 +46,14 @@ class Head:
         return logits
 
 
-def head_of(model: nn.Module) -> Head:
+def get_lm_head(model: nn.Module) -> LMHead:
     """Return the LM head of a Hugging Face causal LM. Raises ValueError if it has no linear output layer."""
     layer = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"{type(model).__name__} has no linear output layer (found {type(layer).__name__})")
     config: Any = model.config
     config = getattr(config, "text_config", None) or config
-    return Head(
+    return LMHead(
         weight=layer.weight,
         bias=layer.bias,
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -65,7 +65,7 @@ def head_of(model: nn.Module) -> Head:
 def token_logprobs(
     hidden: Tensor,
     target: Tensor,
-    head: Head,
+    head: LMHead,
     sampling: Sampling,
     chunk: int,
     candidates: Tensor | None = None,
@@ -80,21 +80,25 @@ def token_logprobs(
     pieces = [
         _chunk_outputs(rows, wanted, head, sampling, others, recorded)
         for rows, wanted, others, recorded in zip(
-            hidden.split(chunk), target.split(chunk), _split(candidates, chunk), _split(kept, chunk), strict=False
+            hidden.split(chunk),
+            target.split(chunk),
+            _split_optional(candidates, chunk),
+            _split_optional(kept, chunk),
+            strict=False,
         )
     ]
     return TokenOutputs(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 
-def _split(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
+def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
     return repeat(None) if column is None else column.split(chunk)
 
 
 def _chunk_outputs(
-    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+    hidden: Tensor, target: Tensor, head: LMHead, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return log-probabilities and entropies [n] of one chunk, and log-probabilities [n, K] of its candidates if any."""
-    if head.linear and candidates is None and kept is None and not sampling.filtered:
+    if head.is_linear and candidates is None and kept is None and not sampling.filtered:
         apply: Any = _ChunkLogprobs.apply
         outputs: tuple[Tensor, ...] = apply(hidden, head.weight, head.bias, target, sampling.temperature or 1.0)
         return outputs
@@ -105,29 +109,29 @@ def _chunk_outputs(
 
 
 def _autograd_outputs(
-    hidden: Tensor, target: Tensor, head: Head, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
+    hidden: Tensor, target: Tensor, head: LMHead, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Compute the same with autograd, for any head, filter and set of kept ids."""
-    logits = head.logits(hidden)
+    logits = head.compute_logits(hidden)
     if kept is not None:
-        return _over_recorded(logits, target, sampling, candidates, kept)
+        return _kept_outputs(logits, target, sampling, candidates, kept)
     logs = filtered_logits(logits, sampling, target).log_softmax(-1)
     outputs = logs.gather(1, target[:, None]).squeeze(1), _entropy(logs)
     return outputs if candidates is None else (*outputs, logs.gather(1, candidates))
 
 
-def _over_recorded(
+def _kept_outputs(
     logits: Tensor, target: Tensor, sampling: Sampling, candidates: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, ...]:
     """Return log-probabilities under the softmax over each row's kept ids; -inf for other candidates."""
-    scaled = recorded_logits(logits, kept, sampling)
+    scaled = kept_logits(logits, kept, sampling)
     total = scaled.logsumexp(-1, keepdim=True)
-    logprobs = (recorded_logits(logits, target[:, None], sampling) - total).squeeze(1)
+    logprobs = (kept_logits(logits, target[:, None], sampling) - total).squeeze(1)
     outputs = logprobs, _entropy(scaled - total)
     if candidates is None:
         return outputs
     among = (candidates[:, :, None] == kept[:, None, :]).any(-1)
-    return *outputs, (recorded_logits(logits, candidates, sampling) - total).masked_fill(~among, float("-inf"))
+    return *outputs, (kept_logits(logits, candidates, sampling) - total).masked_fill(~among, float("-inf"))
 
 
 def _entropy(logs: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ class _ChunkLogprobs(torch.autograd.Function):
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.set_materialize_grads(False)
         with torch.autocast(device, enabled=False):
-            logs = _logits(hidden, weight, bias, ctx.dtype, temperature).log_softmax(-1)
+            logs = _scaled_logits(hidden, weight, bias, ctx.dtype, temperature).log_softmax(-1)
             logprobs = logs.gather(1, target[:, None]).squeeze(1)
             entropy = -torch.bmm(logs.exp()[:, None], logs[:, :, None]).flatten()
         ctx.save_for_backward(hidden, weight, bias, target, entropy)
@@ -159,7 +163,7 @@ class _ChunkLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, target, entropy = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = _logits(hidden, weight, bias, ctx.dtype, ctx.temperature)
+            logits = _scaled_logits(hidden, weight, bias, ctx.dtype, ctx.temperature)
             slope = logits.softmax(-1)
             if grad_entropy is not None:
                 through_entropy = -grad_entropy[:, None] * slope * (logits.log_softmax(-1) + entropy[:, None])
@@ -176,6 +180,6 @@ class _ChunkLogprobs(torch.autograd.Function):
         return to_hidden, to_weight, to_bias, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float) -> Tensor:
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float) -> Tensor:
     logits = at_least_float32(nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)))
     return logits.div_(temperature) if temperature != 1.0 else logits

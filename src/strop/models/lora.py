@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.data.errors import nearest
-from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, low_rank_layers, of_classifier
+from strop.data.errors import suggest_names
+from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
 from strop.models.classifiers import load_classifier
-from strop.models.loading import load_model, load_tokenizer, quiet
-from strop.models.value import score_layer
+from strop.models.loading import load_model, load_tokenizer, quiet_transformers
+from strop.models.value import get_score_layer
 
 # Initialization of `down`; `up` is zero, so that the model initially equals its base.
 INITIALISERS: dict[str, Callable[..., Tensor]] = {
@@ -58,7 +58,7 @@ class LoraOptions:
             )
         if self.initialiser not in INITIALISERS:
             raise ValueError(
-                f"dtensor_cfg.lora_cfg.lora_A_init: {self.initialiser!r} is unknown{nearest(self.initialiser, INITIALISERS)}"
+                f"dtensor_cfg.lora_cfg.lora_A_init: {self.initialiser!r} is unknown{suggest_names(self.initialiser, INITIALISERS)}"
             )
 
 
@@ -69,26 +69,26 @@ def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) 
     model and depend only on ``seed``. ``base`` is the name that the base model can be loaded by; it is saved with the adapters. Raises
     ValueError for patterns without a match, and ImportError without PEFT.
     """
-    if low_rank_layers(model):
+    if lora_layers(model):
         raise ValueError(f"{type(model).__name__} already has adapters; reload the model")
-    names = target_layers(model, options)
+    names = find_target_layers(model, options)
     with torch.random.fork_rng(devices=[]):  # PEFT initializes weights, which are initialized again below
-        _inject(model, names, options, base)
-    if [layer.name for layer in low_rank_layers(model)] != names:
+        _inject_adapters(model, names, options, base)
+    if [layer.name for layer in lora_layers(model)] != names:
         raise ValueError(
             f"PEFT did not add adapters to exactly the selected layers of {type(model).__name__}; exclude unsupported layers with "
             "dtensor_cfg.lora_cfg.exclude_modules"
         )
-    _begin(model, options, seed)
+    _init_adapters(model, options, seed)
     model.requires_grad_(False)
-    for layer in low_rank_layers(model):
+    for layer in lora_layers(model):
         layer.down.requires_grad_(True)
         layer.up.requires_grad_(True)
-    for whole in _trained_whole(model):
+    for whole in _modules_to_save(model):
         model.get_submodule(whole).requires_grad_(True)
 
 
-def _inject(model: Any, names: Sequence[str], options: LoraOptions, base: str) -> None:
+def _inject_adapters(model: Any, names: Sequence[str], options: LoraOptions, base: str) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -101,27 +101,27 @@ def _inject(model: Any, names: Sequence[str], options: LoraOptions, base: str) -
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         use_rslora=options.use_rslora,
-        target_modules=_short(names, layers),
+        target_modules=_shorten_names(names, layers),
         fan_in_fan_out=not any(isinstance(layers[name], nn.Linear) for name in names),
         task_type=CLASSIFIER_TASK if _is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     # Set after the injection: PEFT would wrap the score layer.
-    model.peft_config[ADAPTER].modules_to_save = _trained_whole(model) or None
+    model.peft_config[ADAPTER].modules_to_save = _modules_to_save(model) or None
 
 
-def _short(names: Sequence[str], layers: Collection[str]) -> list[str]:
+def _shorten_names(names: Sequence[str], layers: Collection[str]) -> list[str]:
     """Return the last parts of the names if these select the same layers, as is usual in PEFT's files; else the full names."""
     ends = {name.rpartition(".")[2] for name in names}
     same = {name for name in layers if name.rpartition(".")[2] in ends} == set(names)
     return sorted(ends) if same else list(names)
 
 
-def _begin(model: nn.Module, options: LoraOptions, seed: int) -> None:
+def _init_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
     """Initialize the adapters' weights, in at least float32, and set their dropout."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in low_rank_layers(model):
+    for layer in lora_layers(model):
         held: Any = layer.module
         for weight in (layer.down, layer.up):
             weight.data = weight.data.to(torch.promote_types(layer.base.weight.dtype, torch.float32))
@@ -138,12 +138,12 @@ def _begin(model: nn.Module, options: LoraOptions, seed: int) -> None:
 class _TrainingDropout(nn.Module):
     """Dropout that is active only while gradients are enabled, whatever the module's mode: scoring and sampling use no dropout."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, p: float) -> None:
         super().__init__()
-        self.share = share
+        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.share, training=torch.is_grad_enabled())
+        return F.dropout(x, self.p, training=torch.is_grad_enabled())
 
     def after(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return self(output)  # type: ignore[no-any-return]
@@ -152,11 +152,11 @@ class _TrainingDropout(nn.Module):
 # --- which layers --------------------------------------------------------------------------------------------------------
 
 
-def target_layers(model: Any, options: LoraOptions) -> list[str]:
+def find_target_layers(model: Any, options: LoraOptions) -> list[str]:
     """Return the names of the layers that get adapters, in the model's order. Raises ValueError for a pattern without a match."""
     possible = _linear_layers(model)
-    chosen = _matched("target_modules", options.target_modules, possible, model) if options.target_modules else set(possible)
-    chosen -= _matched("exclude_modules", options.exclude_modules, possible, model)
+    chosen = _match_layers("target_modules", options.target_modules, possible, model) if options.target_modules else set(possible)
+    chosen -= _match_layers("exclude_modules", options.exclude_modules, possible, model)
     if not chosen:
         raise ValueError(
             f"dtensor_cfg.lora_cfg: of the {len(possible)} linear layers of {type(model).__name__} none is left for an adapter; "
@@ -181,13 +181,14 @@ def _linear_layers(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kinds) and id(module) in inside]
 
 
-def _matched(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> set[str]:
+def _match_layers(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         own = {name for name in names if _matches(pattern, name)}
         if not own:
             reason = (
-                _elsewhere(pattern, model) or f"matches nothing{nearest(pattern, {name.rpartition('.')[2] for name in names})}"
+                _explain_mismatch(pattern, model)
+                or f"matches nothing{suggest_names(pattern, {name.rpartition('.')[2] for name in names})}"
             )
             raise ValueError(f"dtensor_cfg.lora_cfg.{key}: {pattern!r} {reason}")
         found |= own
@@ -199,7 +200,7 @@ def _matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 
-def _elsewhere(pattern: str, model: Any) -> str | None:
+def _explain_mismatch(pattern: str, model: Any) -> str | None:
     """Describe what a pattern matches if that cannot have an adapter."""
     for name, module in model.named_modules():
         if name and _matches(pattern, name):
@@ -221,15 +222,15 @@ def _expert_weights(model: nn.Module) -> list[str]:
 
 def _is_classifier(model: Any) -> bool:
     with suppress(ValueError):
-        return score_layer(model) is not None
+        return get_score_layer(model) is not None
     return False
 
 
-def _trained_whole(model: Any) -> list[str]:
+def _modules_to_save(model: Any) -> list[str]:
     """Return the names of layers that are fully trained and saved beside the adapters."""
     if not _is_classifier(model):
         return []
-    layer = score_layer(model)
+    layer = get_score_layer(model)
     return [name for name, module in model.named_modules() if module is layer]
 
 
@@ -252,10 +253,10 @@ class ParameterCount:
 def count_parameters(model: nn.Module) -> ParameterCount:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, counts in sizes if counts)
-    return ParameterCount(trained, sum(size for size, _ in sizes), len(low_rank_layers(model)))
+    return ParameterCount(trained, sum(size for size, _ in sizes), len(lora_layers(model)))
 
 
-def export_merged(adapters: Path, target: Path) -> Any:
+def export_merged_model(adapters: Path, target: Path) -> Any:
     """Merge a folder of adapters into their base, write an ordinary float32 Hugging Face folder with its tokenizer, and return the model.
 
     The base is loaded by the name in ``adapter_config.json``. Rounded to bfloat16, a merged model loses changes below half a unit of
@@ -263,9 +264,9 @@ def export_merged(adapters: Path, target: Path) -> Any:
     """
     if adapter_folder(str(adapters)) is None:
         raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")
-    load = load_classifier if of_classifier(adapters) else load_model
+    load = load_classifier if is_classifier_adapter(adapters) else load_model
     model = load(str(adapters))
-    with quiet():
+    with quiet_transformers():
         model.save_pretrained(target)
     if (adapters / "tokenizer_config.json").exists():
         load_tokenizer(str(adapters)).save_pretrained(target)
@@ -279,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     merge.add_argument("adapters", type=Path, help="a folder with adapters, such as step_100/policy/weights of a checkpoint")
     merge.add_argument("target", type=Path, help="the folder to write")
     given = parser.parse_args(arguments)
-    export_merged(given.adapters, given.target)
+    export_merged_model(given.adapters, given.target)
     return f"{given.target} holds the merged model"
 
 

@@ -21,7 +21,7 @@ def reuse_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
 
 
-def give_back_freed_memory() -> None:
+def trim_freed_memory() -> None:
     """Return free memory to the system. Call it now and then: blocks of varying sizes leave fragments that add up to gigabytes."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -15,48 +15,48 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.base import CANDIDATES, TokenOutputs, ValueOutputs
-from strop.models.adapters import adapters_off
+from strop.models.adapters import disable_adapters
 from strop.models.attention import IMPLEMENTATION, AttentionPlan, TreePlan
-from strop.models.heads import Head, head_of, token_logprobs
-from strop.sampling import KEPT, Sampling, at_least_float32
+from strop.models.heads import LMHead, get_lm_head, token_logprobs
+from strop.sampling import KEPT_TOKENS, Sampling, at_least_float32
 from strop.types import Batch
 
 OutputsT = TypeVar("OutputsT", TokenOutputs, ValueOutputs)
 
 
-class Reading(Protocol):
+class TokenSharding(Protocol):
     """How devices share the tokens and the predicted tokens of a micro-batch."""
 
-    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+    def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
         """[T] tokens and positions -> those of this device, and the plan of their attention."""
         ...
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
         """Hidden states of this device's tokens -> those of all T tokens, [T or more, H]."""
         ...
 
-    def own(self, column: Tensor) -> Tensor:
+    def shard_predictions(self, column: Tensor) -> Tensor:
         """[N, ...] -> the rows that this device predicts."""
         ...
 
-    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
+    def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
         """Outputs of this device's predictions -> all N = ``size`` outputs, equal on all devices."""
         ...
 
 
-class ReadAlone:
+class NoTokenSharding:
     """A single device reads all tokens."""
 
-    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+    def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
         return tokens, positions, plan
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def own(self, column: Tensor) -> Tensor:
+    def shard_predictions(self, column: Tensor) -> Tensor:
         return column
 
-    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
+    def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
         return outputs
 
 
@@ -71,30 +71,30 @@ class Network:
         self.precision = precision
         self.chunk = chunk
         self.device = next(model.parameters()).device
-        self.reading: Reading = ReadAlone()
+        self.token_sharding: TokenSharding = NoTokenSharding()
         self.fallback: str | None = None  # why the model cannot read packed rows
         self.packed = self._probe() if packed is None else packed
         self.use_learner_attention()
 
-    def takes_plans(self) -> bool:
+    def supports_attention_plans(self) -> bool:
         """Return whether the model's attention follows a plan, which the engine's cache requires."""
         return self.packed or (self.fallback is None and self._probe())
 
-    def use_planned_attention(self) -> None:
+    def use_plan_attention(self) -> None:
         """Follow the attention plan of each call, for an engine."""
         self.model.set_attn_implementation(IMPLEMENTATION)
 
-    def use_own_attention(self) -> None:
+    def use_native_attention(self) -> None:
         """Use the model's native attention, for padded rows."""
-        self.model.set_attn_implementation(_own_attention(self.model))
+        self.model.set_attn_implementation(_native_attention(self.model))
 
     def use_learner_attention(self) -> None:
         """Use the learner's attention: the plan of packed rows, or the model's native attention for padded rows."""
-        self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _own_attention(self.model))
+        self.model.set_attn_implementation(IMPLEMENTATION if self.packed else _native_attention(self.model))
 
     @property
-    def head(self) -> Head:
-        return head_of(self.model)
+    def head(self) -> LMHead:
+        return get_lm_head(self.model)
 
     @property
     def decoder(self) -> nn.Module:
@@ -105,20 +105,22 @@ class Network:
         """Return bfloat16 autocast if that is the precision, else a context without effect."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16)
 
-    def adapters_off(self) -> AbstractContextManager[None]:
+    def disable_adapters(self) -> AbstractContextManager[None]:
         """Disable the adapters, which yields the reference policy of a LoRA run without extra memory."""
-        return adapters_off(self.model)
+        return disable_adapters(self.model)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
         """Return log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and log-probabilities
         [N, K] of a column ``candidates``. With a column ``kept_tokens`` the distribution is restricted to that set."""
-        asked = (batch.extras.get(CANDIDATES), batch.extras.get(KEPT))
-        candidates, kept = (None if column is None else self.reading.own(column).to(self.device) for column in asked)
-        target = self.reading.own(batch.target).to(self.device)
+        asked = (batch.columns.get(CANDIDATES), batch.columns.get(KEPT_TOKENS))
+        candidates, kept = (
+            None if column is None else self.token_sharding.shard_predictions(column).to(self.device) for column in asked
+        )
+        target = self.token_sharding.shard_predictions(batch.target).to(self.device)
         with self.autocast():
             hidden = self.hidden(batch)
             outputs = token_logprobs(hidden, target, self.head, sampling, self.chunk, candidates, kept)
-        return self.reading.joined(outputs, len(batch.target))
+        return self.token_sharding.gather_outputs(outputs, len(batch.target))
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return the hidden states [N, H] at the positions that the batch predicts from; with token sharding, at those of this device."""
@@ -126,18 +128,18 @@ class Network:
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         tree = TreePlan(batch.segment_start, batch.segment_length, batch.segment_parent, self.device)
-        tokens, positions, plan = self.reading.row(batch.tokens, batch.positions, tree)
+        tokens, positions, plan = self.token_sharding.shard_tokens(batch.tokens, batch.positions, tree)
         output = self.decoder(
             input_ids=tokens[None].to(self.device),
             position_ids=positions[None].to(self.device),
             plan=plan,
             use_cache=False,
         )
-        hidden = self.reading.whole(output.last_hidden_state[0])
-        return hidden.index_select(0, self.reading.own(batch.source).to(self.device))
+        hidden = self.token_sharding.gather_hidden(output.last_hidden_state[0])
+        return hidden.index_select(0, self.token_sharding.shard_predictions(batch.source).to(self.device))
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
-        rows = [torch.cat(path) for path in _paths(batch)]
+        rows = [torch.cat(path) for path in _rollout_paths(batch)]
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -153,17 +155,17 @@ class Network:
     def _probe(self) -> bool:
         """Return whether packed rows yield the same log-probabilities as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
-        own = _own_attention(self.model)
+        own = _native_attention(self.model)
         try:
             self.model.set_attn_implementation(own)
-            wanted = _logprobs_of(self, self._hidden_padded(batch), batch, direct=True)
-            padded = _logprobs_of(self, self._hidden_padded(batch), batch)
+            wanted = _compute_logprobs(self, self._hidden_padded(batch), batch, direct=True)
+            padded = _compute_logprobs(self, self._hidden_padded(batch), batch)
             if not torch.allclose(padded, wanted, atol=1e-3, rtol=1e-3):
                 raise ValueError(
                     f"{type(self.model).__name__} transforms its logits after the output layer in a way that Strop does not support"
                 )
             self.model.set_attn_implementation(IMPLEMENTATION)
-            packed = _logprobs_of(self, self._hidden_packed(batch), batch)
+            packed = _compute_logprobs(self, self._hidden_packed(batch), batch)
             error = (packed - padded).abs().max().item()
             if error < 1e-3:
                 return True
@@ -178,13 +180,13 @@ class Network:
         return False
 
 
-def _own_attention(model: Any) -> str:
+def _native_attention(model: Any) -> str:
     softcapped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     # Transformers' sdpa silently ignores the softcap of Gemma 2's attention.
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not softcapped else "eager"
 
 
-def _paths(batch: Batch) -> list[list[Tensor]]:
+def _rollout_paths(batch: Batch) -> list[list[Tensor]]:
     """Return the tokens of each rollout as a list of segments, ancestors first."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     paths: list[list[Tensor]] = []
@@ -197,12 +199,12 @@ def _paths(batch: Batch) -> list[list[Tensor]]:
     return paths
 
 
-def _logprobs_of(network: Network, hidden: Tensor, batch: Batch, *, direct: bool = False) -> Tensor:
+def _compute_logprobs(network: Network, hidden: Tensor, batch: Batch, *, direct: bool = False) -> Tensor:
     """Compute log-probabilities with Strop's LM head, or with ``direct`` through the model's own forward pass."""
     if not direct:
         return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
     found: list[Tensor] = []
-    rows = [torch.cat(path) for path in _paths(batch)]
+    rows = [torch.cat(path) for path in _rollout_paths(batch)]
     logits = [network.model(input_ids=row[None].to(network.device), use_cache=False).logits[0] for row in rows]
     for sequence, source, target in zip(batch.sequence.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
         found.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])
@@ -248,7 +250,7 @@ def probe_batch(vocabulary: int) -> Batch:
         source=torch.tensor(columns["source"]),
         target=torch.tensor(columns["target"]),
         sequence=torch.tensor(columns["sequence"]),
-        sampler_logprobs=torch.zeros(predicted),
+        rollout_logprobs=torch.zeros(predicted),
         versions=torch.zeros(predicted, dtype=torch.int32),
         advantages=torch.zeros(predicted),
         mask=torch.ones(predicted),

@@ -29,15 +29,17 @@ class ValueNetwork(Network):
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:  # type: ignore[override]
         with self.autocast():
             hidden = self.hidden(batch)
-        return self.reading.joined(ValueOutputs(scalar(score_layer(self.model), hidden)), len(batch.target))
+        return self.token_sharding.gather_outputs(
+            ValueOutputs(apply_score_layer(get_score_layer(self.model), hidden)), len(batch.target)
+        )
 
     @torch.no_grad()
     def _probe(self) -> bool:
         """Return whether packed rows yield the same hidden states as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
-        self.use_own_attention()
+        self.use_native_attention()
         wanted = self._hidden_padded(batch)
-        self.use_planned_attention()
+        self.use_plan_attention()
         try:
             found = self._hidden_packed(batch)
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
@@ -53,7 +55,7 @@ class ValueNetwork(Network):
         return False
 
 
-def score_layer(model: Any) -> nn.Linear:
+def get_score_layer(model: Any) -> nn.Linear:
     """Return the score layer of a sequence classifier with one label. Raises ValueError if there is none."""
     for name in ("score", "classifier"):
         layer = getattr(model, name, None)
@@ -64,7 +66,7 @@ def score_layer(model: Any) -> nn.Linear:
     )
 
 
-def scalar(layer: nn.Linear, hidden: Tensor) -> Tensor:
+def apply_score_layer(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """Apply the score layer, [N, H] -> [N], in at least float32: differences between scores are small relative to the scores."""
     weight, bias = at_least_float32(layer.weight), layer.bias
     with torch.autocast(hidden.device.type, enabled=False):

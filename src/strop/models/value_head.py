@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strop.algorithms.base import ValueOutputs
 from strop.models.network import Network
-from strop.models.value import scalar
+from strop.models.value import apply_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -36,8 +36,8 @@ class ScalarHead(nn.Module):
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, folder / WEIGHTS)
-        (folder / CONFIG).write_text(json.dumps({"hidden_size": self.score.in_features}))
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(json.dumps({"hidden_size": self.score.in_features}))
 
     @classmethod
     def from_pretrained(cls, folder: Path | str) -> ScalarHead:
@@ -45,15 +45,15 @@ class ScalarHead(nn.Module):
         from safetensors.torch import load_file
 
         folder = Path(folder)
-        head = cls(int(json.loads((folder / CONFIG).read_text())["hidden_size"]))
-        head.load_state_dict(load_file(folder / WEIGHTS))
+        head = cls(int(json.loads((folder / CONFIG_FILE).read_text())["hidden_size"]))
+        head.load_state_dict(load_file(folder / WEIGHTS_FILE))
         return head
 
     def gradient_checkpointing_enable(self, **_: Any) -> None:
         """Do nothing: the trunk runs without gradient and keeps no activations."""
 
 
-WEIGHTS, CONFIG = "model.safetensors", "value_head.json"
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "value_head.json"
 
 
 class ValueHead:
@@ -69,17 +69,17 @@ class ValueHead:
             )
         wide = torch.promote_types(next(trunk.model.parameters()).dtype, torch.float32)
         self.trunk = trunk
-        self.read: Callable[[Batch], Tensor] = trunk.hidden
+        self.compute_hidden: Callable[[Batch], Tensor] = trunk.hidden
         self.device: torch.device = trunk.device
         self.packed = trunk.packed
         self.model = (ScalarHead(size) if head is None else head).to(device=trunk.device, dtype=wide)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
         """Return the values at each sampled token, [N]. ``sampling`` has no effect."""
-        values = ValueOutputs(scalar(self.model.score, self._features(batch)))
-        return self.trunk.reading.joined(values, len(batch.target))
+        values = ValueOutputs(apply_score_layer(self.model.score, self._compute_features(batch)))
+        return self.trunk.token_sharding.gather_outputs(values, len(batch.target))
 
     @torch.no_grad()
-    def _features(self, batch: Batch) -> Tensor:  # [N, H], as Network.hidden
+    def _compute_features(self, batch: Batch) -> Tensor:  # [N, H], as Network.hidden
         with self.trunk.autocast():
-            return self.read(batch)
+            return self.compute_hidden(batch)

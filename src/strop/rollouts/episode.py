@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from strop.environments.base import Environment, Scored
+from strop.environments.base import Environment, RewardResult
 from strop.generation.base import Generator
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
-from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation
+from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
 from strop.watch.waits import waiting
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ async def run_group(
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
 
 
-def group_without_task(index: int, version: int, error: Exception) -> Group:
+def make_failed_group(index: int, version: int, error: Exception) -> Group:
     """Return a group for a task that the environment failed to create: one rollout with that error."""
     log.debug("task %d could not be created", index, exc_info=error)
     rollout = Rollout(
@@ -114,15 +114,15 @@ async def run_episode(
 ) -> Rollout:
     """Run one rollout and score it. Errors of the environment or the engine are recorded on the rollout, not raised."""
     rollout = Rollout(task=task, sample=sample, seed=seed, messages=(), prompt=torch.zeros(0, dtype=torch.int64))
-    scored: Scored | None = None
+    scored: RewardResult | None = None
     try:
-        async with _Session(environment, rollout):
-            rollout = _start(rollout, await environment.first_messages(task), template, rules)
+        async with _WatchedSession(environment, rollout):
+            rollout = _start_rollout(rollout, await environment.first_messages(task), template, rules)
             while rollout.ending is None:
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
-            with _answer_of(environment, rollout, "rewards"):
-                scored = await environment.rewarded(task, rollout)
+            with _wait_for_environment(environment, rollout, "rewards"):
+                scored = await environment.score_rollout(task, rollout)
         if scored is None:
             raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
     except Exception as error:
@@ -132,7 +132,7 @@ async def run_episode(
     return replace(rollout, reward=reward, rewards=dict(scored.rewards))
 
 
-class _Session:
+class _WatchedSession:
     """``environment.session``, with its opening and closing registered as waits with the watchdog."""
 
     def __init__(self, environment: Environment[Any], rollout: Rollout) -> None:
@@ -140,15 +140,15 @@ class _Session:
         self._session = environment.session(rollout.task)
 
     async def __aenter__(self) -> Any:
-        with _answer_of(self._environment, self._rollout, "opening its session"):
+        with _wait_for_environment(self._environment, self._rollout, "opening its session"):
             return await self._session.__aenter__()
 
     async def __aexit__(self, *error: Any) -> bool | None:
-        with _answer_of(self._environment, self._rollout, "closing its session"):
+        with _wait_for_environment(self._environment, self._rollout, "closing its session"):
             return await self._session.__aexit__(*error)
 
 
-def _answer_of(environment: Environment[Any], rollout: Rollout, what: str) -> waiting:
+def _wait_for_environment(environment: Environment[Any], rollout: Rollout, what: str) -> waiting:
     """Register a wait for the environment with the watchdog."""
     return waiting(
         f"sample {rollout.sample}",
@@ -158,8 +158,8 @@ def _answer_of(environment: Environment[Any], rollout: Rollout, what: str) -> wa
     )
 
 
-def _start(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules) -> Rollout:
-    prompt = template.prompt(messages)
+def _start_rollout(rollout: Rollout, messages: Messages, template: ChatTemplate, rules: EpisodeRules) -> Rollout:
+    prompt = template.encode_prompt(messages)
     limit = rules.max_length - 1 if rules.max_prompt_length is None else min(rules.max_prompt_length, rules.max_length - 1)
     if len(prompt) > limit:
         raise PromptTooLong(
@@ -179,7 +179,7 @@ async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Samplin
             seed=mix_seed(rollout.seed, turn_number),
             session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
         )
-    if sampling.records and completion.kept is None:
+    if sampling.records_sampling_mask and completion.kept is None:
         raise RuntimeError(
             f"{type(generator).__name__} does not report the sampling mask, which policy.generation.keep_sampling_mask requires; set that "
             "key to false, or set policy.generation.backend to torch"
@@ -204,13 +204,13 @@ async def _environment_turn(
 ) -> Rollout:
     if rollout.ending is not None:
         return rollout
-    with _answer_of(environment, rollout, f"turn {len(rollout.policy_turns)}"):
+    with _wait_for_environment(environment, rollout, f"turn {len(rollout.policy_turns)}"):
         messages = await environment.respond(rollout.task, rollout)
     if messages is None:
         return replace(rollout, ending=Ending.STOP)
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
-    tokens = template.observation(messages, rollout.turns[-1].tokens.tolist())
+    tokens = template.encode_observation(messages, rollout.turns[-1].tokens.tolist())
     if rollout.length + len(tokens) >= rules.max_length:
         return replace(rollout, ending=Ending.CONTEXT)
-    return rollout.with_turn(observation(tokens, "\n".join(message.content for message in messages)), *messages)
+    return rollout.with_turn(observation_turn(tokens, "\n".join(message.content for message in messages)), *messages)

@@ -12,20 +12,20 @@ from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True)
-class Held:
+class PendingGroup:
     """A group that occupies a slot and has not been returned by the stream."""
 
     index: int
     version: int  # weight version when it was started
-    finished: int | None  # number of groups that finished before it; None while it runs
+    finish_rank: int | None  # number of groups that finished before it; None while it runs
 
 
-class Order(Protocol):
+class GroupOrder(Protocol):
     """Chooses the next group of a stream."""
 
-    drops: ClassVar[bool]  # whether it may return groups that are too old to train on, which are then dropped
+    drops_stale: ClassVar[bool]  # whether it may return groups that are too old to train on, which are then dropped
 
-    def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
         """Return the finished group to train on next, or None to wait until another one finishes.
 
         ``pending`` is sorted by index and not empty. ``now`` is the version of the newest published weights, which is also the step being
@@ -33,7 +33,7 @@ class Order(Protocol):
         """
         ...
 
-    def queue(self, held: Sequence[Held]) -> Sequence[Held]:
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
         """Sort the groups into the order in which they would be chosen if all were finished and no others were started."""
         ...
 
@@ -42,13 +42,13 @@ class Order(Protocol):
 class Fifo:
     """In the order in which groups were started: a run is reproducible, but a slow group delays those after it."""
 
-    drops: ClassVar[bool] = False
+    drops_stale: ClassVar[bool] = False
 
-    def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
-        return held[0] if held[0].finished is not None else None
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        return pending[0] if pending[0].finish_rank is not None else None
 
-    def queue(self, held: Sequence[Held]) -> Sequence[Held]:
-        return sorted(held, key=lambda group: group.index)
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: group.index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,38 +62,38 @@ class Windowed:
     groups_per_step: int
     max_staleness: int
 
-    drops: ClassVar[bool] = False
+    drops_stale: ClassVar[bool] = False
 
-    def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
         """Return the oldest finished group of the window that may overtake those of older versions.
 
         Until the end of step now + j, (j + 1) x groups_per_step - taken more groups can be trained on. Every deadline can be met if, for
         every j, at most that many groups are due by then. Choosing a group uses up one of these places, but reduces the number of due
         groups only from its own deadline on. So one place must be free at each deadline before that.
         """
-        oldest = self.queue(held)
+        oldest = self.sort(pending)
         for place, group in enumerate(oldest[: self.window]):
             if place and oldest[place - 1].version < group.version:  # the ``place`` groups before it are due before it
                 deadline = oldest[place - 1].version + self.max_staleness
                 if place >= (deadline - now + 1) * self.groups_per_step - taken:
                     return None
-            if group.finished is not None:
+            if group.finish_rank is not None:
                 return group
         return None
 
-    def queue(self, held: Sequence[Held]) -> Sequence[Held]:
-        return sorted(held, key=lambda group: (group.version, group.index))
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: (group.version, group.index))
 
 
 @dataclass(frozen=True)
 class DropTooOld:
     """In the order in which groups finished; the training loop drops those that are too old by then."""
 
-    drops: ClassVar[bool] = True
+    drops_stale: ClassVar[bool] = True
 
-    def choose(self, held: Sequence[Held], *, now: int, taken: int) -> Held | None:
-        first = self.queue(held)[0]
-        return first if first.finished is not None else None
+    def choose(self, pending: Sequence[PendingGroup], *, now: int, taken: int) -> PendingGroup | None:
+        first = self.sort(pending)[0]
+        return first if first.finish_rank is not None else None
 
-    def queue(self, held: Sequence[Held]) -> Sequence[Held]:
-        return sorted(held, key=lambda group: (group.finished is None, group.finished or 0, group.index))
+    def sort(self, pending: Sequence[PendingGroup]) -> Sequence[PendingGroup]:
+        return sorted(pending, key=lambda group: (group.finish_rank is None, group.finish_rank or 0, group.index))

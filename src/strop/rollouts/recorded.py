@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import torch
 
-from strop.data.examples import Conversation, Judged, Preference
-from strop.data.messages import up_to_last_reply
-from strop.rollouts.template import ChatTemplate, Span
-from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation
+from strop.data.examples import Conversation, Preference, UnpairedPreference
+from strop.data.messages import trim_after_last_reply
+from strop.rollouts.template import ChatTemplate, TokenSpan
+from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
 log = logging.getLogger(__name__)
 
@@ -41,46 +41,48 @@ class ExampleTooLong(ValueError):
     """An example exceeds the maximum length. Its group is dropped and counted."""
 
 
-def demonstration(index: int, name: str, example: Conversation, template: ChatTemplate, rules: RecordedRules) -> Group:
+def demonstration_group(index: int, name: str, example: Conversation, template: ChatTemplate, rules: RecordedRules) -> Group:
     """Return a group of one rollout: the conversation up to its last reply, with every reply, or only the last one, in the loss."""
-    messages = up_to_last_reply(example.messages)
+    messages = trim_after_last_reply(example.messages)
 
     def make() -> tuple[Rollout, ...]:
-        return (_rollout(example, messages, template, rules, taught_from=len(messages) - 1 if rules.final_turn_only else 0),)
+        return (_make_rollout(example, messages, template, rules, loss_from=len(messages) - 1 if rules.final_turn_only else 0),)
 
-    return _group(index, name, example, make)
+    return _make_group(index, name, example, make)
 
 
-def preference_pair(index: int, name: str, example: Preference, template: ChatTemplate, rules: RecordedRules) -> Group:
+def preference_group(index: int, name: str, example: Preference, template: ChatTemplate, rules: RecordedRules) -> Group:
     """Return a group of two rollouts: the chosen completion, with its margin (default 1) as reward, and the rejected one with reward 0.
 
     Both share one prompt tensor if their prompts have the same tokens.
     """
 
     def make() -> tuple[Rollout, ...]:
-        chosen = _completion(example, example.prompt, example.chosen, template, rules)
-        rejected = _completion(example, example.prompt, example.rejected, template, rules)
+        chosen = _make_completion(example, example.prompt, example.chosen, template, rules)
+        rejected = _make_completion(example, example.prompt, example.rejected, template, rules)
         reward = 1.0 if example.margin is None else example.margin
-        return replace(chosen, reward=reward), _beside(chosen, rejected)
+        return replace(chosen, reward=reward), _as_second(chosen, rejected)
 
-    return _group(index, name, example, make)
+    return _make_group(index, name, example, make)
 
 
-def judgement(index: int, name: str, example: Judged, other: Judged, template: ChatTemplate, rules: RecordedRules) -> Group:
+def unpaired_preference_group(
+    index: int, name: str, example: UnpairedPreference, other: UnpairedPreference, template: ChatTemplate, rules: RecordedRules
+) -> Group:
     """Return a group of two rollouts: the completion, with reward 1 if desirable, else 0, and the completion of ``other`` after its prompt.
 
     The second is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
     """
 
     def make() -> tuple[Rollout, ...]:
-        own = _completion(example, example.prompt, example.completion, template, rules)
-        unrelated = _completion(example, example.prompt, other.completion, template, rules)
-        return replace(own, reward=float(example.desirable)), _beside(own, unrelated)
+        own = _make_completion(example, example.prompt, example.completion, template, rules)
+        unrelated = _make_completion(example, example.prompt, other.completion, template, rules)
+        return replace(own, reward=float(example.desirable)), _as_second(own, unrelated)
 
-    return _group(index, name, example, make)
+    return _make_group(index, name, example, make)
 
 
-def _group(index: int, name: str, task: Task, make: Callable[[], tuple[Rollout, ...]]) -> Group:
+def _make_group(index: int, name: str, task: Task, make: Callable[[], tuple[Rollout, ...]]) -> Group:
     """Return a group of the rollouts that ``make`` returns, or of one rollout with the error it raised (law 7).
 
     Every exception is caught, because a template may raise any.
@@ -95,33 +97,33 @@ def _group(index: int, name: str, task: Task, make: Callable[[], tuple[Rollout, 
     return Group(index=index, environment=name, version=-1, rollouts=rollouts)
 
 
-def _beside(first: Rollout, second: Rollout) -> Rollout:
+def _as_second(first: Rollout, second: Rollout) -> Rollout:
     """Make ``second`` the second rollout of a pair. It gets the prompt tensor of ``first`` if equal, so that the packer stores it once."""
     prompt = first.prompt if torch.equal(first.prompt, second.prompt) else second.prompt
     return replace(second, sample=1, prompt=prompt)
 
 
-def _completion(
+def _make_completion(
     task: Task, prompt: Sequence[Message], completion: Sequence[Message], template: ChatTemplate, rules: RecordedRules
 ) -> Rollout:
     taught_from = len(prompt) + (len(completion) - 1 if rules.final_turn_only else 0)
-    return _rollout(task, (*prompt, *completion), template, rules, taught_from=taught_from)
+    return _make_rollout(task, (*prompt, *completion), template, rules, loss_from=taught_from)
 
 
-def _rollout(
-    task: Task, messages: tuple[Message, ...], template: ChatTemplate, rules: RecordedRules, *, taught_from: int
+def _make_rollout(
+    task: Task, messages: tuple[Message, ...], template: ChatTemplate, rules: RecordedRules, *, loss_from: int
 ) -> Rollout:
     eos: int | None = template.tokenizer.eos_token_id
     stops = rules.stop_ids or (() if eos is None else (eos,))
-    prompt, *spans = template.conversation(messages, taught_from=taught_from)
+    prompt, *spans = template.encode_spans(messages, loss_from=loss_from)
     if not prompt.tokens:
         raise ValueError("its prompt has no tokens, but the first loss token is predicted from the last token of the prompt")
-    spans = _with_stops(spans, stops)
-    while not spans[-1].taught:
+    spans = _move_stop_tokens(spans, stops)
+    while not spans[-1].in_loss:
         spans.pop()  # nothing is predicted after the last loss token
     if rules.add_eos:
-        spans[-1] = _ended(spans[-1], eos, stops)
-    if not any(span.tokens for span in spans if span.taught):
+        spans[-1] = _append_stop_token(spans[-1], eos, stops)
+    if not any(span.tokens for span in spans if span.in_loss):
         raise ValueError("it has no loss tokens")
     rollout = Rollout(
         task=task,
@@ -129,7 +131,9 @@ def _rollout(
         seed=0,
         messages=messages,
         prompt=torch.tensor(prompt.tokens, dtype=torch.int64),
-        turns=tuple(_taught(span, template) if span.taught else observation(span.tokens, span.text) for span in spans),
+        turns=tuple(
+            _recorded_turn(span, template) if span.in_loss else observation_turn(span.tokens, span.text) for span in spans
+        ),
         ending=Ending.STOP,
     )
     if rollout.length > rules.max_length:
@@ -140,18 +144,18 @@ def _rollout(
     return rollout
 
 
-def _with_stops(spans: Sequence[Span], stops: Sequence[int]) -> list[Span]:
+def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[TokenSpan]:
     """Move a stop token from the start of the span after a reply to the reply: in some templates the next turn's opening ends it (GLM)."""
     spans = list(spans)
     for place, (reply, following) in enumerate(pairwise(spans)):
         opens = bool(following.tokens) and following.tokens[0] in stops
-        if reply.taught and opens and (not reply.tokens or reply.tokens[-1] not in stops):
+        if reply.in_loss and opens and (not reply.tokens or reply.tokens[-1] not in stops):
             spans[place] = replace(reply, tokens=[*reply.tokens, following.tokens[0]])
             spans[place + 1] = replace(following, tokens=following.tokens[1:])
     return spans
 
 
-def _ended(reply: Span, eos: int | None, stops: Sequence[int]) -> Span:
+def _append_stop_token(reply: TokenSpan, eos: int | None, stops: Sequence[int]) -> TokenSpan:
     """End the reply with a stop token, without which the model would not learn to stop. Raises ValueError if there is none."""
     if not stops:
         raise ValueError("there is no stop token to end it with: set the tokenizer's eos_token, or data.add_eos=false")
@@ -160,7 +164,7 @@ def _ended(reply: Span, eos: int | None, stops: Sequence[int]) -> Span:
     return replace(reply, tokens=[*reply.tokens, eos if eos is not None and eos in stops else stops[0]])
 
 
-def _taught(span: Span, template: ChatTemplate) -> Turn:
+def _recorded_turn(span: TokenSpan, template: ChatTemplate) -> Turn:
     """Return a policy turn that was not sampled: zero log-probabilities, version -1."""
     length = len(span.tokens)
     return Turn(

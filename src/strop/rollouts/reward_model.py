@@ -59,36 +59,36 @@ class RewardModelEnvironment(DatasetEnvironment):
 
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
         """Load the model too, so that a wrong one raises EnvironmentConfigError at the start of the run."""
-        self.judge()
+        self.load_scorer()
         return super().tasks(data)
 
     @reward(weight=1.0)
     async def score(self, task: PromptedTask, rollout: Rollout) -> float:
-        judge = await asyncio.to_thread(self.judge)  # slow at the first call in a process that created no tasks
-        value = self.scale * await judge.score(rollout.messages, ends=self.ends, longest=self.max_length)
+        judge = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
+        value = self.scale * await judge.score(rollout.messages, ends=self.ends, max_length=self.max_length)
         value = value if self.min_score is None else max(value, self.min_score)
         return value if self.max_score is None else min(value, self.max_score)
 
-    def judge(self) -> Judge:
+    def load_scorer(self) -> ConversationScorer:
         """Return the model, loaded once per process. Raises EnvironmentConfigError."""
         limits = ScorerLimits(conversations=self.batch_size, tokens=self.batch_tokens, wait=self.wait_ms / 1000)
-        with _loading:
-            return _judge(self.model_name, self.chat_template, self.device, self.precision, limits)
+        with _load_lock:
+            return _load_scorer(self.model_name, self.chat_template, self.device, self.precision, limits)
 
 
-class Judge:
+class ConversationScorer:
     """A reward model with its template and tokenizer."""
 
     def __init__(self, scorer: RewardScorer, template: ChatTemplate) -> None:
         self.scorer = scorer
         self.template = template
         config = scorer.model.config.get_text_config()
-        self._longest = getattr(config, "max_position_embeddings", None)
+        self._max_length = getattr(config, "max_position_embeddings", None)
         self._warned = False
 
-    async def score(self, messages: Messages, *, ends: Literal["answer", "rendering"], longest: int | None) -> float:
-        tokens = self.template.whole(messages, trailing=ends == "rendering")
-        limit = longest or self._longest
+    async def score(self, messages: Messages, *, ends: Literal["answer", "rendering"], max_length: int | None) -> float:
+        tokens = self.template.encode_conversation(messages, trailing=ends == "rendering")
+        limit = max_length or self._max_length
         if limit is not None and len(tokens) > limit:
             if not self._warned:
                 self._warned = True
@@ -99,11 +99,11 @@ class Judge:
         return await self.scorer.score(tokens)
 
 
-_loading = threading.Lock()
+_load_lock = threading.Lock()
 
 
 @functools.cache
-def _judge(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> Judge:
+def _load_scorer(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> ConversationScorer:
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
@@ -112,4 +112,4 @@ def _judge(name: str, chat_template: str | None, device: str, precision: str, li
         raise EnvironmentConfigError(f"the reward model: {str(error).replace('policy.model_name', 'model_name')}") from error
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         log.warning("the reward model %s has no chat template: messages are joined as plain text; set chat_template", name)
-    return Judge(scorer, ChatTemplate(tokenizer))
+    return ConversationScorer(scorer, ChatTemplate(tokenizer))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from strop.rollouts.order import Fifo, Held, Order
+from strop.rollouts.order import Fifo, GroupOrder, PendingGroup
 from strop.types import Group
 
 RunGroup = Callable[[int], Awaitable[Group]]
@@ -32,19 +32,19 @@ class StreamState:
     finished: tuple[Group, ...]  # finished but not trained on
 
 
-def renewed(
-    state: StreamState, *, step: int, groups_per_step: int, max_staleness: int, order: Order | None = None
+def requeue_stale(
+    state: StreamState, *, step: int, groups_per_step: int, max_staleness: int, order: GroupOrder | None = None
 ) -> StreamState:
     """Return the state with finished groups that would be too old to train on moved to ``unfinished``.
 
     This only happens if settings changed before the run was resumed. For an order that drops old groups, the state is returned unchanged.
     """
     order = order or Fifo()
-    if order.drops:
+    if order.drops_stale:
         return state
-    held = [Held(index, step, None) for index in state.unfinished]
-    held += [Held(group.index, group.version, place) for place, group in enumerate(state.finished)]
-    turn = {group.index: step + place // groups_per_step for place, group in enumerate(order.queue(held))}
+    held = [PendingGroup(index, step, None) for index in state.unfinished]
+    held += [PendingGroup(group.index, group.version, place) for place, group in enumerate(state.finished)]
+    turn = {group.index: step + place // groups_per_step for place, group in enumerate(order.sort(held))}
     fresh = tuple(group for group in state.finished if turn[group.index] - group.version <= max_staleness)
     again = tuple(sorted({*turn} - {group.index for group in fresh}))
     return StreamState(next_index=state.next_index, unfinished=again, finished=fresh)
@@ -65,7 +65,7 @@ class GroupStream(Protocol):
         """Free the slots of ``count`` groups that were dropped or whose trained weights are published."""
         ...
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until no group is running."""
         ...
 
@@ -84,8 +84,8 @@ class RolloutStream:
         slots: int,
         size: int | None = None,
         state: StreamState | None = None,
-        ahead: bool = False,
-        order: Order | None = None,
+        refill_on_release: bool = False,
+        order: GroupOrder | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
         """Create a stream.
@@ -96,78 +96,80 @@ class RolloutStream:
         an order computes the age of a group.
         """
         self._run_group = run_group
-        self._free = slots
+        self._free_slots = slots
         self._size = size
-        self._ahead = ahead
+        self._refill_on_release = refill_on_release
         self._order = order or Fifo()
         self._version = version
         self._next = state.next_index if state else 0
-        self._again = deque(state.unfinished if state else ())
+        self._restart = deque(state.unfinished if state else ())
         self._running: dict[int, asyncio.Task[Group]] = {}  # running, or finished in this process
         self._restored = {group.index: group for group in state.finished} if state else {}
-        self._held = {index: Held(index, group.version, place) for place, (index, group) in enumerate(self._restored.items())}
-        self._finished = len(self._held)
-        self._one_finished = asyncio.Event()
-        self._free -= len(self._held)
+        self._pending = {
+            index: PendingGroup(index, group.version, place) for place, (index, group) in enumerate(self._restored.items())
+        }
+        self._finished_count = len(self._pending)
+        self._finish_event = asyncio.Event()
+        self._free_slots -= len(self._pending)
         self._taken = 0  # returned, slot not released
 
     @property
-    def _more(self) -> bool:
+    def _has_more(self) -> bool:
         """Whether there is a task to start."""
-        return bool(self._again) or self._size is None or self._next < self._size
+        return bool(self._restart) or self._size is None or self._next < self._size
 
     def _fill(self) -> None:
         """Start a task in every free slot."""
-        while self._free > 0 and self._more:
-            if self._again:
-                index = self._again.popleft()
+        while self._free_slots > 0 and self._has_more:
+            if self._restart:
+                index = self._restart.popleft()
             else:
                 index, self._next = self._next, self._next + 1
-            self._held[index] = Held(index, self._version(), None)
+            self._pending[index] = PendingGroup(index, self._version(), None)
             self._running[index] = asyncio.ensure_future(self._run_group(index))
-            self._running[index].add_done_callback(partial(self._note_finished, index))
-            self._free -= 1
+            self._running[index].add_done_callback(partial(self._on_finished, index))
+            self._free_slots -= 1
 
-    def _note_finished(self, index: int, task: asyncio.Task[Group]) -> None:
-        if index in self._held:
-            self._held[index] = replace(self._held[index], finished=self._finished)
-            self._finished += 1
-            self._one_finished.set()
+    def _on_finished(self, index: int, task: asyncio.Task[Group]) -> None:
+        if index in self._pending:
+            self._pending[index] = replace(self._pending[index], finish_rank=self._finished_count)
+            self._finished_count += 1
+            self._finish_event.set()
 
     async def next(self) -> Group:
         """Return the next group in the order, waiting for it to finish if necessary. Raises EndOfTasks."""
         self._fill()
-        if not self._held:
-            if self._more:
+        if not self._pending:
+            if self._has_more:
                 raise RuntimeError("every slot is held by groups that were returned; release some before requesting the next")
             raise EndOfTasks
         index = await self._choose()
         group = self._restored.pop(index) if index in self._restored else await self._running[index]
         self._running.pop(index, None)
-        del self._held[index]
+        del self._pending[index]
         self._taken += 1
         return group
 
     async def _choose(self) -> int:
         """Wait for the group to return next, and return its index."""
         while True:
-            held = [self._held[index] for index in sorted(self._held)]
+            held = [self._pending[index] for index in sorted(self._pending)]
             chosen = self._order.choose(held, now=self._version(), taken=self._taken)
             if chosen is not None:
                 return chosen.index
-            if all(group.finished is not None for group in held):
+            if all(group.finish_rank is not None for group in held):
                 raise RuntimeError(f"{type(self._order).__name__} chose none of {len(held)} groups, although all are finished")
-            self._one_finished.clear()
-            await self._one_finished.wait()
+            self._finish_event.clear()
+            await self._finish_event.wait()
 
     def release(self, count: int) -> None:
         """Free the slots of ``count`` groups that were dropped or whose trained weights are published."""
-        self._free += count
+        self._free_slots += count
         self._taken -= count
-        if self._ahead:
+        if self._refill_on_release:
             self._fill()
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait until no group is running. Results are kept; an exception is raised when its group is requested."""
         while running := [task for task in self._running.values() if not task.done()]:
             await asyncio.wait(running)
@@ -179,19 +181,19 @@ class RolloutStream:
             for index, task in self._running.items()
             if task.done() and not task.cancelled() and task.exception() is None
         }
-        finished = sorted({**self._restored, **done}.values(), key=self._place)
-        unfinished = tuple(sorted([index for index in self._running if index not in done] + list(self._again)))
+        finished = sorted({**self._restored, **done}.values(), key=self._finish_order)
+        unfinished = tuple(sorted([index for index in self._running if index not in done] + list(self._restart)))
         return StreamState(next_index=self._next, unfinished=unfinished, finished=tuple(finished))
 
-    def _place(self, group: Group) -> tuple[int, int]:
-        finished = self._held[group.index].finished
-        return (self._finished if finished is None else finished, group.index)
+    def _finish_order(self, group: Group) -> tuple[int, int]:
+        finished = self._pending[group.index].finish_rank
+        return (self._finished_count if finished is None else finished, group.index)
 
     async def close(self) -> None:
         """Cancel the running groups."""
         tasks = list(self._running.values())
         self._running.clear()
-        self._held.clear()
+        self._pending.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,16 +16,16 @@ from typing import Any
 from strop.types import Message, Messages, assistant, user
 
 # A reply that no template changes and no conversation contains. The rendered text around it is the same for every reply.
-_REPLY = "\u241e\u2418\u241e"
-_LOOK_BACK = 64  # characters before a text that can affect how it is tokenized
+_REPLY_MARKER = "\u241e\u2418\u241e"
+_CONTEXT_CHARACTERS = 64  # characters before a text that can affect how it is tokenized
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """A part of a recorded conversation, and whether its tokens are in the loss."""
 
     tokens: list[int]
-    taught: bool
+    in_loss: bool
     text: str
 
 
@@ -41,30 +41,30 @@ class ChatTemplate:
         a warning is issued."""
         self.tokenizer = tokenizer
         self.options = dict(options or {})
-        self.plain = not getattr(tokenizer, "chat_template", None)
-        if self.plain:
+        self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
+        if self.joins_plain_text:
             warnings.warn(
                 "the tokenizer has no chat template: messages are joined as plain text; set policy.tokenizer.chat_template to change that",
                 stacklevel=2,
             )
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def encode_prompt(self, messages: Messages) -> list[int]:
         """Encode the conversation so far and the start of the policy's turn. Raises ValueError if it is empty."""
         if not messages:
             raise ValueError("a prompt needs at least one message; the environment returned none")
-        if self.plain:
-            ids: list[int] = self.tokenizer(_joined(messages))["input_ids"]
+        if self.joins_plain_text:
+            ids: list[int] = self.tokenizer(_join_messages(messages))["input_ids"]
             return ids
         return self._encode(self._render(messages, open_turn=True))
 
-    def observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
+    def encode_observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
         """Encode what to append after the policy's turn ``sampled``: the end of that turn, unless it was sampled, the messages and the
         start of a new turn."""
-        if self.plain:
-            return self._encode("\n" + _joined(messages) + "\n")
-        before = [Message("user", "?"), Message("assistant", _REPLY)]
+        if self.joins_plain_text:
+            return self._encode("\n" + _join_messages(messages) + "\n")
+        before = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
         rendered = self._render([*before, *messages], open_turn=True)
-        _, found, rest = rendered.partition(_REPLY)
+        _, found, rest = rendered.partition(_REPLY_MARKER)
         if not found:
             raise ValueError(
                 "the chat template does not render an assistant's message as it is written, so a conversation cannot go on in tokens; "
@@ -73,12 +73,12 @@ class ChatTemplate:
         ids = self._encode(rest)
         return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
 
-    def whole(self, messages: Messages, *, trailing: bool = True) -> list[int]:
+    def encode_conversation(self, messages: Messages, *, trailing: bool = True) -> list[int]:
         """Encode a complete conversation, for a reward model. Without ``trailing``, the template's trailing white space is left out."""
-        text = _joined(messages) if self.plain else self._render(messages, open_turn=False)
+        text = _join_messages(messages) if self.joins_plain_text else self._render(messages, open_turn=False)
         return self._encode(text if trailing else text.rstrip())
 
-    def conversation(self, messages: Messages, *, taught_from: int = 0) -> list[Span]:
+    def encode_spans(self, messages: Messages, *, loss_from: int = 0) -> list[TokenSpan]:
         """Split a recorded conversation into spans: a prompt, then loss spans and context spans in alternation.
 
         Joined, the texts of the spans are the rendered conversation. The loss covers the assistant's messages from index ``loss_from`` on,
@@ -86,27 +86,27 @@ class ChatTemplate:
         ends with the special token that ends a turn in the template, if there is one. The first span has exactly the tokens of the prompt
         of the first such message. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
         """
-        turns = [place for place, message in enumerate(messages) if message.role == "assistant" and place >= max(taught_from, 1)]
+        turns = [place for place, message in enumerate(messages) if message.role == "assistant" and place >= max(loss_from, 1)]
         if not turns:
             raise ConversationError(
                 "the conversation has no assistant message that follows another message, so there are no loss tokens"
             )
-        if self.plain:
+        if self.joins_plain_text:
             return self._plain_spans(messages, turns)
         whole = self._render(messages, open_turn=False)
-        cuts = [cut for turn in turns for cut in self._bounds(messages, turn, whole)]
+        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, whole)]
         if any(left > right for left, right in pairwise(cuts)):
-            raise ConversationError(_rewritten(messages, turns[0]))
+            raise ConversationError(_rewritten_message(messages, turns[0]))
         return self._spans([whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])], self._encode(whole[: cuts[0]]))
 
-    def _bounds(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
+    def _reply_bounds(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
         """Return where the policy's part of message ``turn`` begins and ends in the rendered text."""
         before = self._render(messages[:turn], open_turn=True)
         upto = whole if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
-        after, said = self._after_reply
+        after, said = self._reply_suffix
         end = len(upto) - len(after)
         if not upto.startswith(before):
-            raise ConversationError(_opened_otherwise(turn, before, upto))
+            raise ConversationError(_opening_mismatch_message(turn, before, upto))
         if not upto.endswith(after) or end < len(before):
             raise ConversationError(
                 f"the chat template ends message {turn + 1} with {upto[-40:]!r}, and other replies with {after[-40:]!r}: it is unclear "
@@ -114,15 +114,15 @@ class ChatTemplate:
             )
         end += said
         if not whole.startswith(upto[:end]):
-            raise ConversationError(_rewritten(messages, turn))
+            raise ConversationError(_rewritten_message(messages, turn))
         return len(before), end
 
     @cached_property
-    def _after_reply(self) -> tuple[str, int]:
+    def _reply_suffix(self) -> tuple[str, int]:
         """The text that the template adds after a reply, and how many of its characters the policy generates: up to and including the first
         special token."""
-        rendered = self._render([user("?"), assistant(_REPLY)], open_turn=False)
-        _, found, after = rendered.rpartition(_REPLY)
+        rendered = self._render([user("?"), assistant(_REPLY_MARKER)], open_turn=False)
+        _, found, after = rendered.rpartition(_REPLY_MARKER)
         if not found:
             raise ConversationError(
                 "the chat template does not render an assistant's message as it is written; "
@@ -133,28 +133,28 @@ class ChatTemplate:
         start, length = min(((after.index(token), -len(token)) for token in special if token and token in after), default=(0, 0))
         return after, start - length
 
-    def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[Span]:
+    def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[TokenSpan]:
         """Split plain text joined as in ``encode_prompt`` and ``encode_observation``: a reply follows its prompt directly, and later
         messages start on new lines."""
-        pieces = [_joined(messages[: turns[0]])]
+        pieces = [_join_messages(messages[: turns[0]])]
         for turn, following in pairwise([*turns, len(messages)]):
             between = messages[turn + 1 : following]
-            pieces += [messages[turn].content, f"\n{_joined(between)}\n" if between or following < len(messages) else ""]
-        return self._spans(pieces, self.prompt(messages[: turns[0]]))
+            pieces += [messages[turn].content, f"\n{_join_messages(between)}\n" if between or following < len(messages) else ""]
+        return self._spans(pieces, self.encode_prompt(messages[: turns[0]]))
 
-    def _spans(self, pieces: Sequence[str], prompt: list[int]) -> list[Span]:
+    def _spans(self, pieces: Sequence[str], prompt: list[int]) -> list[TokenSpan]:
         """Return spans of the pieces. Every second piece is in the loss; an empty last piece is left out."""
-        spans = [Span(prompt, False, pieces[0])]
+        spans = [TokenSpan(prompt, False, pieces[0])]
         for place, (before, text) in enumerate(pairwise(pieces), start=1):
-            spans.append(Span(self._continue(before, text), place % 2 == 1, text))
+            spans.append(TokenSpan(self._encode_continuation(before, text), place % 2 == 1, text))
         return spans if pieces[-1] else spans[:-1]
 
-    def _continue(self, before: str, text: str) -> list[int]:
+    def _encode_continuation(self, before: str, text: str) -> list[int]:
         """Encode ``text`` as a continuation of ``before``, or alone if the two would share a token.
 
         Some tokenizers mark the start of their input as the start of a word, which is wrong for a continuation.
         """
-        before = before[-_LOOK_BACK:]
+        before = before[-_CONTEXT_CHARACTERS:]
         context, joined = self._encode(before), self._encode(before + text)
         return joined[len(context) :] if joined[: len(context)] == context else self._encode(text)
 
@@ -169,11 +169,11 @@ class ChatTemplate:
         return ids
 
 
-def _joined(messages: Messages) -> str:
+def _join_messages(messages: Messages) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def _opened_otherwise(turn: int, before: str, rendered: str) -> str:
+def _opening_mismatch_message(turn: int, before: str, rendered: str) -> str:
     common = next((place for place, (left, right) in enumerate(zip(before, rendered, strict=False)) if left != right), 0)
     return (
         f"the chat template opens message {turn + 1} with {before[common:][-40:]!r} when it is to be sampled, and renders it as "
@@ -182,7 +182,7 @@ def _opened_otherwise(turn: int, before: str, rendered: str) -> str:
     )
 
 
-def _rewritten(messages: Messages, turn: int) -> str:
+def _rewritten_message(messages: Messages, turn: int) -> str:
     return (
         f"the chat template renders message {turn + 1} of {len(messages)} differently when more messages follow, as templates do "
         "that drop earlier reasoning: the loss tokens would differ from what the policy samples there. Train on the last turn only "

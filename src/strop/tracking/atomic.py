@@ -9,20 +9,20 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, then rename it to ``path``. File and rename are flushed to disk (fsync)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.tmp")
     try:
         yield draft
-        _flush(draft)
+        _fsync(draft)
         os.replace(draft, path)
-        _flush(path.parent)
+        _fsync(path.parent)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -36,7 +36,7 @@ class Tracker(Protocol):
         """Release resources. May be called twice."""
 
 
-class Silent:
+class NullTracker:
     """A tracker that does nothing. Inherit from it to implement only some of the methods."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -55,37 +55,37 @@ class Silent:
         pass
 
 
-class Trackers:
+class CompositeTracker:
     """Combines several trackers. A tracker that raises is disabled with one warning, and the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._working = tuple(trackers)
+        self._active = tuple(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell(lambda tracker: tracker.log(step, metrics))
+        self._call_each(lambda tracker: tracker.log(step, metrics))
 
     def note(self, text: str) -> None:
-        self._tell(lambda tracker: tracker.note(text))
+        self._call_each(lambda tracker: tracker.note(text))
 
     def progress(self, text: str) -> None:
-        self._tell(lambda tracker: tracker.progress(text))
+        self._call_each(lambda tracker: tracker.progress(text))
 
     def resume(self, step: int) -> None:
-        self._tell(lambda tracker: tracker.resume(step))
+        self._call_each(lambda tracker: tracker.resume(step))
 
     def close(self) -> None:
-        self._tell(lambda tracker: tracker.close())
-        self._working = ()
+        self._call_each(lambda tracker: tracker.close())
+        self._active = ()
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
-        for tracker in self._working:
+    def _call_each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in self._active:
             try:
                 call(tracker)
             except Exception as error:  # KeyboardInterrupt and SystemExit are not Exceptions and propagate
                 self._disable(tracker, error)
 
     def _disable(self, tracker: Tracker, error: Exception) -> None:
-        self._working = tuple(other for other in self._working if other is not tracker)
+        self._active = tuple(other for other in self._active if other is not tracker)
         name = type(tracker).__name__
         logger.warning("%s failed and is off for the rest of this run: %s: %s", name, type(error).__name__, error)
         logger.debug("traceback of %s", name, exc_info=error)

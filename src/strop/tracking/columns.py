@@ -19,9 +19,9 @@ class Column:
     tag: str
     decimals: int | None = None  # None: depends on the magnitude
 
-    def write(self, value: float) -> str:
+    def format(self, value: float) -> str:
         if self.decimals is None or not math.isfinite(value):
-            return number(value)
+            return format_number(value)
         return f"{value:.{self.decimals}f}"
 
 
@@ -48,7 +48,7 @@ class Phase:
 
 
 # In the order of a step; unknown phases follow, sorted by name.
-_NAMES = {
+_PHASE_NAMES = {
     "generation": "generation",
     "logprobs": "log-probs",
     "policy_training": "training",
@@ -58,22 +58,22 @@ _NAMES = {
 }
 
 
-def phases(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
+def phase_times(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
     """Split the time of a step into phases. Time outside of all phases is ``other``."""
     seconds = {
         tag.removeprefix(PHASE_PREFIX): value
         for tag, value in metrics.items()
         if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME and math.isfinite(value) and value > 0
     }
-    order = [name for name in _NAMES if name in seconds] + sorted(seconds.keys() - _NAMES.keys())
-    parts = [Phase(_NAMES.get(name, name.replace("_", " ")), seconds[name]) for name in order]
+    order = [name for name in _PHASE_NAMES if name in seconds] + sorted(seconds.keys() - _PHASE_NAMES.keys())
+    parts = [Phase(_PHASE_NAMES.get(name, name.replace("_", " ")), seconds[name]) for name in order]
     rest = metrics.get(TOTAL_TIME, 0.0) - sum(part.seconds for part in parts)
     if rest > 0.01 * metrics.get(TOTAL_TIME, 0.0):
         parts.append(Phase("other", rest))
     return tuple(parts)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with about four significant digits, in at most eight characters."""
     size = abs(value)
     if not math.isfinite(value):
@@ -87,7 +87,7 @@ def number(value: float) -> str:
     return f"{value:.1e}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as 1:02, 1:02:03 or 2d 3:04:05; `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
@@ -99,8 +99,8 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def brief(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format the time of a step: 0.42 s, 4.2 s, 42 s, 3:20."""
     if seconds >= 100:
-        return duration(seconds)
+        return format_duration(seconds)
     return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

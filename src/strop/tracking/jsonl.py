@@ -16,42 +16,42 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from strop.tracking.atomic import replacing
-from strop.tracking.base import Silent
+from strop.tracking.atomic import atomic_write
+from strop.tracking.base import NullTracker
 
-FILE_NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 class MalformedMetrics(ValueError):
     """A line of metrics.jsonl is not a step. The message says which line and what to do."""
 
 
-class JsonlTracker(Silent):
+class JsonlTracker(NullTracker):
     """Writes ``<log_dir>/metrics.jsonl``. Opening it removes a last line that a kill truncated."""
 
     def __init__(self, log_dir: Path) -> None:
-        self.path = Path(log_dir) / FILE_NAME
+        self.path = Path(log_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _mend(self.path)
-        self._last = _last_step(self.path)
+        _repair(self.path)
+        self._last_step = _find_last_step(self.path)
         self._file: TextIO | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._last is not None and step < self._last:
+        if self._last_step is not None and step < self._last_step:
             raise ValueError(
-                f"step {step} was logged after step {self._last}, which is already in {self.path}; a run that continues from "
+                f"step {step} was logged after step {self._last_step}, which is already in {self.path}; a run that continues from "
                 f"an earlier step must call resume({step - 1}) first, and a new run needs a log folder of its own"
             )
-        if step == self._last:
+        if step == self._last_step:
             self._merge(step, metrics)
         else:
-            self._append(encode(step, metrics))
-            self._last = step
+            self._append(encode_line(step, metrics))
+            self._last_step = step
 
     def resume(self, step: int) -> None:
-        kept = {known: line for known, line in _lines(self.path) if known <= step}
+        kept = {known: line for known, line in _read_lines(self.path) if known <= step}
         self._replace(list(kept.values()))
-        self._last = max(kept, default=None)
+        self._last_step = max(kept, default=None)
 
     def close(self) -> None:
         if self._file is not None:
@@ -66,22 +66,22 @@ class JsonlTracker(Silent):
         os.fsync(self._file.fileno())
 
     def _merge(self, step: int, metrics: Mapping[str, float]) -> None:
-        lines = list(_lines(self.path))
-        known = decode(lines[-1][1])[1]
-        self._replace([line for _, line in lines[:-1]] + [encode(step, {**known, **metrics})])
+        lines = list(_read_lines(self.path))
+        known = decode_line(lines[-1][1])[1]
+        self._replace([line for _, line in lines[:-1]] + [encode_line(step, {**known, **metrics})])
 
     def _replace(self, lines: list[str]) -> None:
         self.close()  # after the rename the open file would be the old one
         if not lines and not self.path.exists():
             return
-        with replacing(self.path) as draft:
+        with atomic_write(self.path) as draft:
             draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def encode(step: int, metrics: Mapping[str, float]) -> str:
+def encode_line(step: int, metrics: Mapping[str, float]) -> str:
     """Return the line of a step. Raises ValueError for a metric with a reserved name."""
     if reserved := {"step", "nonfinite"} & metrics.keys():
-        raise ValueError(f"a metric cannot be called {reserved.pop()!r}: {FILE_NAME} reserves this key; rename the metric")
+        raise ValueError(f"a metric cannot be called {reserved.pop()!r}: {METRICS_FILE} reserves this key; rename the metric")
     values = {name: float(value) for name, value in metrics.items()}
     nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
     line: dict[str, object] = {"step": step}
@@ -91,7 +91,7 @@ def encode(step: int, metrics: Mapping[str, float]) -> str:
     return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
-def decode(line: str) -> tuple[int, dict[str, float]]:
+def decode_line(line: str) -> tuple[int, dict[str, float]]:
     """Parse a line into (step, metrics), the inverse of ``encode_line``. Raises ValueError for an invalid line."""
     found = json.loads(line)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
@@ -99,19 +99,19 @@ def decode(line: str) -> tuple[int, dict[str, float]]:
     nonfinite = found.pop("nonfinite", {})
     step = found.pop("step")
     values = {name: nonfinite.get(name, "nan") if value is None else value for name, value in found.items()}
-    return step, {name: float(value) for name, value in values.items() if _number(value)}
+    return step, {name: float(value) for name, value in values.items() if _is_number(value)}
 
 
 def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
     """Read all steps of a metrics.jsonl, even while a run writes it: an incomplete last line is skipped. Raises MalformedMetrics."""
-    return [decode(line) for _, line in _lines(path)]
+    return [decode_line(line) for _, line in _read_lines(path)]
 
 
-def _number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -119,7 +119,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         if not line.strip():
             continue
         try:
-            yield decode(line)[0], line
+            yield decode_line(line)[0], line
         except (ValueError, TypeError) as error:
             if number == len(lines):  # no newline after it: a truncated or ongoing write
                 return
@@ -129,16 +129,16 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             ) from None
 
 
-def _mend(path: Path) -> None:
+def _repair(path: Path) -> None:
     """Remove an incomplete last line, if there is one."""
-    if not path.exists() or _ends_whole(path):
+    if not path.exists() or _ends_with_newline(path):
         return
-    lines = [line for _, line in _lines(path)]
-    with replacing(path) as draft:
+    lines = [line for _, line in _read_lines(path)]
+    with atomic_write(path) as draft:
         draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
-def _ends_whole(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return True
@@ -146,6 +146,6 @@ def _ends_whole(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _last_step(path: Path) -> int | None:
-    steps = [step for step, _ in _lines(path)]
+def _find_last_step(path: Path) -> int | None:
+    steps = [step for step, _ in _read_lines(path)]
     return steps[-1] if steps else None

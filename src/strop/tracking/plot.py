@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.tracking.columns import PHASE_PREFIX, TOTAL_TIME, number, phases
-from strop.tracking.jsonl import FILE_NAME, read_metrics
+from strop.tracking.columns import PHASE_PREFIX, TOTAL_TIME, format_number, phase_times
+from strop.tracking.jsonl import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +29,8 @@ PHASE_COLOURS = {
 }  # fmt: skip
 SPARE_COLOURS = (YELLOW, "#777777", "#000000")
 INK, PALE = "#333333", "#DDDDDD"
-FEW = 12  # series with more points are smoothed
-BARS = 200  # at most; longer runs average several steps per bar
+SMOOTH_ABOVE = 12  # series with more points are smoothed
+MAX_BARS = 200  # at most; longer runs average several steps per bar
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     if not steps:
         raise NothingToPlot(f"{source} is empty: the run has not finished its first step")
     curves = [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
-    timed = [(step, values) for step, values in steps if phases(values)]
+    timed = [(step, values) for step, values in steps if phase_times(values)]
     if not curves and not timed:
         raise NothingToPlot(f"{source} has {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}")
     target = Path(output) if output is not None else source.parent / "curves.png"
-    figure = _draw(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
+    figure = _plot(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
@@ -78,19 +78,19 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
 def find_metrics(run: Path) -> Path:
     """Return the metrics.jsonl that ``run`` refers to. Raises NothingToPlot."""
     if not run.exists():
-        raise NothingToPlot(f"there is no {run}; give the log folder of a run (logger.log_dir) or its {FILE_NAME}")
+        raise NothingToPlot(f"there is no {run}; give the log folder of a run (logger.log_dir) or its {METRICS_FILE}")
     if run.is_file():
         return run
-    if (run / FILE_NAME).exists():
-        return run / FILE_NAME
-    below = sorted(run.glob(f"*/{FILE_NAME}"))
+    if (run / METRICS_FILE).exists():
+        return run / METRICS_FILE
+    below = sorted(run.glob(f"*/{METRICS_FILE}"))
     if len(below) == 1:
         return below[0]
     if below:
         folders = ", ".join(path.parent.name for path in below)
         raise NothingToPlot(f"{run} contains {len(below)} runs ({folders}); name one of them, such as {below[-1].parent}")
     raise NothingToPlot(
-        f"there is no {FILE_NAME} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
+        f"there is no {METRICS_FILE} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
         "not its checkpoint folder"
     )
 
@@ -102,7 +102,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) -> Figure:
+def _plot(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -114,13 +114,13 @@ def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
-    limits = _limits(steps)
+    limits = _step_limits(steps)
     for axis, curve in zip(axes, curves, strict=False):
-        _dress(axis, curve.title, limits)
-        _curve(axis, curve, steps)
+        _style_axis(axis, curve.title, limits)
+        _plot_curve(axis, curve, steps)
     if timed:
-        _dress(axes[panels - 1], "Seconds per step", limits)
-        _stack(axes[panels - 1], timed)
+        _style_axis(axes[panels - 1], "Seconds per step", limits)
+        _plot_phases(axes[panels - 1], timed)
     for axis in axes[panels:]:
         axis.remove()
     for axis in axes[max(panels - across, 0) : panels]:
@@ -128,13 +128,13 @@ def _draw(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
     return figure
 
 
-def _limits(steps: Steps) -> tuple[float, float]:
+def _step_limits(steps: Steps) -> tuple[float, float]:
     first, last = steps[0][0], steps[-1][0]
     margin = max((last - first) * 0.02, 0.5)
     return first - margin, last + margin
 
 
-def _dress(axis: Axes, title: str, limits: tuple[float, float]) -> None:
+def _style_axis(axis: Axes, title: str, limits: tuple[float, float]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_title(title, loc="left", fontsize=10, color=INK)
@@ -149,12 +149,12 @@ def _dress(axis: Axes, title: str, limits: tuple[float, float]) -> None:
     axis.tick_params(labelsize=8, colors=INK, length=0)
 
 
-def _curve(axis: Axes, curve: Curve, steps: Steps) -> None:
+def _plot_curve(axis: Axes, curve: Curve, steps: Steps) -> None:
     points = [(step, values[curve.tag]) for step, values in steps if math.isfinite(values.get(curve.tag, math.nan))]
     xs, ys = [float(step) for step, _ in points], [value for _, value in points]
     if curve.reference is not None:
         axis.axhline(curve.reference, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    if len(points) <= FEW:
+    if len(points) <= SMOOTH_ABOVE:
         axis.plot(xs, ys, color=curve.colour, linewidth=1.6, marker="o", markersize=4)
         end = ys[-1]
     else:
@@ -163,18 +163,18 @@ def _curve(axis: Axes, curve: Curve, steps: Steps) -> None:
         axis.plot(xs, line, color=curve.colour, linewidth=1.8)
         end = line[-1]
     axis.annotate(
-        number(end), (1.0, 1.0), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+        format_number(end), (1.0, 1.0), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
         ha="right", va="bottom", fontsize=10, fontweight="bold", color=curve.colour,
     )  # fmt: skip
 
 
-def _stack(axis: Axes, timed: Steps) -> None:
+def _plot_phases(axis: Axes, timed: Steps) -> None:
     """Plot one stacked bar per step, or per several steps of a long run. Missing steps stay empty."""
-    each = -(-len(timed) // BARS)
-    rows = [_mean_row(timed[start : start + each]) for start in range(0, len(timed), each)]
+    each = -(-len(timed) // MAX_BARS)
+    rows = [_mean_phases(timed[start : start + each]) for start in range(0, len(timed), each)]
     xs, floor = [step for step, _ in rows], [0.0] * len(rows)
     spare = iter(SPARE_COLOURS * 100)
-    for name in [part.name for part in phases(_longest(timed))]:
+    for name in [part.name for part in phase_times(_longest_phases(timed))]:
         heights = [row.get(name, 0.0) for _, row in rows]
         colour = PHASE_COLOURS.get(name) or next(spare)
         axis.bar(xs, heights, bottom=floor, width=float(each), color=colour, linewidth=0, label=name)
@@ -186,22 +186,22 @@ def _stack(axis: Axes, timed: Steps) -> None:
     )  # fmt: skip
 
 
-def _mean_row(timed: Steps) -> tuple[float, dict[str, float]]:
+def _mean_phases(timed: Steps) -> tuple[float, dict[str, float]]:
     """Return the midpoint of these steps and the mean seconds of each phase."""
     sums: dict[str, float] = {}
     for _, values in timed:
-        for part in phases(values):
+        for part in phase_times(values):
             sums[part.name] = sums.get(part.name, 0.0) + part.seconds
     return (timed[0][0] + timed[-1][0]) / 2, {name: seconds / len(timed) for name, seconds in sums.items()}
 
 
-def _longest(timed: Steps) -> dict[str, float]:
+def _longest_phases(timed: Steps) -> dict[str, float]:
     """Return the maximum time of each phase over all steps, so that the legend lists every phase in the usual order."""
     seen: dict[str, float] = {}
     for _, values in timed:
         for tag, value in values.items():
             if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME:
                 seen[tag] = max(value, seen.get(tag, 0.0))
-    if any(part.name == "other" for _, values in timed for part in phases(values)):
+    if any(part.name == "other" for _, values in timed for part in phase_times(values)):
         seen[TOTAL_TIME] = 2 * sum(seen.values()) + 1.0
     return seen

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from strop.tracking.rollouts import RolloutRecord
 
-LARGEST = 32  # tokens stored per step
-CONTEXT = 24  # preceding tokens shown with each token
+MAX_TOKENS = 32  # tokens stored per step
+CONTEXT_TOKENS = 24  # preceding tokens shown with each token
 
 Decode = Callable[[list[int]], str]
 
@@ -41,13 +41,13 @@ class TokenRatio:
     sample: int
 
 
-def largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = LARGEST) -> list[TokenRatio]:
+def find_largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = MAX_TOKENS) -> list[TokenRatio]:
     """Return the ``count`` tokens with the largest |log ratio| among rollouts that the learner scored. NaN ranks above all numbers."""
-    ranked = heapq.nlargest(count, _differences(records))
-    return [_row(records[-record], -place, decode) for _, record, place in ranked]
+    ranked = heapq.nlargest(count, _iter_differences(records))
+    return [_token_ratio(records[-record], -place, decode) for _, record, place in ranked]
 
 
-def _differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
+def _iter_differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
     """Yield (|log ratio|, -record index, -token index), so that among equal ratios the first token ranks first."""
     for number, record in enumerate(records):
         if record.learner_logprobs is None:
@@ -59,10 +59,10 @@ def _differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int,
                 yield (math.inf if math.isnan(size) else size, -number, -place)
 
 
-def _row(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
+def _token_ratio(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
     assert record.learner_logprobs is not None
     sampler, learner = record.sampler_logprobs[place], record.learner_logprobs[place]
-    before = [*record.prompt_tokens, *record.tokens[:place]][-CONTEXT:]
+    before = [*record.prompt_tokens, *record.tokens[:place]][-CONTEXT_TOKENS:]
     sampled = record.sampled[: place + 1]
     begins = [mine and not (index and sampled[index - 1]) for index, mine in enumerate(sampled)]
     return TokenRatio(
@@ -95,9 +95,9 @@ def write_ratios(path: Path, rows: Sequence[TokenRatio]) -> None:
 
 def read_ratios(path: Path) -> list[TokenRatio]:
     with path.open(encoding="utf-8") as file:
-        return [_restored(json.loads(line)) for line in file]
+        return [_from_json(json.loads(line)) for line in file]
 
 
-def _restored(row: dict[str, object]) -> TokenRatio:
+def _from_json(row: dict[str, object]) -> TokenRatio:
     numbers = {name: float(str(row[name])) for name in ("log_ratio", "sampler_logprob", "learner_logprob")}
     return TokenRatio(**{**row, **numbers})  # type: ignore[arg-type]

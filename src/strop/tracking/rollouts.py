@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from strop.tracking.atomic import replacing
-from strop.tracking.ratios import Decode, TokenRatio, largest_ratios, read_ratios, write_ratios
+from strop.tracking.atomic import atomic_write
+from strop.tracking.ratios import Decode, TokenRatio, find_largest_ratios, read_ratios, write_ratios
 from strop.types import Batch, Group, Rollout
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
 
-Format = Literal["parquet", "jsonl", "none"]
-Dropped = Literal["filtered", "error", "stale"]
-Key = tuple[int, int]  # (group index, sample): identifies a rollout in a run
+StoreFormat = Literal["parquet", "jsonl", "none"]
+DropReason = Literal["filtered", "error", "stale"]
+RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
-FOLDER = "rollouts"
-_FILE = re.compile(r"step_(\d+)\.(parquet|jsonl)")
-_RATIOS = re.compile(r"step_(\d+)_ratios\.jsonl")
+ROLLOUTS_FOLDER = "rollouts"
+_FILE_PATTERN = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+_RATIOS_PATTERN = re.compile(r"step_(\d+)_ratios\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +57,19 @@ class RolloutRecord:
     ending: str
     error: str | None
     kept: bool
-    dropped_because: Dropped | None
+    dropped_because: DropReason | None
 
 
 class RolloutStore:
     """Stores the rollouts of a run, one file per step in ``<log_dir>/rollouts``. Format ``none`` writes nothing."""
 
-    def __init__(self, log_dir: Path, format: Format = "parquet", *, decode: Decode | None = None) -> None:
+    def __init__(self, log_dir: Path, format: StoreFormat = "parquet", *, decode: Decode | None = None) -> None:
         """Open the store. ``decode`` is the tokenizer's, for the texts in the ratios file; default: token ids. Raises ImportError."""
         if format not in ("parquet", "jsonl", "none"):
             raise ValueError(f"rollouts cannot be stored as {format!r}; set one of parquet, jsonl, none")
         if format == "parquet":
-            _pyarrow()  # fail when the run starts, not after its first step
-        self.folder = Path(log_dir) / FOLDER
+            _import_pyarrow()  # fail when the run starts, not after its first step
+        self.folder = Path(log_dir) / ROLLOUTS_FOLDER
         self.format = format
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
@@ -78,9 +78,9 @@ class RolloutStore:
         if self.format == "none":
             return None
         path = self.folder / f"step_{step:06d}.{self.format}"
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             (_write_parquet if self.format == "parquet" else _write_jsonl)(draft, records)
-        for other in self._files().get(step, ()):
+        for other in self._files_by_step().get(step, ()):
             if other != path:  # the format changed between two attempts of the run
                 other.unlink()
         self._write_ratios(step, records)
@@ -88,26 +88,26 @@ class RolloutStore:
 
     def read(self, step: int) -> list[RolloutRecord]:
         """Read the rollouts of ``step``. Raises FileNotFoundError."""
-        files = self._files()
+        files = self._files_by_step()
         if step not in files:
-            raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_summary(sorted(files))}")
+            raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_describe_steps(sorted(files))}")
         path = files[step][0]
         return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
 
-    def ratios(self, step: int) -> list[TokenRatio]:
+    def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
-        path = self._ratios_of(step)
+        path = self._ratios_path(step)
         return read_ratios(path) if path.exists() else []
 
-    def _ratios_of(self, step: int) -> Path:
+    def _ratios_path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}_ratios.jsonl"
 
     def _write_ratios(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        path, rows = self._ratios_of(step), largest_ratios(records, self._decode)
+        path, rows = self._ratios_path(step), find_largest_ratios(records, self._decode)
         if not rows:
             path.unlink(missing_ok=True)
             return
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             write_ratios(draft, rows)
 
     def read_all(self) -> Iterator[RolloutRecord]:
@@ -116,35 +116,35 @@ class RolloutStore:
             yield from self.read(step)
 
     def steps(self) -> list[int]:
-        return sorted(self._files())
+        return sorted(self._files_by_step())
 
     def resume(self, step: int) -> None:
         """Remove the rollouts of later steps, which will run again, and temporary files of a killed run."""
-        for later, paths in self._files().items():
+        for later, paths in self._files_by_step().items():
             if later > step:
                 for path in paths:
                     path.unlink()
         for path in self.folder.glob("step_*_ratios.jsonl"):
-            if (match := _RATIOS.fullmatch(path.name)) and int(match[1]) > step:
+            if (match := _RATIOS_PATTERN.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
         for draft in self.folder.glob(".step_*.tmp"):
             draft.unlink()
 
-    def _files(self) -> dict[int, list[Path]]:
+    def _files_by_step(self) -> dict[int, list[Path]]:
         found: dict[int, list[Path]] = {}
         for path in sorted(self.folder.glob("step_*")):
-            if match := _FILE.fullmatch(path.name):
+            if match := _FILE_PATTERN.fullmatch(path.name):
                 found.setdefault(int(match[1]), []).append(path)
         return found
 
 
-def records_of(
+def make_records(
     step: int,
     groups: Sequence[Group],
     *,
-    advantages: Mapping[Key, float] | None = None,
-    learner_logprobs: Mapping[Key, Tensor] | None = None,
-    dropped: Mapping[int, Dropped] | None = None,
+    advantages: Mapping[RolloutKey, float] | None = None,
+    learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
+    dropped: Mapping[int, DropReason] | None = None,
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[RolloutRecord]:
     """Build the records of a step's groups, including dropped ones.
@@ -155,21 +155,21 @@ def records_of(
     """
     credit, scored, why = advantages or {}, learner_logprobs or {}, dropped or {}
     return [
-        _record(
+        _make_record(
             step,
             group,
             rollout,
             advantage=credit.get((group.index, rollout.sample)),
             learner=scored.get((group.index, rollout.sample)),
             dropped=why.get(group.index),
-            prompt=decode(rollout.prompt.tolist()) if decode else _first_messages(rollout),
+            prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
         )
         for group in groups
         for rollout in group.rollouts
     ]
 
 
-def by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[Key, Tensor]:
+def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[RolloutKey, Tensor]:
     """Split a column of ``batch`` ([N], over predicted tokens) by rollout. ``groups`` are those it was packed from, in order."""
     keys = [(group.index, rollout.sample) for group in groups for rollout in group.rollouts]
     if len(keys) != batch.num_sequences:
@@ -180,14 +180,14 @@ def by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[Ke
     return {key: column[sequence == index] for index, key in enumerate(keys)}
 
 
-def _record(
+def _make_record(
     step: int,
     group: Group,
     rollout: Rollout,
     *,
     advantage: float | None,
     learner: Tensor | None,
-    dropped: Dropped | None,
+    dropped: DropReason | None,
     prompt: str,
 ) -> RolloutRecord:
     turns = rollout.turns
@@ -204,7 +204,7 @@ def _record(
         tokens=tuple(token for turn in turns for token in turn.tokens.tolist()),
         sampled=sampled,
         sampler_logprobs=tuple(value for turn in turns for value in turn.logprobs.tolist()),
-        learner_logprobs=None if learner is None else _over_all_tokens(learner, sampled),
+        learner_logprobs=None if learner is None else _expand_to_all_tokens(learner, sampled),
         versions=tuple(version for turn in turns for version in turn.versions.tolist()),
         advantage=None if advantage is None else float(advantage),
         reward=float(rollout.reward),
@@ -216,7 +216,7 @@ def _record(
     )
 
 
-def _over_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
+def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
     values = logprobs.tolist()
     if len(values) == len(sampled):
         return tuple(values)
@@ -229,7 +229,7 @@ def _over_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float
     return tuple(next(rest) if mine else 0.0 for mine in sampled)
 
 
-def _first_messages(rollout: Rollout) -> str:
+def _format_prompt(rollout: Rollout) -> str:
     """Return the messages before the policy's first turn. Counts from the end, since a prompt may contain assistant messages."""
     said = [place for place, message in enumerate(rollout.messages) if message.role == "assistant"]
     mine = len(rollout.policy_turns)
@@ -238,17 +238,17 @@ def _first_messages(rollout: Rollout) -> str:
 
 
 def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
-    pa, pq = _pyarrow()
-    rows = [{**_shallow(record), "rewards": list(record.rewards.items())} for record in records]
-    pq.write_table(pa.Table.from_pylist(rows, schema=_schema(pa)), path, compression="zstd")
+    pa, pq = _import_pyarrow()
+    rows = [{**_to_dict(record), "rewards": list(record.rewards.items())} for record in records]
+    pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), path, compression="zstd")
 
 
 def _read_parquet(path: Path) -> list[RolloutRecord]:
-    _, pq = _pyarrow()
-    return [_restore({**row, "rewards": dict(row["rewards"])}) for row in pq.read_table(path).to_pylist()]
+    _, pq = _import_pyarrow()
+    return [_from_dict({**row, "rewards": dict(row["rewards"])}) for row in pq.read_table(path).to_pylist()]
 
 
-def _schema(pa: Any) -> pyarrow.Schema:
+def _build_schema(pa: Any) -> pyarrow.Schema:
     """Return the Arrow schema: float32 log-probabilities, as computed; float64 rewards and advantages."""
     types = {
         "step": pa.int64(),
@@ -268,7 +268,7 @@ def _schema(pa: Any) -> pyarrow.Schema:
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def _import_pyarrow() -> tuple[Any, Any]:
     try:
         import pyarrow
         import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
@@ -283,28 +283,28 @@ def _pyarrow() -> tuple[Any, Any]:
 def _write_jsonl(path: Path, records: Sequence[RolloutRecord]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps(_speakable(_shallow(record)), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(json.dumps(_encode_nonfinite(_to_dict(record)), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _read_jsonl(path: Path) -> list[RolloutRecord]:
     with path.open(encoding="utf-8") as file:
-        return [_restore(json.loads(line)) for line in file]
+        return [_from_dict(json.loads(line)) for line in file]
 
 
-def _speakable(value: Any) -> Any:
+def _encode_nonfinite(value: Any) -> Any:
     """Replace NaN and infinities by the strings "nan", "inf" and "-inf", which float() parses: JSON does not have them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {name: _speakable(part) for name, part in value.items()}
-    return [_speakable(part) for part in value] if isinstance(value, tuple) else value
+        return {name: _encode_nonfinite(part) for name, part in value.items()}
+    return [_encode_nonfinite(part) for part in value] if isinstance(value, tuple) else value
 
 
-def _shallow(record: RolloutRecord) -> dict[str, Any]:
+def _to_dict(record: RolloutRecord) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def _restore(row: Mapping[str, Any]) -> RolloutRecord:
+def _from_dict(row: Mapping[str, Any]) -> RolloutRecord:
     def floats(values: Sequence[Any]) -> tuple[float, ...]:
         return tuple(float(value) for value in values)
 
@@ -321,5 +321,5 @@ def _restore(row: Mapping[str, Any]) -> RolloutRecord:
     )
 
 
-def _summary(steps: Sequence[int]) -> str:
+def _describe_steps(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "none"

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.tracking.base import Silent
+from strop.tracking.base import NullTracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardTracker(Silent):
+class TensorBoardTracker(NullTracker):
     """Writes events to ``folder``, with metric names as tags. A resumed run discards later events with ``purge_step``."""
 
     def __init__(self, folder: Path) -> None:
@@ -20,17 +20,17 @@ class TensorBoardTracker(Silent):
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
-        _summary_writer()  # fail when the run starts, not at its first step
+        _import_summary_writer()  # fail when the run starts, not at its first step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        writer = self._open()
+        writer = self._get_writer()
         for name, value in metrics.items():
             writer.add_scalar(name, float(value), step)
         writer.flush()
         self._step = step
 
     def note(self, text: str) -> None:
-        self._open().add_text("notes", text, self._step)
+        self._get_writer().add_text("notes", text, self._step)
 
     def resume(self, step: int) -> None:
         self.close()  # the purge is written at the start of a new event file
@@ -42,13 +42,13 @@ class TensorBoardTracker(Silent):
             self._writer.close()
             self._writer = None
 
-    def _open(self) -> SummaryWriter:
+    def _get_writer(self) -> SummaryWriter:
         if self._writer is None:
-            self._writer = _summary_writer()(str(self._folder), purge_step=self._purge_step)
+            self._writer = _import_summary_writer()(str(self._folder), purge_step=self._purge_step)
         return self._writer
 
 
-def _summary_writer() -> type[SummaryWriter]:
+def _import_summary_writer() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

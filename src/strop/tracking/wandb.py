@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.tracking.atomic import replacing
-from strop.tracking.base import Silent
+from strop.tracking.atomic import atomic_write
+from strop.tracking.base import NullTracker
 
 if TYPE_CHECKING:
     import wandb
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 ID_FILE = "wandb_run_id"
 
 
-class WandbTracker(Silent):
+class WandbTracker(NullTracker):
     """Logs to Weights & Biases. With ``WANDB_MODE=offline`` the data stays in ``<log_dir>/wandb`` for a later ``wandb sync``.
 
     A resumed run rewinds the service to the step it continues from. If that fails (offline, or a server without rewind),
@@ -39,39 +39,39 @@ class WandbTracker(Silent):
         self._log_dir = Path(log_dir)
         self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(log_dir), **options}
         self._run: wandb.Run | None = None
-        self._check()
+        self._check_available()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._start().log({name: float(value) for name, value in metrics.items()}, step=step)
+        self._get_run().log({name: float(value) for name, value in metrics.items()}, step=step)
 
     def resume(self, step: int) -> None:
-        self._start(after=step)
+        self._get_run(resume_step=step)
 
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
             self._run = None
 
-    def _start(self, after: int | None = None) -> wandb.Run:
+    def _get_run(self, resume_step: int | None = None) -> wandb.Run:
         if self._run is None:
             import wandb
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            starts_anew = after is not None and after < 0
-            run_id = None if starts_anew else _known_id(self._log_dir)
+            starts_anew = resume_step is not None and resume_step < 0
+            run_id = None if starts_anew else _read_run_id(self._log_dir)
             # Console capture would record every redraw of the live console.
             common = {**self._init, "settings": wandb.Settings(console="off")}
-            if run_id is None or after is None or self._offline():
-                self._run = wandb.init(id=run_id or _new_id(self._log_dir), resume="allow", **common)
+            if run_id is None or resume_step is None or self._is_offline():
+                self._run = wandb.init(id=run_id or _create_run_id(self._log_dir), resume="allow", **common)
             else:
-                self._run = _rewind(run_id, after, common)
+                self._run = _resume_rewound(run_id, resume_step, common)
         return self._run
 
-    def _offline(self) -> bool:
+    def _is_offline(self) -> bool:
         mode = self._init.get("mode") or os.environ.get("WANDB_MODE", "")
         return str(mode).lower() in ("offline", "dryrun", "disabled")
 
-    def _check(self) -> None:
+    def _check_available(self) -> None:
         """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
         try:
             import wandb
@@ -80,14 +80,14 @@ class WandbTracker(Silent):
                 f"logger.wandb_enabled is true, but wandb cannot be imported ({error}); "
                 "install it (pip install wandb) or set logger.wandb_enabled=false"
             ) from error
-        if not self._offline() and not wandb.api.api_key:
+        if not self._is_offline() and not wandb.api.api_key:
             raise ValueError(
                 "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
             )
 
 
-def _rewind(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
+def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
     import wandb
 
     try:
@@ -100,14 +100,14 @@ def _rewind(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
         return wandb.init(id=run_id, resume="allow", **common)
 
 
-def _known_id(log_dir: Path) -> str | None:
+def _read_run_id(log_dir: Path) -> str | None:
     path = log_dir / ID_FILE
     return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
 
 
-def _new_id(log_dir: Path) -> str:
+def _create_run_id(log_dir: Path) -> str:
     """Create and store a run id, before the service uses it: a kill in between wastes an id but never creates a second run."""
     run_id = secrets.token_hex(4)
-    with replacing(log_dir / ID_FILE) as draft:
+    with atomic_write(log_dir / ID_FILE) as draft:
         draft.write_text(run_id + "\n", encoding="utf-8")
     return run_id

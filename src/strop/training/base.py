@@ -50,7 +50,7 @@ class LogprobColumn:
     scorer: Scorer
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        return {self.name: token_outputs(await self.scorer.score(batch)).logprobs}
+        return {self.name: require_token_outputs(await self.scorer.score(batch)).logprobs}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ValueColumn:
         return {self.name: outputs.values}
 
 
-def token_outputs(outputs: Outputs) -> TokenOutputs:
+def require_token_outputs(outputs: Outputs) -> TokenOutputs:
     """Return ``outputs`` as those of a language model. Raises TypeError for outputs of a network with a scalar head."""
     if not isinstance(outputs, TokenOutputs):
         raise TypeError(f"log-probabilities were requested from a network that returns {type(outputs).__name__}")
@@ -81,7 +81,7 @@ class Learner(Scorer, Protocol):
         """Split the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""
         ...
 
-    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
         """Compute the same loss and metrics without a gradient, for validation."""
         ...
 

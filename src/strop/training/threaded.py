@@ -24,7 +24,7 @@ from strop.types import Batch, Group
 
 T = TypeVar("T")
 
-_here = threading.local()  # .token: the LearnerThread that runs the current thread, if any
+_thread_local = threading.local()  # .token: the LearnerThread that runs the current thread, if any
 
 
 class LearnerThread:
@@ -41,7 +41,7 @@ class LearnerThread:
             torch.set_num_threads(threads)
             if device is not None:
                 torch.cuda.set_device(device)
-            _here.token = token
+            _thread_local.token = token
 
         self._token = token
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=prepare)
@@ -52,7 +52,7 @@ class LearnerThread:
         A cancelled caller first waits for the call in progress, so that nothing is saved or freed while the thread still uses it. A second
         cancellation does not wait.
         """
-        if getattr(_here, "token", None) is self._token:  # a scorer that calls a learner of the same thread
+        if getattr(_thread_local, "token", None) is self._token:  # a scorer that calls a learner of the same thread
             return await call()
         context, gradients = contextvars.copy_context(), torch.is_grad_enabled()
 
@@ -110,8 +110,8 @@ class ThreadedLearner:
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return await self.thread.run(lambda: self.learner.forward_backward(batch, loss))
 
-    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        return await self.thread.run(lambda: self.learner.measure(batch, loss))
+    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return await self.thread.run(lambda: self.learner.evaluate_loss(batch, loss))
 
     async def step(self) -> Metrics:
         return await self.thread.run(self.learner.step)
@@ -126,6 +126,6 @@ class ThreadedLearner:
         self.learner.load(folder)
 
 
-def in_thread(learner: Learner, thread: LearnerThread) -> Learner:
+def wrap_in_thread(learner: Learner, thread: LearnerThread) -> Learner:
     """Return a learner whose calls run in ``thread``."""
     return ThreadedLearner(learner, thread)

@@ -6,29 +6,29 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from strop.tracking.base import Silent
-from strop.watch.status import Said
+from strop.tracking.base import NullTracker
+from strop.watch.status import LogEntry
 
-REMEMBERED = 20
+MAX_ENTRIES = 20
 
 
-class Diary(Silent):
+class StatusTracker(NullTracker):
     """Keeps the last step, the current activity and the last notes."""
 
     def __init__(self) -> None:
         self.step = -1
-        self.stepped: float | None = None
-        self.doing = "starting"
-        self.notes: deque[Said] = deque(maxlen=REMEMBERED)
+        self.step_time: float | None = None
+        self.activity = "starting"
+        self.notes: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step, self.stepped = step, time.time()
+        self.step, self.step_time = step, time.time()
 
     def note(self, text: str) -> None:
-        self.notes.append(Said(time.time(), text))
+        self.notes.append(LogEntry(time.time(), text))
 
     def progress(self, text: str) -> None:
-        self.doing = text
+        self.activity = text
 
     def resume(self, step: int) -> None:
         self.step = max(step, 0)

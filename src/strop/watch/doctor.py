@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from strop.tracking.columns import duration
-from strop.tracking.jsonl import FILE_NAME as METRICS
+from strop.tracking.columns import format_duration
+from strop.tracking.jsonl import METRICS_FILE as METRICS
 from strop.tracking.jsonl import MalformedMetrics, read_metrics
-from strop.watch.status import Status, process_started, read_status
+from strop.watch.status import Status, process_start_time, read_status
 from strop.watch.waits import Wait
 
 Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
 HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
-RECENT = 20  # steps examined for errors and mismatch
-WAITS_SHOWN = 40
-WARNING_OF_MISMATCH = "warning: mismatch"
+RECENT_STEPS = 20  # steps examined for errors and mismatch
+MAX_WAITS_SHOWN = 40
+MISMATCH_WARNING_PREFIX = "warning: mismatch"
 
 
-class NoRun(LookupError):
+class RunNotFound(LookupError):
     """No run was found. The message says what was looked for."""
 
 
@@ -61,12 +61,12 @@ def find_run(run: Path) -> Path:
         if (folder / "status.json").is_file() or (folder / METRICS).is_file():
             return folder
     if not run.exists():
-        raise NoRun(f"there is no {run}; name a run's log folder (logger.log_dir)")
+        raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir)")
     below = (
         sorted(path.parent.name for name in ("status.json", METRICS) for path in run.glob(f"*/{name}")) if run.is_dir() else []
     )
     hint = f"; there are runs in it: {', '.join(dict.fromkeys(below))}" if below else ""
-    raise NoRun(f"{run} contains neither status.json nor {METRICS}, so it is not a run's log folder (logger.log_dir){hint}")
+    raise RunNotFound(f"{run} contains neither status.json nor {METRICS}, so it is not a run's log folder (logger.log_dir){hint}")
 
 
 def diagnose(run: Path) -> Diagnosis:
@@ -78,8 +78,12 @@ def diagnose(run: Path) -> Diagnosis:
     except MalformedMetrics as error:
         raise ValueError(str(error)) from error
     last = steps[-1][0] if steps else 0
-    checkpoint = newest_checkpoint(status)
-    common = {"folder": str(folder), "dropped": dropped_groups(folder, steps), "mismatch": _mismatch(status, steps)}
+    checkpoint = find_newest_checkpoint(status)
+    common = {
+        "folder": str(folder),
+        "dropped": describe_dropped_groups(folder, steps),
+        "mismatch": _describe_mismatch(status, steps),
+    }
     if status is None:
         return Diagnosis(
             **common,  # type: ignore[arg-type]
@@ -88,7 +92,7 @@ def diagnose(run: Path) -> Diagnosis:
             step=last, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
             process="", versions={}, advice=("check whether its process exists and when metrics.jsonl was last written",),
         )  # fmt: skip
-    verdict, why = judge(status)
+    verdict, why = find_verdict(status)
     ago = None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
     return Diagnosis(
         **common,  # type: ignore[arg-type]
@@ -97,47 +101,52 @@ def diagnose(run: Path) -> Diagnosis:
         step=max(last, status.step, 0),
         since_step=ago,
         doing=status.doing,
-        waits=tuple(tree(status.waits)),
+        waits=tuple(format_tree(status.waits)),
         troubles=status.troubles,
         error=status.error,
         checkpoint=checkpoint,
         stacks=status.stacks,
         notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(said.when))}  {said.text}" for said in status.notes[-5:]),
-        process=f"pid {status.pid} on {status.host}, started {_clock(status.started)}, seen {_clock(status.written)}: {status.command}",
+        process=(
+            f"pid {status.pid} on {status.host}, started {_format_time(status.started)}, seen "
+            f"{_format_time(status.written)}: {status.command}"
+        ),
         versions=status.versions,
-        advice=tuple(_advice(verdict, status, checkpoint)),
+        advice=tuple(_give_advice(verdict, status, checkpoint)),
     )
 
 
-def judge(status: Status) -> tuple[Verdict, str]:
+def find_verdict(status: Status) -> tuple[Verdict, str]:
     """Derive the verdict and its reason from the status, its age and the process table."""
     if status.state != "running":
         return status.state, status.error or {"interrupted": "it was interrupted", "finished": "it finished"}[status.state]
     silence = time.time() - status.written
     fresh = silence < 4 * status.interval + 2
     if status.host == socket.gethostname():
-        if not _alive(status):
+        if not _is_alive(status):
             return "dead", (
-                f"its process (pid {status.pid}) died without a final status, about {duration(silence)} ago: it was killed from outside, "
+                f"its process (pid {status.pid}) died without a final status, about {format_duration(silence)} "
+                f"ago: it was killed from outside, "
                 "e.g. by the out-of-memory killer, or the machine went down"
             )
         if not fresh:
             return "hung", (
-                f"its process exists, but even its watchdog has been silent for {duration(silence)}: it is stopped, or a call holds the "
+                f"its process exists, but even its watchdog has been silent for {format_duration(silence)}: it "
+                f"is stopped, or a call holds the "
                 "interpreter lock (GIL)"
             )
     elif not fresh:
         return (
             "hung",
-            f"no sign of life from {status.host} for {duration(silence)}: check there whether pid {status.pid} is running",
+            f"no sign of life from {status.host} for {format_duration(silence)}: check there whether pid {status.pid} is running",
         )
     if status.troubles:
         return "hung", status.troubles[0].splitlines()[0]
     return "running", "nothing is over its limit"
 
 
-def _alive(status: Status) -> bool:
-    started = process_started(status.pid)
+def _is_alive(status: Status) -> bool:
+    started = process_start_time(status.pid)
     if status.process_started:
         return started == status.process_started
     try:  # no /proc here
@@ -149,7 +158,7 @@ def _alive(status: Status) -> bool:
     return True
 
 
-def tree(waits: Sequence[Wait]) -> Iterator[str]:
+def format_tree(waits: Sequence[Wait]) -> Iterator[str]:
     """Yield a line per wait, indented below its parent, the longest first."""
     numbers = {wait.number for wait in waits}
     children: dict[int | None, list[Wait]] = {}
@@ -160,48 +169,48 @@ def tree(waits: Sequence[Wait]) -> Iterator[str]:
         for wait in children.get(parent, ()):
             limit = "" if wait.limit is None else f" of {wait.limit:g}"
             detail = f" ({wait.detail})" if wait.detail else ""
-            over = "  OVER ITS LIMIT" if wait.over else ""
+            over = "  OVER ITS LIMIT" if wait.overdue else ""
             yield f"{'   ' * depth}{wait.who} waits for {wait.on}{detail}: {wait.seconds:.1f}{limit} s{over}"
             yield from lines(wait.number, depth + 1)
 
     found = list(lines(None, 0))
-    yield from found[:WAITS_SHOWN]
-    if len(found) > WAITS_SHOWN:
-        yield f"... and {len(found) - WAITS_SHOWN} more"
+    yield from found[:MAX_WAITS_SHOWN]
+    if len(found) > MAX_WAITS_SHOWN:
+        yield f"... and {len(found) - MAX_WAITS_SHOWN} more"
 
 
-def newest_checkpoint(status: Status | None) -> str | None:
+def find_newest_checkpoint(status: Status | None) -> str | None:
     if status is None or status.checkpoints is None:
         return None
     steps = [int(path.name[5:]) for path in Path(status.checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return str(Path(status.checkpoints) / f"step_{max(steps)}") if steps else None
 
 
-def dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
+def describe_dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
     """Describe how many groups of the last steps failed, with their errors if rollouts are stored."""
-    failed = {step: values.get("train/groups_dropped_for_errors", 0.0) for step, values in steps[-RECENT:]}
+    failed = {step: values.get("train/groups_dropped_for_errors", 0.0) for step, values in steps[-RECENT_STEPS:]}
     if not any(failed.values()):
         return ()
     last = max(step for step, count in failed.items() if count)
-    errors = dict.fromkeys(_errors(folder, last))
+    errors = dict.fromkeys(_read_errors(folder, last))
     return (
         f"{sum(failed.values()):.0f} groups failed in the last {len(failed)} steps; last in step {last}:",
         *(f"  {error[:300]}" for error in list(errors)[:3]),
     )
 
 
-def _errors(folder: Path, step: int) -> list[str]:
+def _read_errors(folder: Path, step: int) -> list[str]:
     from strop.tracking.rollouts import RolloutStore  # imports torch, so only on demand
 
     store = RolloutStore(folder, "none")
     return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
 
 
-def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
+def _describe_mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
     """Describe the mismatch: its last value, the worst of the last steps, and the last warning."""
     seen = [
         (step, values["train/token_mult_prob_error"])
-        for step, values in steps[-RECENT:]
+        for step, values in steps[-RECENT_STEPS:]
         if "train/token_mult_prob_error" in values
     ]
     if not seen:
@@ -211,11 +220,11 @@ def _mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, flo
         f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; maximum of the last {len(seen)} steps "
         f"{worst[1]:.4f} (step {worst[0]})"
     )
-    warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(WARNING_OF_MISMATCH)]
+    warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(MISMATCH_WARNING_PREFIX)]
     return f"{text}\n{warned[-1]}" if warned else text
 
 
-ADVICE_ON_KIND = {
+ADVICE_BY_KIND = {
     "environment": "the environment does not answer: read its logs, and give its calls a timeout; "
     "watchdog.environment_seconds sets when the watchdog reports it",
     "generation": "the engine does not answer: check its logs and its device; if a long queue is normal here, raise "
@@ -227,11 +236,11 @@ ADVICE_ON_KIND = {
 }
 
 
-def _advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterator[str]:
+def _give_advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterator[str]:
     again = f"start the same command again; it continues {f'from {checkpoint}' if checkpoint else 'from the beginning (no checkpoint yet)'}"
     if verdict == "hung":
-        kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.over)
-        yield from (ADVICE_ON_KIND[kind] for kind in kinds if kind in ADVICE_ON_KIND)
+        kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.overdue)
+        yield from (ADVICE_BY_KIND[kind] for kind in kinds if kind in ADVICE_BY_KIND)
         if status.stacks is not None:
             yield f"read the stacks of all threads and tasks: {status.stacks}"
         yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {again}"
@@ -245,7 +254,7 @@ def _advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterato
         yield again
 
 
-def _clock(when: float) -> str:
+def _format_time(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
@@ -258,9 +267,9 @@ STYLES: Mapping[str, str] = {
 }
 
 
-def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for all non-empty parts of a diagnosis; a text may have several lines."""
-    ago = "" if diagnosis.since_step is None else f", {duration(diagnosis.since_step)} before that"
+    ago = "" if diagnosis.since_step is None else f", {format_duration(diagnosis.since_step)} before that"
     if diagnosis.verdict in ("running", "hung"):
         ago = ago.replace("before that", "ago")
     found = {
@@ -283,16 +292,16 @@ def rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield from ((label, text) for label, text in found.items() if text)
 
 
-def plain(diagnosis: Diagnosis) -> str:
+def format_plain(diagnosis: Diagnosis) -> str:
     """Format a diagnosis as plain text."""
     lines = []
-    for label, text in rows(diagnosis):
+    for label, text in format_rows(diagnosis):
         first, *rest = text.splitlines()
         lines += [f"{label:<13}{first}", *(f"{'':<13}{line}" for line in rest)]
     return "\n".join(lines)
 
 
-def show(diagnosis: Diagnosis) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Print a diagnosis to the terminal, in colour."""
     from rich.console import Console
     from rich.table import Table
@@ -301,7 +310,7 @@ def show(diagnosis: Diagnosis) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in rows(diagnosis):
+    for label, text in format_rows(diagnosis):
         style = (
             STYLES.get(diagnosis.verdict, "yellow") if label == "state" else "red" if label in ("over limits", "error") else ""
         )

@@ -9,22 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TASKS = 200  # at most
+MAX_TASKS = 200  # at most
 
 
-def dump_stacks(path: Path, head: str, loop: asyncio.AbstractEventLoop) -> None:
+def dump_stacks(path: Path, header: str, loop: asyncio.AbstractEventLoop) -> None:
     """Write the stacks to a file. May be called from any thread. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:
-        file.write(f"{head}\n\nThreads, the innermost call first\n\n")
+        file.write(f"{header}\n\nThreads, the innermost call first\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
         file.write("\nTasks of the event loop, the innermost call last\n")
         with suppress(RuntimeError):  # the set of tasks may change during iteration
-            for task in list(asyncio.all_tasks(loop))[:TASKS]:
-                file.write(f"\n{task.get_name()}\n" + "".join(f"  {line}\n" for line in _awaited(task.get_coro())))
+            for task in list(asyncio.all_tasks(loop))[:MAX_TASKS]:
+                file.write(f"\n{task.get_name()}\n" + "".join(f"  {line}\n" for line in _await_chain(task.get_coro())))
 
 
-def _awaited(coroutine: Any) -> Iterator[str]:
+def _await_chain(coroutine: Any) -> Iterator[str]:
     """Yield a suspended coroutine, what it awaits, and so on. (``Task.print_stack`` shows only the outermost one.)"""
     while coroutine is not None:
         frame = next((found for name in ("cr_frame", "gi_frame", "ag_frame") if (found := getattr(coroutine, name, None))), None)

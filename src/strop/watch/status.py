@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from strop.watch.waits import Wait
 
-FILE_NAME = "status.json"
+STATUS_FILE = "status.json"
 
-State = Literal["running", "finished", "failed", "interrupted"]
+StatusState = Literal["running", "finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
-class Said:
+class LogEntry:
     """A message of the run with its time (Unix time)."""
 
     when: float
@@ -31,7 +31,7 @@ class Said:
 class Status:
     """The content of ``status.json``. Times are Unix times; durations are in seconds."""
 
-    state: State
+    state: StatusState
     pid: int
     host: str
     process_started: float  # kernel clock ticks; distinguishes processes that reuse a pid. 0: unknown
@@ -48,23 +48,23 @@ class Status:
     checkpoints: str | None  # the folder
     troubles: tuple[str, ...]  # reports of the stalls at this moment
     error: str | None  # the error that ended the run
-    notes: tuple[Said, ...]  # the last notes of the run
-    reports: tuple[Said, ...]  # the last reports of the watchdog
+    notes: tuple[LogEntry, ...]  # the last notes of the run
+    reports: tuple[LogEntry, ...]  # the last reports of the watchdog
     stacks: str | None  # the file with the stacks of all threads at the first stall
 
 
 def write_status(folder: Path, status: Status) -> None:
     """Write the file atomically, without fsync: it is not needed after a power failure."""
-    draft = folder / f".{FILE_NAME}.tmp"
+    draft = folder / f".{STATUS_FILE}.tmp"
     values = {**asdict(replace(status, waits=())), "waits": [wait._asdict() for wait in status.waits]}
     draft.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
-    os.replace(draft, folder / FILE_NAME)
+    os.replace(draft, folder / STATUS_FILE)
 
 
 def read_status(folder: Path) -> Status | None:
     """Read the file, or return None if it does not exist. Raises ValueError if its format is not of this version."""
     try:
-        found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        found = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     try:
@@ -73,21 +73,22 @@ def read_status(folder: Path) -> Status | None:
                 **found,
                 "waits": tuple(Wait(**wait) for wait in found["waits"]),
                 "troubles": tuple(found["troubles"]),
-                "notes": _said(found["notes"]),
-                "reports": _said(found["reports"]),
+                "notes": _log_entries(found["notes"]),
+                "reports": _log_entries(found["reports"]),
             }
         )
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{folder / FILE_NAME} is not a status of this version ({error}; expected {', '.join(field.name for field in fields(Status))})"
+            f"{folder / STATUS_FILE} is not a status of this version ({error}; expected "
+            f"{', '.join(field.name for field in fields(Status))})"
         ) from None
 
 
-def _said(rows: Any) -> tuple[Said, ...]:
-    return tuple(Said(**row) for row in rows)
+def _log_entries(rows: Any) -> tuple[LogEntry, ...]:
+    return tuple(LogEntry(**row) for row in rows)
 
 
-def process_started(pid: int) -> float:
+def process_start_time(pid: int) -> float:
     """Return the start time of a process in the kernel's clock ticks, or 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.watch.waits import Wait, told
+from strop.watch.waits import Wait, describe_wait
 
-SHOWN = 5  # waits named in one report
+MAX_WAITS_REPORTED = 5  # waits named in one report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WaitLimits:
     """The maximum seconds of one wait, by kind; 0 means no limit."""
 
     environment: float = 600.0
@@ -26,48 +26,52 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Stall:
     """Waits of one kind that exceed their limit, the longest first."""
 
     kind: str
     limit: float
     waits: tuple[Wait, ...]
-    blocked: float | None = None  # seconds for which the event loop has been blocked in the last of them
+    loop_blocked: float | None = None  # seconds for which the event loop has been blocked in the last of them
 
     @property
     def seconds(self) -> float:
-        return max([self.blocked or 0.0, *(wait.seconds for wait in self.waits)])
+        return max([self.loop_blocked or 0.0, *(wait.seconds for wait in self.waits)])
 
 
-def troubles(waits: Sequence[Wait], limits: Limits, *, loop_thread: int, silent: float | None = None) -> list[Trouble]:
+def find_stalls(waits: Sequence[Wait], limits: WaitLimits, *, loop_thread: int, loop_blocked: float | None = None) -> list[Stall]:
     """Return the waits over their limits. ``silent``: seconds for which the event loop, in ``loop_thread``, is blocked; None: it runs.
 
     While it is blocked, blame only the task that holds it: what other tasks await may already be done.
     """
-    judged = waits if silent is None else [wait for wait in waits if wait.thread != loop_thread]
+    judged = waits if loop_blocked is None else [wait for wait in waits if wait.thread != loop_thread]
     by_kind: dict[str, list[Wait]] = {}
-    for wait in _innermost(judged, waits):
+    for wait in _innermost_overdue(judged, waits):
         by_kind.setdefault(wait.kind or wait.on, []).append(wait)
     found = [
-        Trouble(kind, min(wait.limit or 0.0 for wait in several), tuple(sorted(several, key=lambda wait: -wait.seconds)))
+        Stall(kind, min(wait.limit or 0.0 for wait in several), tuple(sorted(several, key=lambda wait: -wait.seconds)))
         for kind, several in by_kind.items()
     ]
-    return found if silent is None else [*found, *_standstill(waits, limits, silent)]
+    return found if loop_blocked is None else [*found, *_find_loop_stall(waits, limits, loop_blocked)]
 
 
-def _standstill(waits: Sequence[Wait], limits: Limits, silent: float) -> list[Trouble]:
+def _find_loop_stall(waits: Sequence[Wait], limits: WaitLimits, loop_blocked: float) -> list[Stall]:
     holding = [wait for wait in waits if wait.running]
     limited = [wait for wait in holding if wait.limit is not None]
     if limited:
         wait = limited[-1]
-        return [Trouble(wait.kind or wait.on, wait.limit or 0.0, (wait,), silent)] if wait.over else []
-    return [Trouble("event_loop", limits.event_loop, tuple(holding[-1:]), silent)] if 0 < limits.event_loop < silent else []
+        return [Stall(wait.kind or wait.on, wait.limit or 0.0, (wait,), loop_blocked)] if wait.overdue else []
+    return (
+        [Stall("event_loop", limits.event_loop, tuple(holding[-1:]), loop_blocked)]
+        if 0 < limits.event_loop < loop_blocked
+        else []
+    )
 
 
-def _innermost(judged: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
+def _innermost_overdue(candidates: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
     """Return the waits over their limits, except those that only wait for another such wait."""
     by_number = {wait.number: wait for wait in waits}
-    over = [wait for wait in judged if wait.over]
+    over = [wait for wait in candidates if wait.overdue]
     outer: set[int] = set()
     for wait in over:
         parent = wait.parent
@@ -77,20 +81,23 @@ def _innermost(judged: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
     return [wait for wait in over if wait.number not in outer]
 
 
-def report_of(trouble: Trouble, waits: Sequence[Wait], step: int) -> str:
+def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
     """Format a stall for the user; the first line has the longest wait."""
-    key = f" (watchdog.{trouble.kind}_seconds)" if trouble.kind in vars(Limits()) else ""
-    head = f"step {step} waits longer than the limit of {trouble.limit:g} s{key}: "
-    chains = [f"{told(deepest(wait, waits), waits)}, for {wait.seconds:.1f} s" for wait in trouble.waits[:SHOWN]]
+    key = f" (watchdog.{stall.kind}_seconds)" if stall.kind in vars(WaitLimits()) else ""
+    head = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
+    chains = [
+        f"{describe_wait(find_deepest_wait(wait, waits), waits)}, for {wait.seconds:.1f} s"
+        for wait in stall.waits[:MAX_WAITS_REPORTED]
+    ]
     lines = [head + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
-    if trouble.blocked is not None:
-        lines[0] += f"; this has blocked the event loop for {trouble.blocked:.1f} s, and nothing else runs"
-    if (more := len(trouble.waits) - SHOWN) > 0:
+    if stall.loop_blocked is not None:
+        lines[0] += f"; this has blocked the event loop for {stall.loop_blocked:.1f} s, and nothing else runs"
+    if (more := len(stall.waits) - MAX_WAITS_REPORTED) > 0:
         lines.append(f"  and {more} more")
     return "\n".join(lines)
 
 
-def deepest(wait: Wait, waits: Sequence[Wait]) -> Wait:
+def find_deepest_wait(wait: Wait, waits: Sequence[Wait]) -> Wait:
     """Follow the oldest child of each wait down to the one at fault."""
     children: dict[int, Wait] = {}
     for other in waits:
@@ -103,7 +110,7 @@ def deepest(wait: Wait, waits: Sequence[Wait]) -> Wait:
     return wait
 
 
-def longest(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
+def select_longest_waits(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
     """Return the ``count`` longest innermost waits and their ancestors, in the order in which they began."""
     by_number = {wait.number: wait for wait in waits}
     parents = {wait.parent for wait in waits}

@@ -16,11 +16,11 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Kind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # selects the limit; "": none
+WaitKind = Literal["", "environment", "generation", "training", "weight_sync", "checkpoint"]  # selects the limit; "": none
 
-_innermost: ContextVar[waiting | None] = ContextVar("strop_waiting", default=None)
-_open: dict[int, waiting] = {}  # in the order in which they began; single-item changes need no lock
-_number = itertools.count()
+_current_wait: ContextVar[waiting | None] = ContextVar("strop_waiting", default=None)
+_open_waits: dict[int, waiting] = {}  # in the order in which they began; single-item changes need no lock
+_counter = itertools.count()
 
 
 class waiting:
@@ -32,22 +32,22 @@ class waiting:
 
     __slots__ = ("detail", "kind", "limit", "number", "on", "parent", "since", "task", "thread", "who")
 
-    def __init__(self, who: str, *, on: str, kind: Kind = "", limit: float | None = None, detail: str = "") -> None:
+    def __init__(self, who: str, *, on: str, kind: WaitKind = "", limit: float | None = None, detail: str = "") -> None:
         self.who, self.on, self.kind, self.limit, self.detail = who, on, kind, limit, detail
 
     def __enter__(self) -> waiting:
-        self.parent = _innermost.get()
-        _innermost.set(self)
+        self.parent = _current_wait.get()
+        _current_wait.set(self)
         self.thread = threading.get_ident()
         self.task = _current_task()
-        self.number = next(_number)
+        self.number = next(_counter)
         self.since = time.monotonic()
-        _open[self.number] = self
+        _open_waits[self.number] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _open.pop(self.number, None)
-        _innermost.set(self.parent)
+        _open_waits.pop(self.number, None)
+        _current_wait.set(self.parent)
         self.parent = self.task = None  # a task's context must not keep ended waits alive
 
 
@@ -63,7 +63,7 @@ class Wait(NamedTuple):
     who: str
     on: str
     detail: str
-    kind: Kind
+    kind: WaitKind
     limit: float | None  # seconds; None: no limit
     seconds: float  # since it began
     parent: int | None  # the number of the enclosing wait
@@ -71,18 +71,18 @@ class Wait(NamedTuple):
     running: bool  # its task is currently running in the event loop, so it is what blocks a blocked loop
 
     @property
-    def over(self) -> bool:
+    def overdue(self) -> bool:
         return self.limit is not None and self.seconds > self.limit
 
 
-def open_waits(
+def snapshot_waits(
     limits: Mapping[str, float] = MappingProxyType({}), *, loop: asyncio.AbstractEventLoop | None = None
 ) -> tuple[Wait, ...]:
     """Return all open waits, the oldest first. ``limits`` maps kinds to seconds; 0 or a missing kind means no limit.
 
     ``loop``: the event loop whose current task is marked as running.
     """
-    found = list(_open.values())  # copying is atomic under the GIL
+    found = list(_open_waits.values())  # copying is atomic under the GIL
     now, running = time.monotonic(), None if loop is None else asyncio.current_task(loop)
     by_number = {wait.number: wait for wait in found}
     awaited = {wait.on: wait for wait in reversed(found)}  # the oldest if several wait for the same
@@ -95,7 +95,7 @@ def open_waits(
             kind=wait.kind,
             limit=(limits.get(wait.kind) or None) if wait.limit is None else wait.limit or None,
             seconds=now - wait.since,
-            parent=_parent(wait, by_number, awaited),
+            parent=_find_parent(wait, by_number, awaited),
             thread=wait.thread,
             running=running is not None and wait.task is running,
         )
@@ -103,7 +103,7 @@ def open_waits(
     )
 
 
-def _parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mapping[str, waiting]) -> int | None:
+def _find_parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mapping[str, waiting]) -> int | None:
     begun_in = wait.parent
     if begun_in is not None and begun_in.number in by_number:
         return begun_in.number
@@ -111,7 +111,7 @@ def _parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mapping[st
     return None if by_name is None or by_name is wait or by_name.who == wait.on else by_name.number
 
 
-def chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
+def wait_chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
     """Return the enclosing waits, from the outermost to this one."""
     by_number = {other.number: other for other in waits}
     found = [wait]
@@ -120,9 +120,9 @@ def chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
     return found[::-1]
 
 
-def told(wait: Wait, waits: Iterable[Wait]) -> str:
+def describe_wait(wait: Wait, waits: Iterable[Wait]) -> str:
     """Format the chain of a wait: ``training loop -> generation -> group 87 -> environment 'sandbox', turn 2 (task x)``."""
-    links = chain(wait, waits)
+    links = wait_chain(wait, waits)
     words = [links[0].who]
     for link in links:
         words += [link.who] if link.who not in (words[-1], "") else []

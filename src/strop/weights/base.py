@@ -21,7 +21,7 @@ from strop.sampling import Sampling
 class WeightSync(Protocol):
     """Publishes the learner's weights to generators, and frees the device of generators while the learner trains."""
 
-    async def lend_to_learner(self) -> None:
+    async def yield_device(self) -> None:
         """Let generators finish their running requests, hold new ones, and release the device memory they share with the learner."""
         ...
 
@@ -39,13 +39,13 @@ class TensorEntry:
     shape: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
     @property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """In bytes."""
-        return self.count * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Manifest:
     entries: tuple[TensorEntry, ...]
 
     @cached_property
-    def size(self) -> int:
+    def nbytes(self) -> int:
         """In bytes."""
-        return sum(entry.size for entry in self.entries)
+        return sum(entry.nbytes for entry in self.entries)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,24 +128,24 @@ class EngineLost(EngineDied):
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorFingerprint:
     """The fingerprint of one tensor, or of one process's shard of it, in the memory that an engine computes with."""
 
-    fingerprint: int
+    value: int
     region: tuple[int, int, int, int]  # first row, rows, first column, columns in the whole tensor; equal regions are replicas
 
 
 @dataclass(frozen=True, kw_only=True)
-class Receipt:
+class LoadReceipt:
     """An engine's report after loading a publish."""
 
     version: int  # that the engine now reports; -1 if its weights are undefined
-    received: Mapping[str, tuple[int, ...]]  # tensor name -> fingerprints of the tensor as it arrived, one per engine process
+    fingerprints: Mapping[str, tuple[int, ...]]  # tensor name -> fingerprints of the tensor as it arrived, one per engine process
     seconds: float  # from the first byte to weights that are ready for use
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class CanarySample:
     """A completion that an engine sampled for a canary prompt."""
 
     tokens: Tensor  # [L] int64
@@ -154,7 +154,7 @@ class Answer:
     kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; None unless ``sampling.records``
 
 
-class WeightHolder(Protocol):
+class UpdatableEngine(Protocol):
     """An engine with its own copy of the weights, as the weight publisher sees it."""
 
     name: str
@@ -173,7 +173,7 @@ class WeightHolder(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         """Sample before all waiting requests, with weights that are loaded but not yet resumed."""
         ...
 
@@ -181,26 +181,26 @@ class WeightHolder(Protocol):
         """Hold new requests. With ``keep_running`` running requests are suspended and continue later; else wait until they finish."""
         ...
 
-    async def load(self, manifest: Manifest, version: int) -> Receipt:
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         """Receive and load one publish. Only while paused. After a failure the weights are undefined (version -1) until a load succeeds."""
         ...
 
-    async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
         """Load LoRA adapters over the engine's base weights."""
         ...
 
-    async def held(self) -> Mapping[str, tuple[Held, ...]]:
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
         """Return fingerprints of the weights that the engine computes with, read back from its own layout, by canonical name.
 
         Tensors that cannot be read back are left out.
         """
         ...
 
-    async def forget_prefixes(self, *, running: bool) -> None:
+    async def reset_prefix_cache(self, *, running: bool) -> None:
         """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed."""
         ...
 
-    async def unpause(self, version: int) -> None:
+    async def resume(self, version: int) -> None:
         """Serve requests with the weights of ``version``. Raises RuntimeError if the engine holds another version."""
         ...
 

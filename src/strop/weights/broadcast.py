@@ -24,23 +24,23 @@ import torch.distributed
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors, TransportError
-from strop.weights.control import alive, machine
-from strop.weights.manifest import Bucket, aligned, buckets, digest, matched, view
+from strop.weights.control import is_process_alive, machine_id
+from strop.weights.manifest import Bucket, align_up, manifest_digest, match_tensors, split_into_buckets, view_in_bucket
 
 dist: Any = torch.distributed  # the functions used here are untyped
-Backend = Literal["gloo", "nccl"]
+CollectiveBackend = Literal["gloo", "nccl"]
 BUCKET_SIZE = 64 << 20
 TIMEOUT = 120.0
-_PERIOD = 0.005  # seconds between polls of the store
-_LOOK = 0.5  # seconds between liveness checks of processes on this machine
-_WORD = timedelta(seconds=10)  # timeout of one store operation
+_POLL_SECONDS = 0.005  # seconds between polls of the store
+_LIVENESS_SECONDS = 0.5  # seconds between liveness checks of processes on this machine
+_STORE_TIMEOUT = timedelta(seconds=10)  # timeout of one store operation
 
 
 @dataclass(frozen=True)
 class BroadcastAddress:
     """Address of the sender's store, and settings of the process group."""
 
-    backend: Backend
+    backend: CollectiveBackend
     host: str
     port: int
     receivers: int
@@ -56,7 +56,7 @@ class BroadcastAddress:
         return BroadcastReceiver(self, index, device)
 
 
-class _Channel:
+class _BroadcastGroup:
     """One rank of the transfer: the store, the process group once all ranks are ready, and two buffers."""
 
     def __init__(self, address: BroadcastAddress, rank: int, store: Any, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class _Channel:
         self.broken = ""
         self._buffers: list[Tensor] = []
 
-    def form(self) -> None:
+    def form_group(self) -> None:
         """Create the process group. A collective: all ranks call it at the same time."""
         if self.group is None:
             make = {"gloo": _gloo_group, "nccl": _nccl_group}[self.address.backend]
@@ -73,38 +73,38 @@ class _Channel:
 
     def buffers(self, cut: tuple[Bucket, ...]) -> list[Tensor]:
         """Return two buffers for alternating buckets, each [bytes of the largest bucket] uint8."""
-        size = max((bucket.size for bucket in cut), default=0)
+        size = max((bucket.nbytes for bucket in cut), default=0)
         if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = []
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._buffers
 
-    def travel(self, memory: Tensor) -> Callable[[], object]:
+    def start_broadcast(self, memory: Tensor) -> Callable[[], object]:
         """Start to broadcast ``memory`` from rank 0. Return a function that waits for it."""
         if not memory.numel():
             return lambda: None
         wait: Callable[[], object] = self.group.broadcast(memory, 0).wait
         return wait
 
-    def await_keys(self, keys: list[str], failure: str) -> list[str]:
+    def wait_for_keys(self, keys: list[str], failure: str) -> list[str]:
         """Wait for ``keys`` and return those still missing at the timeout. Raises TransportError if the key ``failure`` is set."""
         until = time.monotonic() + self.address.timeout
-        look = time.monotonic() + _LOOK
+        look = time.monotonic() + _LIVENESS_SECONDS
         while missing := [key for key in keys if not self.store.check([key])]:
             if self.broken:
                 raise TransportError(self.broken)
             if self.store.check([failure]):
-                raise TransportError(self._gone(_LOOK) or self.store.get(failure).decode())
+                raise TransportError(self._find_dead_receiver(_LIVENESS_SECONDS) or self.store.get(failure).decode())
             if time.monotonic() >= look:
-                look = time.monotonic() + _LOOK
-                if gone := self._gone():
+                look = time.monotonic() + _LIVENESS_SECONDS
+                if gone := self._find_dead_receiver():
                     raise TransportError(gone)
             if time.monotonic() >= until:
                 break
-            time.sleep(_PERIOD)
+            time.sleep(_POLL_SECONDS)
         return missing
 
-    def _gone(self, patience: float = 0.0) -> str:
+    def _find_dead_receiver(self, patience: float = 0.0) -> str:
         """Describe a receiver on this machine whose process has exited, or return "" after ``patience`` seconds.
 
         A process exits shortly after its connections close, so callers that saw one close should allow some patience.
@@ -114,14 +114,14 @@ class _Channel:
             for index in range(self.address.receivers):
                 if self.store.check([f"joined/{index}"]):
                     host, pid = self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
-                    if host == machine() and not alive(int(pid)):
+                    if host == machine_id() and not is_process_alive(int(pid)):
                         return f"receiver {index} (process {pid}) went away"
             if time.monotonic() >= until:
                 return ""
-            time.sleep(_PERIOD)
+            time.sleep(_POLL_SECONDS)
 
     @contextmanager
-    def publish(self, number: int) -> Iterator[None]:
+    def guard_publish(self, number: int) -> Iterator[None]:
         """Report an error raised inside to the other ranks, and close the channel."""
         if self.broken:
             raise TransportError(
@@ -134,7 +134,7 @@ class _Channel:
                 raise TransportError(f"publish {number} ended early: {self.broken}") from error
             self._fail(number, error)
             if isinstance(error, RuntimeError) and not isinstance(error, TransportError):  # of torch.distributed
-                raise TransportError(self._explain(number, error)) from error
+                raise TransportError(self._explain_failure(number, error)) from error
             raise
 
     def _fail(self, number: int, error: BaseException) -> None:
@@ -142,22 +142,22 @@ class _Channel:
         what = "its reader stopped" if isinstance(error, GeneratorExit) else f"{type(error).__name__}: {error}"
         self.broken = f"{who}: {what}".splitlines()[0]
         with suppress(RuntimeError):
-            if not self.store.check([_failure(number)]):
-                self.store.set(_failure(number), self.broken)
-        self.leave()
+            if not self.store.check([_failure_key(number)]):
+                self.store.set(_failure_key(number), self.broken)
+        self.abort_group()
 
-    def _explain(self, number: int, error: BaseException) -> str:
+    def _explain_failure(self, number: int, error: BaseException) -> str:
         """Describe the cause of an error, as far as the store and the processes of this machine show it."""
         cause = str(error).splitlines()[0]
         try:
-            if gone := self._gone(_LOOK):
+            if gone := self._find_dead_receiver(_LIVENESS_SECONDS):
                 return f"{gone}: {cause}"
-            reported = self.store.get(_failure(number)).decode() if self.store.check([_failure(number)]) else ""
+            reported = self.store.get(_failure_key(number)).decode() if self.store.check([_failure_key(number)]) else ""
         except RuntimeError:
             return f"the sender went away: it closed the channel, exited or was killed ({cause})"
         return f"publish {number} ended early: {reported or cause}"
 
-    def leave(self) -> None:
+    def abort_group(self) -> None:
         """Abort the process group, which makes pending operations of the other ranks fail."""
         group, self.group = self.group, None
         self._buffers = []
@@ -173,7 +173,7 @@ class BroadcastSender:
         self,
         receivers: int,
         *,
-        backend: Backend = "gloo",
+        backend: CollectiveBackend = "gloo",
         host: str = "127.0.0.1",
         port: int = 0,
         device: torch.device | None = None,
@@ -186,9 +186,9 @@ class BroadcastSender:
         if (device.type == "cuda") != (backend == "nccl"):
             raise ValueError(f"{backend} does not broadcast from {device}: set device to the CPU for gloo, to a GPU for nccl")
         self.receivers = receivers
-        store = dist.TCPStore(host, port, None, True, timeout=_WORD, wait_for_workers=False)
-        self._address = BroadcastAddress(backend, host, store.port, receivers, aligned(bucket_size), timeout)
-        self._channel = _Channel(self._address, 0, store, device)
+        store = dist.TCPStore(host, port, None, True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+        self._address = BroadcastAddress(backend, host, store.port, receivers, align_up(bucket_size), timeout)
+        self._channel = _BroadcastGroup(self._address, 0, store, device)
         self._number = 0
         self._busy = threading.Lock()  # held during a publish and while closing
 
@@ -199,34 +199,34 @@ class BroadcastSender:
     @torch.no_grad()
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
         self._number += 1
-        with self._busy, self._channel.publish(self._number):
-            self._await("ready", "begin to receive")
-            self._compare(digest(manifest))
+        with self._busy, self._channel.guard_publish(self._number):
+            self._wait_for_receivers("ready", "begin to receive")
+            self._check_digests(manifest_digest(manifest))
             self._channel.store.set(f"begin/{self._number}", "")
-            self._channel.form()
-            self._send(buckets(manifest, self._address.bucket_size), manifest, tensors)
-            self._await("taken", "read the last bucket")
+            self._channel.form_group()
+            self._send(split_into_buckets(manifest, self._address.bucket_size), manifest, tensors)
+            self._wait_for_receivers("taken", "read the last bucket")
 
-    def _await(self, word: str, doing: str) -> None:
+    def _wait_for_receivers(self, word: str, doing: str) -> None:
         keys = [f"{word}/{self._number}/{index}" for index in range(self.receivers)]
-        if missing := self._channel.await_keys(keys, _failure(self._number)):
+        if missing := self._channel.wait_for_keys(keys, _failure_key(self._number)):
             names = ", ".join(key.rpartition("/")[2] for key in missing)
             raise TransportError(f"receiver {names} of {self.receivers} did not {doing} within {self._address.timeout:g} s")
 
-    def _compare(self, wanted: str) -> None:
+    def _check_digests(self, wanted: str) -> None:
         for index in range(self.receivers):
             if self._channel.store.get(f"ready/{self._number}/{index}").decode() != wanted:
                 raise TransportError(f"receiver {index}: its manifest is not the sender's: pass the same manifest on both sides")
 
     def _send(self, cut: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
-        channel, given, waits = self._channel, matched(manifest, tensors), deque[Callable[[], object]]()
+        channel, given, waits = self._channel, match_tensors(manifest, tensors), deque[Callable[[], object]]()
         memory = channel.buffers(cut)
         for number, bucket in enumerate(cut):
             if len(waits) == 2:  # wait until this buffer's previous bucket is sent
                 waits.popleft()()
             for placed in bucket.tensors:
-                view(memory[number % 2], placed).copy_(next(given)[1].detach())
-            waits.append(channel.travel(memory[number % 2][: bucket.size]))
+                view_in_bucket(memory[number % 2], placed).copy_(next(given)[1].detach())
+            waits.append(channel.start_broadcast(memory[number % 2][: bucket.nbytes]))
         next(given, None)  # raises if there are more tensors than in the manifest
         for wait in waits:
             wait()
@@ -234,9 +234,9 @@ class BroadcastSender:
     def close(self) -> None:
         """Close from any thread. A publish in progress in another thread fails first, with a TransportError."""
         self._channel.broken = self._channel.broken or "it was closed"
-        self._channel.leave()
+        self._channel.abort_group()
         with self._busy:
-            self._channel.leave()
+            self._channel.abort_group()
             del self._channel.store
 
 
@@ -248,49 +248,49 @@ class BroadcastReceiver:
         limit = timedelta(seconds=max(1.0, min(address.timeout, 30.0)))
         try:
             store = dist.TCPStore(address.host, address.port, None, False, timeout=limit, wait_for_workers=False)
-            store.set(f"joined/{index}", f"{machine()} {os.getpid()}")
+            store.set(f"joined/{index}", f"{machine_id()} {os.getpid()}")
         except RuntimeError as error:
             raise TransportError(f"there is no sender at {address.host}:{address.port}: {str(error).splitlines()[0]}") from None
         at = device if address.backend == "nccl" else torch.device("cpu")
-        self._channel = _Channel(replace(address), index + 1, store, at)
+        self._channel = _BroadcastGroup(replace(address), index + 1, store, at)
         self._number = 0
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         self._number += 1
         channel = self._channel
-        with channel.publish(self._number):
-            channel.store.set(f"ready/{self._number}/{self.index}", digest(manifest))
-            if channel.await_keys([f"begin/{self._number}"], _failure(self._number)):
+        with channel.guard_publish(self._number):
+            channel.store.set(f"ready/{self._number}/{self.index}", manifest_digest(manifest))
+            if channel.wait_for_keys([f"begin/{self._number}"], _failure_key(self._number)):
                 raise TransportError(f"the sender did not begin to send within {channel.address.timeout:g} s")
-            channel.form()
-            yield from self._receive(buckets(manifest, channel.address.bucket_size))
+            channel.form_group()
+            yield from self._receive(split_into_buckets(manifest, channel.address.bucket_size))
             channel.store.set(f"taken/{self._number}/{self.index}", "")
 
     def _receive(self, cut: tuple[Bucket, ...]) -> Iterator[tuple[str, Tensor]]:
         channel = self._channel
         memory = channel.buffers(cut)
-        waits = deque(channel.travel(memory[number % 2][: bucket.size]) for number, bucket in enumerate(cut[:2]))
+        waits = deque(channel.start_broadcast(memory[number % 2][: bucket.nbytes]) for number, bucket in enumerate(cut[:2]))
         for number, bucket in enumerate(cut):
             waits.popleft()()
             for placed in bucket.tensors:
-                yield placed.entry.name, view(memory[number % 2], placed).to(self.device)
+                yield placed.entry.name, view_in_bucket(memory[number % 2], placed).to(self.device)
             if number + 2 < len(cut):
-                waits.append(channel.travel(memory[number % 2][: cut[number + 2].size]))
+                waits.append(channel.start_broadcast(memory[number % 2][: cut[number + 2].nbytes]))
 
     def close(self) -> None:
         self._channel.broken = self._channel.broken or "it was closed"
-        self._channel.leave()
+        self._channel.abort_group()
         del self._channel.store
 
 
-def _failure(number: int) -> str:
+def _failure_key(number: int) -> str:
     return f"failed/{number}"
 
 
 def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=address.timeout)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(address))]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(address))]
     return dist.ProcessGroupGloo(store, rank, address.receivers + 1, options)
 
 
@@ -310,7 +310,7 @@ def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
                 os.environ[name] = value
 
 
-def _own_address(address: BroadcastAddress) -> str:
+def _local_address(address: BroadcastAddress) -> str:
     """Return the address of this machine's interface that reaches the sender."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))  # sends nothing

@@ -24,18 +24,18 @@ from pathlib import Path
 
 from strop.weights.base import TransportError
 
-_PERIOD = 0.5  # seconds between liveness checks of a silent process
+_POLL_SECONDS = 0.5  # seconds between liveness checks of a silent process
 
 
 @dataclass(frozen=True)
-class Hello:
+class ReceiverHello:
     """A receiver's first message."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Segment:
+class SharedSegment:
     """The shared memory for buckets; ``handle`` is specific to the transport."""
 
     size: int
@@ -43,46 +43,46 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginPublish:
     number: int  # of the publish, from 1; tells its messages from those of older ones
     digest: str  # of the manifest
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReceiverReady:
     number: int
 
 
 @dataclass(frozen=True)
-class Filled:
+class BucketFilled:
     number: int
     bucket: int
     start: int  # byte offset in the segment
 
 
 @dataclass(frozen=True)
-class Taken:
+class BucketTaken:
     number: int
     bucket: int
 
 
 @dataclass(frozen=True)
-class Abandoned:
+class PublishAbandoned:
     """The side that sends this message has aborted the publish."""
 
     number: int
     reason: str
 
 
-Message = Hello | Segment | Begin | Ready | Filled | Taken | Abandoned
+Message = ReceiverHello | SharedSegment | BeginPublish | ReceiverReady | BucketFilled | BucketTaken | PublishAbandoned
 
 
-class Link:
+class ControlConnection:
     """One end of a connection. ``peer`` is how error messages name the other end."""
 
-    def __init__(self, end: socket.socket, who: str, timeout: float) -> None:
-        self.pid = _peer(end)[0]
-        self.who = f"{who} (process {self.pid})" if self.pid else who
+    def __init__(self, end: socket.socket, peer: str, timeout: float) -> None:
+        self.pid = _peer_credentials(end)[0]
+        self.peer = f"{peer} (process {self.pid})" if self.pid else peer
         self.timeout = timeout
         self.connection = Connection(end.detach())
 
@@ -90,27 +90,27 @@ class Link:
         try:
             self.connection.send(message)
         except OSError:
-            raise self.gone() from None
+            raise self.make_lost_error() from None
 
     def receive(self, doing: str) -> Message:
         """Return the next message. Raises TransportError after the time limit; ``doing`` is what the peer is expected to do."""
         until = time.monotonic() + self.timeout
-        while not self._poll(min(_PERIOD, max(0.0, until - time.monotonic()))):
-            if not alive(self.pid):
-                raise self.gone()
+        while not self._poll(min(_POLL_SECONDS, max(0.0, until - time.monotonic()))):
+            if not is_process_alive(self.pid):
+                raise self.make_lost_error()
             if time.monotonic() >= until:
-                raise TransportError(f"{self.who} did not {doing} within {self.timeout:g} s")
-        return self.take()
+                raise TransportError(f"{self.peer} did not {doing} within {self.timeout:g} s")
+        return self.read()
 
-    def take(self) -> Message:
+    def read(self) -> Message:
         """Return a message that has arrived. Raises TransportError if the peer is gone."""
         try:
             message: Message = self.connection.recv()
         except (EOFError, OSError):
-            raise self.gone() from None
+            raise self.make_lost_error() from None
         return message
 
-    def pending(self) -> bool:
+    def has_message(self) -> bool:
         """Whether a message, or the end of the connection, has arrived."""
         return self._poll(0.0)
 
@@ -118,16 +118,16 @@ class Link:
         try:
             return self.connection.poll(seconds)
         except OSError:
-            raise self.gone() from None
+            raise self.make_lost_error() from None
 
-    def gone(self) -> TransportError:
-        return TransportError(f"{self.who} went away: it closed the channel, exited or was killed")
+    def make_lost_error(self) -> TransportError:
+        return TransportError(f"{self.peer} went away: it closed the channel, exited or was killed")
 
     def close(self) -> None:
         self.connection.close()
 
 
-class Hub:
+class ControlServer:
     """The sender's end of all connections. Receivers may reconnect after a restart.
 
     Only one thread may use it at a time; another may call ``stop``, which ends any wait of the first.
@@ -137,34 +137,34 @@ class Hub:
         if receivers < 1:
             raise ValueError(f"found {receivers} receivers; a sender needs at least one")
         self.receivers, self.timeout = receivers, timeout
-        self.links: dict[int, Link] = {}
+        self.connections: dict[int, ControlConnection] = {}
         self._stopped = threading.Event()
-        self._folder, self.path = _place()
+        self._folder, self.path = _make_socket_address()
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.path)
         self._socket.listen(max(16, 2 * receivers))
 
-    def gather(self) -> None:
+    def wait_for_connections(self) -> None:
         """Wait until every receiver is connected. Raises a TransportError that names the missing ones."""
-        self._forget_the_past()
+        self._drop_stale()
         until = time.monotonic() + self.timeout
         while True:
-            self._refuse_stopped()
-            complete, left = len(self.links) == self.receivers, max(0.0, until - time.monotonic())
-            if not self._accept(0.0 if complete else min(_PERIOD, left)) and (complete or not left):
+            self._check_stopped()
+            complete, left = len(self.connections) == self.receivers, max(0.0, until - time.monotonic())
+            if not self._accept(0.0 if complete else min(_POLL_SECONDS, left)) and (complete or not left):
                 break
-        if missing := [index for index in range(self.receivers) if index not in self.links]:
-            raise TransportError(f"{_names(missing)} of {self.receivers} did not connect within {self.timeout:g} s")
+        if missing := [index for index in range(self.receivers) if index not in self.connections]:
+            raise TransportError(f"{_format_receivers(missing)} of {self.receivers} did not connect within {self.timeout:g} s")
 
-    def _forget_the_past(self) -> None:
+    def _drop_stale(self) -> None:
         """Drop the connections of receivers that are gone, and messages about earlier publishes."""
-        for index, link in list(self.links.items()):
+        for index, link in list(self.connections.items()):
             try:
-                while link.pending():
-                    link.take()
+                while link.has_message():
+                    link.read()
             except TransportError:
                 link.close()
-                del self.links[index]
+                del self.connections[index]
 
     def _accept(self, seconds: float) -> bool:
         """Accept one connection. Return False if none arrived in time."""
@@ -174,57 +174,57 @@ class Hub:
         except (TimeoutError, BlockingIOError):
             return False
         end.setblocking(True)
-        if _peer(end)[1] not in (None, os.getuid()):
+        if _peer_credentials(end)[1] not in (None, os.getuid()):
             end.close()
             return True
-        link = Link(end, "a receiver", self.timeout)
+        link = ControlConnection(end, "a receiver", self.timeout)
         with suppress(TransportError):
             hello = link.receive("send its index")
-            if isinstance(hello, Hello) and 0 <= hello.index < self.receivers:
-                link.who = link.who.replace("a receiver", f"receiver {hello.index}")
-                if (before := self.links.pop(hello.index, None)) is not None:
+            if isinstance(hello, ReceiverHello) and 0 <= hello.index < self.receivers:
+                link.peer = link.peer.replace("a receiver", f"receiver {hello.index}")
+                if (before := self.connections.pop(hello.index, None)) is not None:
                     before.close()
-                self.links[hello.index] = link
+                self.connections[hello.index] = link
         return True
 
-    def tell(self, message: Message) -> None:
-        for link in self.links.values():
+    def send_all(self, message: Message) -> None:
+        for link in self.connections.values():
             link.send(message)
 
-    def hear(self, awaited: Iterable[int], doing: str) -> list[tuple[int, Message]]:
+    def wait_for_messages(self, awaited: Iterable[int], doing: str) -> list[tuple[int, Message]]:
         """Return at least one message from these receivers. Raises TransportError if one is gone or none sends a message in time."""
-        links = {index: self.links[index] for index in awaited}
+        links = {index: self.connections[index] for index in awaited}
         until = time.monotonic() + self.timeout
         while True:
-            self._refuse_stopped()
-            arrived = wait([link.connection for link in links.values()], min(_PERIOD, max(0.0, until - time.monotonic())))
+            self._check_stopped()
+            arrived = wait([link.connection for link in links.values()], min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
             if arrived:
-                return [(index, link.take()) for index, link in links.items() if link.connection in arrived]
+                return [(index, link.read()) for index, link in links.items() if link.connection in arrived]
             for link in links.values():
-                if not alive(link.pid):
-                    raise link.gone()
+                if not is_process_alive(link.pid):
+                    raise link.make_lost_error()
             if time.monotonic() >= until:
-                raise TransportError(f"{_names(sorted(links))} did not {doing} within {self.timeout:g} s")
+                raise TransportError(f"{_format_receivers(sorted(links))} did not {doing} within {self.timeout:g} s")
 
     def stop(self) -> None:
         """Make a wait in another thread fail with a TransportError."""
         self._stopped.set()
 
-    def _refuse_stopped(self) -> None:
+    def _check_stopped(self) -> None:
         if self._stopped.is_set():
             raise TransportError("the channel was closed")
 
     def close(self) -> None:
         self.stop()
-        for link in self.links.values():
+        for link in self.connections.values():
             link.close()
-        self.links.clear()
+        self.connections.clear()
         self._socket.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def reach(path: str, index: int, receivers: int, timeout: float) -> Link:
+def connect_to_sender(path: str, index: int, receivers: int, timeout: float) -> ControlConnection:
     """Connect a receiver to the sender. Raises TransportError if there is none, ValueError if ``index`` is out of range."""
     if not 0 <= index < receivers:
         raise ValueError(f"receiver {index} of {receivers}: indices start at 0; create the sender with the number of receivers")
@@ -236,15 +236,15 @@ def reach(path: str, index: int, receivers: int, timeout: float) -> Link:
         raise TransportError(
             f"there is no sender at {path.lstrip(chr(0))!r} on this machine ({error}): it exited or closed the channel"
         ) from None
-    if _peer(end)[1] not in (None, os.getuid()):  # the sender exited, and another user bound the same name
+    if _peer_credentials(end)[1] not in (None, os.getuid()):  # the sender exited, and another user bound the same name
         end.close()
         raise TransportError(f"another user's process answers in the sender's place at {path.lstrip(chr(0))!r}")
-    link = Link(end, "the sender", timeout)
-    link.send(Hello(index))
+    link = ControlConnection(end, "the sender", timeout)
+    link.send(ReceiverHello(index))
     return link
 
 
-def alive(pid: int | None) -> bool:
+def is_process_alive(pid: int | None) -> bool:
     """Whether the process runs; True if that cannot be determined."""
     if pid is None:
         return True
@@ -260,7 +260,7 @@ def alive(pid: int | None) -> bool:
         return True
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Return an id of the pid namespace: host name, and on Linux also boot id and container. Equal pids under it are the same process."""
     parts = [socket.gethostname()]
     with suppress(OSError):
@@ -268,7 +268,7 @@ def machine() -> str:
     return " ".join(parts)
 
 
-def _peer(end: socket.socket) -> tuple[int | None, int | None]:
+def _peer_credentials(end: socket.socket) -> tuple[int | None, int | None]:
     """Return (pid, user id) of the process at the other end, None where the system does not report them."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
@@ -276,7 +276,7 @@ def _peer(end: socket.socket) -> tuple[int | None, int | None]:
     return pid or None, user
 
 
-def _place() -> tuple[Path | None, str]:
+def _make_socket_address() -> tuple[Path | None, str]:
     """Return a new socket address, with the folder to remove at the end, if it has one."""
     if sys.platform == "linux":
         return None, f"\0strop-weights-{secrets.token_hex(16)}"
@@ -284,5 +284,5 @@ def _place() -> tuple[Path | None, str]:
     return folder, str(folder / "socket")
 
 
-def _names(indexes: Sequence[int]) -> str:
+def _format_receivers(indexes: Sequence[int]) -> str:
     return ("receiver " if len(indexes) == 1 else "receivers ") + ", ".join(map(str, indexes))

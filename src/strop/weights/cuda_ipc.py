@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.weights.base import TransportError
-from strop.weights.control import Link, Segment, reach
+from strop.weights.control import ControlConnection, SharedSegment, connect_to_sender
 from strop.weights.ring import RingReceiver, RingSender
 
 BUCKET_SIZE = 256 << 20
@@ -37,7 +37,7 @@ class CudaIpcAddress:
             raise ValueError(
                 f"{device} cannot read another process's GPU memory; set device to a GPU, or use the host-memory transport"
             )
-        return CudaIpcReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
+        return CudaIpcReceiver(connect_to_sender(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
 
 
 class CudaIpcSender(RingSender):
@@ -60,43 +60,43 @@ class CudaIpcSender(RingSender):
 
     @property
     def address(self) -> CudaIpcAddress:
-        return CudaIpcAddress(self.hub.path, self.receivers, self.bucket_size, self.timeout)
+        return CudaIpcAddress(self.server.path, self.receivers, self.bucket_size, self.timeout)
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _hand_over(self, link: Link) -> None:
+    def _send_memory(self, link: ControlConnection) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
         assert self._memory is not None
         _, arguments = reduce_tensor(self._memory)  # once per receiver: torch counts the references to the memory
-        link.send(Segment(self._memory.numel(), pickle.dumps(_Handle(_uuid(self._memory.device), arguments))))
+        link.send(SharedSegment(self._memory.numel(), pickle.dumps(_IpcHandle(_gpu_uuid(self._memory.device), arguments))))
 
-    def _write(self, place: Tensor, tensor: Tensor) -> None:
+    def _copy_in(self, place: Tensor, tensor: Tensor) -> None:
         place.copy_(tensor, non_blocking=True)
 
-    def _written(self) -> None:
+    def _wait_for_copies(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
 
 class CudaIpcReceiver(RingReceiver):
     """On the sender's GPU, yields views of the sender's memory, which must not be written to."""
 
-    def _take_over(self, segment: Segment) -> Tensor:
+    def _open_memory(self, segment: SharedSegment) -> Tensor:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        handle: _Handle = pickle.loads(segment.handle)
-        visible = [number for number in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", number)) == handle.gpu]
+        handle: _IpcHandle = pickle.loads(segment.handle)
+        visible = [number for number in range(torch.cuda.device_count()) if _gpu_uuid(torch.device("cuda", number)) == handle.gpu]
         if not visible:
-            self.link.close()  # so that the sender does not wait for this receiver
+            self.connection.close()  # so that the sender does not wait for this receiver
             raise TransportError(
                 f"receiver {self.index} does not see the sender's GPU {handle.gpu}: add it to CUDA_VISIBLE_DEVICES of the generator, "
                 "or use the host-memory transport"
             )
-        memory: Tensor = rebuild_cuda_tensor(*handle.on(visible[0]))
+        memory: Tensor = rebuild_cuda_tensor(*handle.rebuild_arguments(visible[0]))
         return memory
 
-    def _read(self) -> None:
+    def _wait_for_reads(self) -> None:
         for device in {self.device, self._memory.device if self._memory is not None else self.device}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -106,16 +106,16 @@ class CudaIpcReceiver(RingReceiver):
 
 
 @dataclass(frozen=True)
-class _Handle:
+class _IpcHandle:
     """A picklable handle to open the sender's memory in another process."""
 
     gpu: str  # UUID; the index of a GPU may differ between processes
     arguments: tuple[Any, ...]  # of torch's rebuild_cuda_tensor
 
-    def on(self, number: int) -> tuple[Any, ...]:
+    def rebuild_arguments(self, number: int) -> tuple[Any, ...]:
         """Return the arguments with the GPU's index in this process."""
         return (*self.arguments[:6], number, *self.arguments[7:])
 
 
-def _uuid(device: torch.device) -> str:
+def _gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)

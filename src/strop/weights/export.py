@@ -10,18 +10,18 @@ from typing import Literal, Protocol
 import torch
 
 from strop.weights.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
-from strop.weights.manifest import large_in_the_middle, manifest_of
-from strop.weights.source import Distinct, Outgoing, Snapshot, Weight, distinct, weights_of
+from strop.weights.manifest import build_manifest, move_large_to_middle
+from strop.weights.source import OutgoingWeights, UntiedWeights, Weight, WeightSnapshot, local_weights, remove_tied
 
 MakeSender = Callable[[int], Sender]
 """Create a sender for a number of receivers."""
 
-Content = Literal["weights", "last", "base"]
+TransferContent = Literal["weights", "last", "base"]
 """The learner's current weights, those of the last publish again, or the base weights of LoRA adapters."""
 
 
 @dataclass(frozen=True)
-class Shipment:
+class TransferPlan:
     """The tensors that the next ``send`` will send."""
 
     manifest: Manifest
@@ -29,11 +29,11 @@ class Shipment:
 
 
 @dataclass(frozen=True)
-class Marks:
+class Fingerprints:
     """Fingerprints by tensor name: as sent, and with -0.0 replaced by 0.0 for comparison with what an engine reads back."""
 
     sent: Mapping[str, int]
-    held: Mapping[str, int]  # empty unless requested
+    read_back: Mapping[str, int]  # empty unless requested
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,23 @@ class SentAdapters:
     """LoRA adapters to load into engines."""
 
     files: AdapterFiles
-    marks: Mapping[str, int]  # fingerprints in an engine's representation
+    fingerprints: Mapping[str, int]  # fingerprints in an engine's representation
 
 
 class Exporter(Protocol):
     """The learner's end of a publish, as the weight publisher sees it."""
 
-    async def prepare(self, content: Content) -> Shipment: ...
+    async def prepare(self, content: TransferContent) -> TransferPlan: ...
 
     async def open(self, receivers: int) -> ChannelAddress:
         """Replace the previous sender by a new one and return its address."""
         ...
 
-    async def send(self, *, held: bool) -> Marks:
+    async def send(self, *, read_back: bool) -> Fingerprints:
         """Send the prepared tensors to every receiver. Returns when all have read them. Raises TransportError."""
         ...
 
-    async def adapters(self, *, again: bool) -> SentAdapters:
+    async def export_adapters(self, *, resend: bool) -> SentAdapters:
         """Return the current adapters, or with ``resend`` those of the last publish."""
         ...
 
@@ -69,18 +69,18 @@ class Exporter(Protocol):
 class AdapterSource(Protocol):
     """The adapters of a learner that trains only adapters."""
 
-    def base(self) -> Iterable[Weight]:
+    def base_weights(self) -> Iterable[Weight]:
         """Return the base weights, which do not change."""
         ...
 
-    def files(self) -> AdapterFiles: ...
+    def export_files(self) -> AdapterFiles: ...
 
-    def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
+    def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
         """Return fingerprints of the adapters as an engine of this data type stores them."""
         ...
 
 
-class WeightExport:
+class BlockingExporter:
     """The learner's end of a publish in the sending process. Its methods block."""
 
     def __init__(
@@ -89,66 +89,66 @@ class WeightExport:
         make_sender: MakeSender,
         *,
         dtype: torch.dtype,
-        keep_copy: bool = False,
+        keep_snapshot: bool = False,
         adapters: AdapterSource | None = None,
-        sends: bool = True,
+        is_sender: bool = True,
     ) -> None:
         """``dtype``: the data type of the engines' weights. ``keep_snapshot``: keep a copy of the last publish, for engines that restart
         after the learner has moved on. ``is_sender`` False: another rank sends; this one only takes part in gathering."""
         self.make_sender = make_sender
-        self.sends = sends
-        self.keep_copy = keep_copy
+        self.is_sender = is_sender
+        self.keep_snapshot = keep_snapshot
         self._weights = weights
         self._dtype = dtype
         self._adapters = adapters
-        self._snapshot = Snapshot() if keep_copy and adapters is None else None
-        self._ready = Distinct((), {})
-        self._last: SentAdapters | None = None
+        self._snapshot = WeightSnapshot() if keep_snapshot and adapters is None else None
+        self._prepared = UntiedWeights((), {})
+        self._last_adapters: SentAdapters | None = None
         self._sender: Sender | None = None
 
-    def prepare(self, content: Content) -> Shipment:
+    def prepare(self, content: TransferContent) -> TransferPlan:
         if content != "last" or self._snapshot is None:
-            self._ready = self._read(content)
-        return Shipment(self._manifest(), self._ready.aliases)
+            self._prepared = self._collect(content)
+        return TransferPlan(self._manifest(), self._prepared.aliases)
 
-    def _read(self, content: Content) -> Distinct:
+    def _collect(self, content: TransferContent) -> UntiedWeights:
         if content == "base":
             assert self._adapters is not None
-            return distinct(self._adapters.base())
-        found = distinct(self._weights())
-        ordered = tuple(large_in_the_middle(found.weights))
+            return remove_tied(self._adapters.base_weights())
+        found = remove_tied(self._weights())
+        ordered = tuple(move_large_to_middle(found.weights))
         if self._snapshot is None:
-            return Distinct(ordered, found.aliases)
-        if self.sends:
-            return Distinct(tuple(self._snapshot.take(ordered, self._dtype)), found.aliases)
-        _take_all(ordered)
-        return Distinct((), found.aliases)
+            return UntiedWeights(ordered, found.aliases)
+        if self.is_sender:
+            return UntiedWeights(tuple(self._snapshot.update(ordered, self._dtype)), found.aliases)
+        _gather_all(ordered)
+        return UntiedWeights((), found.aliases)
 
     def _manifest(self) -> Manifest:
-        return manifest_of(((weight.name, weight.like) for weight in self._ready.weights), self._dtype)
+        return build_manifest(((weight.name, weight.spec) for weight in self._prepared.weights), self._dtype)
 
     def open(self, receivers: int) -> ChannelAddress:
         self.close()
         self._sender = self.make_sender(receivers)
         return self._sender.address
 
-    def send(self, *, held: bool) -> Marks:
-        outgoing = Outgoing(self._ready.weights, self._manifest(), held=held)
+    def send(self, *, read_back: bool) -> Fingerprints:
+        outgoing = OutgoingWeights(self._prepared.weights, self._manifest(), read_back=read_back)
         sender = self._sender
         try:
-            if sender is None and self.sends:  # closed by another thread, since an engine failed before the transfer
+            if sender is None and self.is_sender:  # closed by another thread, since an engine failed before the transfer
                 raise TransportError("the channel was closed before anything was sent")
             if sender is not None:
                 sender.send(outgoing.manifest, outgoing)
         finally:  # gathering is collective: finish it on all ranks even if sending failed
-            _take_all(self._ready.weights[outgoing.taken :])
-        return Marks(outgoing.sent_marks, outgoing.held_marks)
+            _gather_all(self._prepared.weights[outgoing.num_gathered :])
+        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints)
 
-    def adapters(self, *, again: bool) -> SentAdapters:
+    def export_adapters(self, *, resend: bool) -> SentAdapters:
         assert self._adapters is not None
-        if self._last is None or not (again and self.keep_copy):
-            self._last = SentAdapters(self._adapters.files(), self._adapters.marks(self._dtype))
-        return self._last
+        if self._last_adapters is None or not (resend and self.keep_snapshot):
+            self._last_adapters = SentAdapters(self._adapters.export_files(), self._adapters.fingerprints(self._dtype))
+        return self._last_adapters
 
     def close(self) -> None:
         sender, self._sender = self._sender, None
@@ -156,42 +156,44 @@ class WeightExport:
             sender.close()
 
 
-def _take_all(weights: Sequence[Weight]) -> None:
+def _gather_all(weights: Sequence[Weight]) -> None:
     for weight in weights:
-        weight.take()
+        weight.gather()
 
 
 class LocalExporter:
     """An ``Exporter`` over the learner of this process. Blocking calls run in a thread."""
 
-    def __init__(self, export: WeightExport) -> None:
+    def __init__(self, export: BlockingExporter) -> None:
         self.export = export
 
-    async def prepare(self, content: Content) -> Shipment:
+    async def prepare(self, content: TransferContent) -> TransferPlan:
         return self.export.prepare(content)
 
     async def open(self, receivers: int) -> ChannelAddress:
         return await asyncio.to_thread(self.export.open, receivers)
 
-    async def send(self, *, held: bool) -> Marks:
-        return await asyncio.to_thread(self.export.send, held=held)
+    async def send(self, *, read_back: bool) -> Fingerprints:
+        return await asyncio.to_thread(self.export.send, read_back=read_back)
 
-    async def adapters(self, *, again: bool) -> SentAdapters:
-        return self.export.adapters(again=again)
+    async def export_adapters(self, *, resend: bool) -> SentAdapters:
+        return self.export.export_adapters(resend=resend)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.export.close)
 
 
-def local_exporter(
+def make_local_exporter(
     tensors: Callable[[], NamedTensors],
     make_sender: MakeSender,
     *,
     dtype: torch.dtype,
-    keep_copy: bool = False,
+    keep_snapshot: bool = False,
     adapters: AdapterSource | None = None,
 ) -> LocalExporter:
     """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names."""
     return LocalExporter(
-        WeightExport(lambda: weights_of(tensors()), make_sender, dtype=dtype, keep_copy=keep_copy, adapters=adapters)
+        BlockingExporter(
+            lambda: local_weights(tensors()), make_sender, dtype=dtype, keep_snapshot=keep_snapshot, adapters=adapters
+        )
     )

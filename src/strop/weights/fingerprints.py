@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 MODULUS = 1 << 64
-_DIGITS = 8  # b(k) is split into digits to base 2^8, each an int8
-_WIDEST = 1 << 17  # maximum byte columns of one matrix product: 2^17 x 128 x 64 fits an int32
-_NARROW = 32  # with fewer byte columns a matrix product is slower than the plain formula
+_NUM_DIGITS = 8  # b(k) is split into digits to base 2^8, each an int8
+_MAX_COLUMNS = 1 << 17  # maximum byte columns of one matrix product: 2^17 x 128 x 64 fits an int32
+_MIN_MATMUL_COLUMNS = 32  # with fewer byte columns a matrix product is slower than the plain formula
 _CHUNK = 1 << 20  # bytes that are copied or widened at a time, to stay in the CPU cache
 _CUDA_CHUNK = 1 << 26
-_TALLEST = 1 << 16  # maximum rows at a time, which bounds the cached coefficients
+_MAX_ROWS = 1 << 16  # maximum rows at a time, which bounds the cached coefficients
 
 
 def fingerprint(tensor: Tensor, *, rows: int = 0, columns: int = 0) -> int:
@@ -35,25 +35,25 @@ def fingerprint(tensor: Tensor, *, rows: int = 0, columns: int = 0) -> int:
     elements of the flattened other dimensions. For a shard along an inner dimension, add up its contiguous column ranges. +0.0 and -0.0
     differ, as do NaNs with different bits. Supports any dtype of one byte or more; complex tensors are viewed as real ones.
     """
-    table = _table(tensor.detach())
+    table = _byte_table(tensor.detach())
     start, total = columns * tensor.element_size(), 0
-    for left in range(0, table.shape[1], _WIDEST):
-        part = table[:, left : left + _WIDEST]
-        total += _fingerprint(part, rows, start + left)
+    for left in range(0, table.shape[1], _MAX_COLUMNS):
+        part = table[:, left : left + _MAX_COLUMNS]
+        total += _fingerprint_table(part, rows, start + left)
     return total % MODULUS
 
 
-def positive_zeros(tensor: Tensor) -> Tensor:
+def normalize_zeros(tensor: Tensor) -> Tensor:
     """Replace -0.0 by 0.0, for weights that are read back: a product with the identity cannot tell the two apart."""
     return tensor + 0.0 if tensor.is_floating_point() else tensor
 
 
-def combine(parts: Iterable[int]) -> int:
+def combine_fingerprints(parts: Iterable[int]) -> int:
     """Return the fingerprint of a whole tensor from those of its shards, each computed with its offsets."""
     return sum(parts) % MODULUS
 
 
-def _table(tensor: Tensor) -> Tensor:
+def _byte_table(tensor: Tensor) -> Tensor:
     """Return the tensor as [rows, bytes per row] int8, as a view if its strides allow one."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -65,27 +65,27 @@ def _table(tensor: Tensor) -> Tensor:
     return flat.view(torch.int8)
 
 
-def _fingerprint(table: Tensor, rows: int, start: int) -> int:
+def _fingerprint_table(table: Tensor, rows: int, start: int) -> int:
     """Return the fingerprint of bytes [R, K]; the first one has the global index (rows, start)."""
-    by_matrix_product = table.device.type == "cpu" and table.shape[1] >= _NARROW and _has_int8_products()
-    step = min(_TALLEST, max(1, (_CUDA_CHUNK if table.is_cuda else _CHUNK) // max(1, table.shape[1])))
+    by_matrix_product = table.device.type == "cpu" and table.shape[1] >= _MIN_MATMUL_COLUMNS and _has_exact_int8_matmul()
+    step = min(_MAX_ROWS, max(1, (_CUDA_CHUNK if table.is_cuda else _CHUNK) // max(1, table.shape[1])))
     if by_matrix_product and table.is_contiguous():
         step = max(step, 4096)  # no copy is made here: only eight sums per row need memory
     total = 0
     for top in range(0, table.shape[0], step):
         part = table[top : top + step]
         coefficients = _row_coefficients(rows + top, len(part), table.device)
-        total += _by_product(part, start, coefficients) if by_matrix_product else _by_definition(part, start, coefficients)
+        total += _sum_by_matmul(part, start, coefficients) if by_matrix_product else _sum_by_definition(part, start, coefficients)
     return total
 
 
-def _by_definition(part: Tensor, start: int, coefficients: Tensor) -> int:
+def _sum_by_definition(part: Tensor, start: int, coefficients: Tensor) -> int:
     """Sum b(k) byte(i, k) over k for each row, then the rows weighted by ``coefficients`` [R]. Works on any device."""
     sums = (part * _column_coefficients(start, part.shape[1], part.device)).sum(1)
     return int((sums * coefficients).sum())
 
 
-def _by_product(part: Tensor, start: int, coefficients: Tensor) -> int:
+def _sum_by_matmul(part: Tensor, start: int, coefficients: Tensor) -> int:
     """Compute the same by an int8 matrix product with the digits of b, which reads the bytes in place at memory bandwidth."""
     sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1]))  # [R, digits] int32, exact
     digits: list[int] = torch.mv(sums.long().t(), coefficients).tolist()
@@ -93,10 +93,10 @@ def _by_product(part: Tensor, start: int, coefficients: Tensor) -> int:
 
 
 @lru_cache(maxsize=1)
-def _has_int8_products() -> bool:
+def _has_exact_int8_matmul() -> bool:
     """Whether this build of torch multiplies int8 matrices exactly."""
     left = torch.full((3, 64), -128, dtype=torch.int8)
-    right = torch.full((64, _DIGITS), -64, dtype=torch.int8)
+    right = torch.full((64, _NUM_DIGITS), -64, dtype=torch.int8)
     try:
         return bool((torch._int_mm(left, right) == 64 * 128 * 64).all())
     except (AttributeError, RuntimeError):
@@ -106,7 +106,7 @@ def _has_int8_products() -> bool:
 # ---- coefficients, computed from the global index ----
 
 
-def _mix(index: Tensor, seed: int) -> Tensor:
+def _splitmix64(index: Tensor, seed: int) -> Tensor:
     """Return splitmix64 of each index, in wrapping int64 arithmetic."""
     found = (index + seed) * -7046029254386353131
     found = (found ^ _shift_right(found, 30)) * -4658895280553007687
@@ -121,13 +121,13 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _shifts() -> Tensor:
-    return torch.arange(_DIGITS) * 8
+    return torch.arange(_NUM_DIGITS) * 8
 
 
 @lru_cache(maxsize=256)
 def _row_coefficients(start: int, count: int, device: torch.device) -> Tensor:
     """Return a(start .. start + count), [count] int64, all odd."""
-    return (_mix(torch.arange(start, start + count), 0x5EED) | 1).to(device)
+    return (_splitmix64(torch.arange(start, start + count), 0x5EED) | 1).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -136,7 +136,7 @@ def _column_digits(start: int, count: int) -> Tensor:
 
     Half of the int8 range, so that instructions that add two products into 16 bits do not saturate.
     """
-    mixed = _mix(torch.arange(start, start + count), 0xB17E)
+    mixed = _splitmix64(torch.arange(start, start + count), 0xB17E)
     digits = (mixed[:, None] >> _shifts()) & 127
     digits[:, 0] |= 1
     return (digits - 64).to(torch.int8)

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from strop.weights.base import Manifest, NamedTensors, TransportError
-from strop.weights.control import alive, machine
-from strop.weights.manifest import Bucket, buckets, digest, matched
+from strop.weights.control import is_process_alive, machine_id
+from strop.weights.manifest import Bucket, manifest_digest, match_tensors, split_into_buckets
 
 FILE_SIZE = 1 << 30
 TIMEOUT = 600.0
-_PERIOD = 0.02  # seconds between polls of the folder
+_POLL_SECONDS = 0.02  # seconds between polls of the folder
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FolderSender:
         _remove_orphans(folder)
         self.channel = folder.absolute() / f"channel_{secrets.token_hex(8)}"
         self.channel.mkdir(parents=True)
-        _write_whole(self.channel / "owner.json", json.dumps({"machine": machine(), "process": os.getpid()}))
+        _write_atomically(self.channel / "owner.json", json.dumps({"machine": machine_id(), "process": os.getpid()}))
         self.number = 0
         self._closed = threading.Event()
         self._busy = threading.Lock()  # held during a publish and while closing
@@ -84,41 +84,41 @@ class FolderSender:
             self.number += 1
             whole, partial = self.channel / str(self.number), self.channel / f"{self.number}.writing"
             try:
-                self._refuse_closed()
+                self._check_open()
                 self._write(partial, manifest, tensors)
                 partial.rename(whole)
-                self._wait(whole)
+                self._wait_for_receivers(whole)
             except BaseException as error:
                 with suppress(OSError):  # the folder may be the cause of the error
-                    _write_whole(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
+                    _write_atomically(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
                 raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
                 shutil.rmtree(whole, ignore_errors=True)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed.is_set():
             raise TransportError(f"publish {self.number} ended early: the channel was closed")
 
     def _write(self, folder: Path, manifest: Manifest, tensors: NamedTensors) -> None:
         folder.mkdir()
-        given = matched(manifest, tensors)
-        cut = buckets(manifest, self.file_size)
+        given = match_tensors(manifest, tensors)
+        cut = split_into_buckets(manifest, self.file_size)
         for number, bucket in enumerate(cut):
-            _write_file(folder / _file(number), bucket, given)
+            _write_file(folder / _file_name(number), bucket, given)
         next(given, None)  # raises if there are more tensors than in the manifest
-        files = {placed.entry.name: _file(number) for number, bucket in enumerate(cut) for placed in bucket.tensors}
-        (folder / "manifest.json").write_text(json.dumps({"digest": digest(manifest), "files": files}))
+        files = {placed.entry.name: _file_name(number) for number, bucket in enumerate(cut) for placed in bucket.tensors}
+        (folder / "manifest.json").write_text(json.dumps({"digest": manifest_digest(manifest), "files": files}))
 
-    def _wait(self, folder: Path) -> None:
+    def _wait_for_receivers(self, folder: Path) -> None:
         def missing() -> list[int]:
-            self._refuse_closed()
+            self._check_open()
             for index in range(self.receivers):
                 if (refusal := folder / f"refused_{index}").exists():
                     raise TransportError(f"publish {self.number} ended early: receiver {index}: {refusal.read_text()}")
             return [index for index in range(self.receivers) if not (folder / f"taken_{index}").exists()]
 
-        if not _until(lambda: not missing(), self.timeout):
+        if not _wait_until(lambda: not missing(), self.timeout):
             names = ", ".join(map(str, missing()))
             raise TransportError(f"receiver {names} of {self.receivers} did not read {folder} within {self.timeout:g} s")
 
@@ -134,10 +134,10 @@ class FolderReceiver:
 
     def __init__(self, address: FolderAddress, index: int, device: torch.device) -> None:
         self.channel, self.timeout, self.index, self.device = Path(address.channel), address.timeout, index, device
-        self._taken = max(self._published(), default=0) if self._has_taken_the_newest() else 0
+        self._taken = max(self._list_publishes(), default=0) if self._has_taken_newest() else 0
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-        number = self._await()
+        number = self._wait_for_publish()
         folder = self.channel / str(number)
         try:
             yield from self._read(folder, manifest)
@@ -147,26 +147,26 @@ class FolderReceiver:
         except BaseException as error:  # also GeneratorExit, if the caller stops iterating
             with suppress(OSError):
                 reason = "its reader stopped" if isinstance(error, GeneratorExit) else str(error)
-                _write_whole(folder / f"refused_{self.index}", reason)
+                _write_atomically(folder / f"refused_{self.index}", reason)
             self._taken = number
             raise
         self._taken = number
 
-    def _await(self) -> int:
+    def _wait_for_publish(self) -> int:
         """Wait for the newest publish that was not read yet. Raises TransportError if none appears."""
-        failed = self._failures()
+        failed = self._list_failures()
         found: list[int] = []
 
         def arrived() -> bool:
-            found[:] = [number for number in self._published() if number > self._taken]
-            if not found and (new := self._failures() - failed):
+            found[:] = [number for number in self._list_publishes() if number > self._taken]
+            if not found and (new := self._list_failures() - failed):
                 number = max(new)
                 raise TransportError(f"the sender aborted publish {number}: {(self.channel / f'failed_{number}').read_text()}")
-            if not found and not _owner_lives(self.channel):
+            if not found and not _is_owner_alive(self.channel):
                 raise TransportError(f"the sender of {self.channel} went away: it closed the channel, exited or was killed")
             return bool(found)
 
-        if not _until(arrived, self.timeout):
+        if not _wait_until(arrived, self.timeout):
             raise TransportError(f"the sender of {self.channel} did not publish anything within {self.timeout:g} s")
         return max(found)
 
@@ -174,7 +174,7 @@ class FolderReceiver:
         from safetensors import SafetensorError, safe_open
 
         written = json.loads((folder / "manifest.json").read_text())
-        if written["digest"] != digest(manifest):
+        if written["digest"] != manifest_digest(manifest):
             raise TransportError(f"its manifest is not that of {folder}: pass the same manifest on both sides")
         for name in dict.fromkeys(written["files"].values()):
             try:
@@ -187,15 +187,17 @@ class FolderReceiver:
                     f"{folder / name} cannot be read ({error}): check that the disk has room for the weights"
                 ) from error
 
-    def _published(self) -> set[int]:
-        return {int(path.name) for path in _listed(self.channel) if path.name.isdecimal()}
+    def _list_publishes(self) -> set[int]:
+        return {int(path.name) for path in _list_directory(self.channel) if path.name.isdecimal()}
 
-    def _failures(self) -> set[int]:
-        return {int(path.name.removeprefix("failed_")) for path in _listed(self.channel) if path.name.startswith("failed_")}
+    def _list_failures(self) -> set[int]:
+        return {
+            int(path.name.removeprefix("failed_")) for path in _list_directory(self.channel) if path.name.startswith("failed_")
+        }
 
-    def _has_taken_the_newest(self) -> bool:
+    def _has_taken_newest(self) -> bool:
         """Whether the newest publish was already read, by the predecessor of a restarted receiver."""
-        return any((self.channel / str(number) / f"taken_{self.index}").exists() for number in self._published())
+        return any((self.channel / str(number) / f"taken_{self.index}").exists() for number in self._list_publishes())
 
     def close(self) -> None:
         return
@@ -211,43 +213,43 @@ def _write_file(path: Path, bucket: Bucket, given: Iterator[tuple[object, Tensor
     save_file(tensors, path)
 
 
-def _file(number: int) -> str:
+def _file_name(number: int) -> str:
     return f"{number:05}.safetensors"
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".writing")
     partial.write_text(text)
     partial.rename(path)
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_directory(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:  # the sender closed
         return []
 
 
-def _until(condition: Callable[[], bool], timeout: float) -> bool:
+def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
     until = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= until:
             return False
-        time.sleep(_PERIOD)
+        time.sleep(_POLL_SECONDS)
     return True
 
 
-def _owner_lives(channel: Path) -> bool:
+def _is_owner_alive(channel: Path) -> bool:
     """Whether the sender may still be alive. On another machine it is assumed alive as long as its folder exists."""
     try:
         owner = json.loads((channel / "owner.json").read_text())
     except FileNotFoundError:
         return False
-    return owner["machine"] != machine() or alive(owner["process"])
+    return owner["machine"] != machine_id() or is_process_alive(owner["process"])
 
 
 def _remove_orphans(folder: Path) -> None:
     """Remove the folders of killed senders of this machine."""
-    for channel in _listed(folder):
-        if channel.name.startswith("channel_") and (channel / "owner.json").exists() and not _owner_lives(channel):
+    for channel in _list_directory(folder):
+        if channel.name.startswith("channel_") and (channel / "owner.json").exists() and not _is_owner_alive(channel):
             shutil.rmtree(channel, ignore_errors=True)

@@ -16,7 +16,7 @@ ALIGNMENT = 256  # bytes: a multiple of cache lines, and what CUDA kernels prefe
 
 
 @dataclass(frozen=True)
-class Placed:
+class BucketEntry:
     """A tensor and its position in a bucket."""
 
     entry: TensorEntry
@@ -27,11 +27,11 @@ class Placed:
 class Bucket:
     """Tensors that are transferred together."""
 
-    tensors: tuple[Placed, ...]
-    size: int  # in bytes, a multiple of the alignment
+    tensors: tuple[BucketEntry, ...]
+    nbytes: int  # in bytes, a multiple of the alignment
 
 
-def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
+def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     """Return the manifest for sending ``tensors``, which may be meta tensors.
 
     Floating-point tensors are sent in ``dtype`` (None: their own), others as they are. Raises ValueError for duplicate names.
@@ -47,12 +47,12 @@ def manifest_of(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     return Manifest(tuple(entries))
 
 
-def large_in_the_middle(weights: Sequence[Weight]) -> list[Weight]:
+def move_large_to_middle(weights: Sequence[Weight]) -> list[Weight]:
     """Return the weights in the order to send them: small first and last buckets, since only one side is busy during those.
 
     Tensors of more than a tenth of the total size go to the middle. The others keep their order, so an engine's layers complete one by one.
     """
-    sizes = [weight.like.numel() * weight.like.element_size() for weight in weights]
+    sizes = [weight.spec.numel() * weight.spec.element_size() for weight in weights]
     limit = sum(sizes) / 10
     small = [weight for weight, size in zip(weights, sizes, strict=True) if size <= limit]
     large = [weight for weight, size in zip(weights, sizes, strict=True) if size > limit]
@@ -60,40 +60,40 @@ def large_in_the_middle(weights: Sequence[Weight]) -> list[Weight]:
     return [*small[:middle], *large, *small[middle:]]
 
 
-def buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
+def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
     """Split the manifest, in order, into buckets of at most ``size`` bytes. A larger tensor gets its own bucket; no tensor is split."""
     if size <= 0:
         raise ValueError(f"a bucket of {size} bytes holds nothing; the size must be positive")
     found: list[Bucket] = []
-    current: list[Placed] = []
+    current: list[BucketEntry] = []
     filled = 0
     for entry in manifest.entries:
-        if current and filled + entry.size > size:
+        if current and filled + entry.nbytes > size:
             found.append(Bucket(tuple(current), filled))
             current, filled = [], 0
-        current.append(Placed(entry, filled))
-        filled += aligned(entry.size)
+        current.append(BucketEntry(entry, filled))
+        filled += align_up(entry.nbytes)
     return (*found, Bucket(tuple(current), filled)) if current else tuple(found)
 
 
-def aligned(size: int) -> int:
+def align_up(size: int) -> int:
     """Round up to the next multiple of the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def view(memory: Tensor, placed: Placed, start: int = 0) -> Tensor:
+def view_in_bucket(memory: Tensor, placed: BucketEntry, start: int = 0) -> Tensor:
     """Return a view of one tensor of the bucket that begins at byte ``start`` of ``memory`` (flat uint8)."""
     begin, entry = start + placed.offset, placed.entry
-    return memory[begin : begin + entry.size].view(entry.dtype).view(entry.shape)
+    return memory[begin : begin + entry.nbytes].view(entry.dtype).view(entry.shape)
 
 
-def digest(manifest: Manifest) -> str:
+def manifest_digest(manifest: Manifest) -> str:
     """Return a hash that is the same for equal manifests, in every process."""
     text = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in manifest.entries)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def matched(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
+def match_tensors(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
     """Yield the manifest's entries with their tensors. Raises ValueError if the tensors do not match the manifest and its order."""
     given = iter(tensors)
     for entry in manifest.entries:

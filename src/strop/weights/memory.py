@@ -17,7 +17,7 @@ from multiprocessing import reduction
 import torch
 from torch import Tensor
 
-from strop.weights.control import Link, Segment, reach
+from strop.weights.control import ControlConnection, SharedSegment, connect_to_sender
 from strop.weights.ring import RingReceiver, RingSender
 
 BUCKET_SIZE = 16 << 20
@@ -36,7 +36,7 @@ class MemoryAddress:
 
     def connect(self, index: int, device: torch.device) -> MemoryReceiver:
         """Raises TransportError if the sender is gone."""
-        return MemoryReceiver(reach(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
+        return MemoryReceiver(connect_to_sender(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
 
 
 class MemorySender(RingSender):
@@ -50,28 +50,28 @@ class MemorySender(RingSender):
 
     @property
     def address(self) -> MemoryAddress:
-        return MemoryAddress(self.hub.path, self.receivers, self.bucket_size, self.timeout)
+        return MemoryAddress(self.server.path, self.receivers, self.bucket_size, self.timeout)
 
     def _allocate(self, size: int) -> Tensor:
         self._close_file()
-        self._file = _nameless_file()
+        self._file = _create_anonymous_file()
         os.ftruncate(self._file, size)
-        return _mapped(self._file, size)
+        return _map_file(self._file, size)
 
-    def _hand_over(self, link: Link) -> None:
+    def _send_memory(self, link: ControlConnection) -> None:
         assert self._memory is not None
-        link.send(Segment(self._memory.numel()))
+        link.send(SharedSegment(self._memory.numel()))
         try:
             reduction.send_handle(link.connection, self._file, link.pid)
         except OSError:
-            raise link.gone() from None
+            raise link.make_lost_error() from None
 
-    def _write(self, place: Tensor, tensor: Tensor) -> None:
+    def _copy_in(self, place: Tensor, tensor: Tensor) -> None:
         place.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self._streams.add(torch.cuda.current_stream(tensor.device))
 
-    def _written(self) -> None:
+    def _wait_for_copies(self) -> None:
         for stream in self._streams:
             stream.synchronize()
         self._streams.clear()
@@ -89,18 +89,18 @@ class MemorySender(RingSender):
 class MemoryReceiver(RingReceiver):
     """On the CPU, yields views of the shared memory, which must not be written to."""
 
-    def _take_over(self, segment: Segment) -> Tensor:
+    def _open_memory(self, segment: SharedSegment) -> Tensor:
         try:
-            file: int = reduction.recv_handle(self.link.connection)
+            file: int = reduction.recv_handle(self.connection.connection)
         except (OSError, EOFError, RuntimeError):
-            raise self.link.gone() from None
+            raise self.connection.make_lost_error() from None
         try:
-            return _mapped(file, segment.size)
+            return _map_file(file, segment.size)
         finally:
             os.close(file)
 
 
-def _nameless_file() -> int:
+def _create_anonymous_file() -> int:
     """Return a descriptor of an anonymous file, which is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("strop-weights", os.MFD_CLOEXEC)
@@ -109,7 +109,7 @@ def _nameless_file() -> int:
     return file
 
 
-def _mapped(file: int, size: int) -> Tensor:
+def _map_file(file: int, size: int) -> Tensor:
     """Map the file as a tensor [size] uint8. It is unmapped with the last tensor that views it."""
     memory = mmap.mmap(file, size)
     with suppress(AttributeError, OSError):  # huge pages mean fewer page faults, where the system supports them

@@ -10,7 +10,7 @@ from strop import metrics
 from strop.metrics import Metrics
 
 
-class Sharing(Protocol):
+class InProcessEngine(Protocol):
     """An engine on the learner's own module. It needs no transfer, and does not run while the learner trains."""
 
     async def drain(self) -> None:
@@ -22,13 +22,13 @@ class Sharing(Protocol):
         ...
 
 
-class SharedWeights:
+class InProcessWeights:
     """``WeightSync`` without a transfer. A generator that keeps copies in a faster layout refreshes them when it resumes."""
 
-    def __init__(self, generators: Sequence[Sharing]) -> None:
+    def __init__(self, generators: Sequence[InProcessEngine]) -> None:
         self.generators = generators
 
-    async def lend_to_learner(self) -> None:
+    async def yield_device(self) -> None:
         for generator in self.generators:
             await generator.drain()
 

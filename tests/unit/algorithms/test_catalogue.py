@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.catalogue import algorithms, parts
+from strop.algorithms.catalogue import all_algorithms, all_parts
 from strop.algorithms.gdpo import DecoupledRewards
 from strop.algorithms.parts import Advantage, Objective, Selection, Shaping
 from strop.algorithms.policy_gradient import PolicyGradient
@@ -31,27 +31,27 @@ PARTS = {
 
 
 def test_the_whole_family_is_in_the_catalogue() -> None:
-    found = {name for name, kind in algorithms().items() if issubclass(kind, PolicyGradient)}
+    found = {name for name, kind in all_algorithms().items() if issubclass(kind, PolicyGradient)}
     assert set(FAMILY) <= found
 
 
 def test_every_part_is_found_by_its_name() -> None:
     for kind, names in PARTS.items():
-        found = {name for name, part in parts().items() if issubclass(part, kind)}
+        found = {name for name, part in all_parts().items() if issubclass(part, kind)}
         assert set(names) <= found
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_each_has_defaults_that_fit_a_run_in_both_modes(name: str) -> None:
     """What cannot have a default is said by ``problems``: a length for Dr. GRPO, GDPO's rewards."""
-    algorithm = algorithms()[name]()
+    algorithm = all_algorithms()[name]()
     assert isinstance(algorithm, PolicyGradient)
     if name == "dr_grpo":
         algorithm = replace(algorithm, constant_length=512)
     if name == "gdpo":
         algorithm = replace(algorithm, advantage=DecoupledRewards(weights={"correct": 1.0, "format": 1.0}))
     for plan in (Plan(group_size=8, optimizer_steps=2), Plan(group_size=8, optimizer_steps=2, max_staleness=4)):
-        assert list(algorithm.problems(plan)) == []
+        assert list(algorithm.validate(plan)) == []
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -64,5 +64,5 @@ def test_each_says_what_it_logs_and_where_it_was_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({name for names in PARTS.values() for name in names}))
 def test_every_part_can_be_made_from_its_defaults(name: str) -> None:
-    part = parts()[name]()
+    part = all_parts()[name]()
     assert part == replace(part, **{item.name: getattr(part, item.name) for item in fields(part)})

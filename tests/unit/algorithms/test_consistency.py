@@ -45,7 +45,7 @@ SEVERAL = Plan(group_size=4, optimizer_steps=2)
     ],
 )
 def test_nonsense_is_refused_with_the_reason(algorithm: PolicyGradient, plan: Plan, said: str) -> None:
-    assert any(said in problem for problem in algorithm.problems(plan)), list(algorithm.problems(plan))
+    assert any(said in problem for problem in algorithm.validate(plan)), list(algorithm.validate(plan))
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_nonsense_is_refused_with_the_reason(algorithm: PolicyGradient, plan: Pl
     ],
 )
 def test_what_makes_sense_is_not(algorithm: PolicyGradient, plan: Plan) -> None:
-    assert list(algorithm.problems(plan)) == []
+    assert list(algorithm.validate(plan)) == []

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan, TokenOutputs
-from strop.algorithms.catalogue import parts
+from strop.algorithms.catalogue import all_parts
 from strop.algorithms.parts import Correction
 from strop.algorithms.policy_gradient import PolicyGradient
-from strop.data.packing import micro_batches
+from strop.data.packing import split_micro_batches
 from support.algorithms import grpo
-from support.mismatch import mismatch_of
-from support.rollouts import batch_shapes, groups_of, packed
+from support.mismatch import make_mismatch
+from support.rollouts import batch_shapes, make_groups, pack_grpo
 
 EXACT = 1e-12
 REWEIGHTING = {
@@ -43,13 +43,13 @@ EXTREME = [[1000.0, -1000.0], [math.inf], [-math.inf, 0.0], [math.inf, -math.inf
 
 
 def correction_of(name: str, options: dict[str, Any]) -> Correction:
-    kind = parts()[name]
+    kind = all_parts()[name]
     assert issubclass(kind, Correction)
     return kind(**options)
 
 
 def test_every_correction_of_the_package_is_tested_here() -> None:
-    assert {name for name, kind in parts().items() if issubclass(kind, Correction)} == {*REWEIGHTING, *DROPPING}
+    assert {name for name, kind in all_parts().items() if issubclass(kind, Correction)} == {*REWEIGHTING, *DROPPING}
 
 
 @pytest.mark.parametrize(("name", "options"), CORRECTIONS)
@@ -61,7 +61,7 @@ def test_it_can_be_made_without_options_and_says_whether_it_reweights(name: str,
 @pytest.mark.parametrize(("name", "options"), CORRECTIONS)
 def test_extreme_ratios_give_finite_weights_and_columns(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """Also an empty rollout, a token that one side gave probability 0, and sums over tokens that point both ways."""
-    mismatch = mismatch_of(*EXTREME, credit=[-1.0, 1.0] * 4, dtype=dtype)
+    mismatch = make_mismatch(*EXTREME, credit=[-1.0, 1.0] * 4, dtype=dtype)
     weights, columns = correction_of(name, options).weights(mismatch)
     assert weights.shape == mismatch.log_ratio.shape
     assert weights.dtype == dtype
@@ -75,8 +75,8 @@ def test_extreme_ratios_give_finite_weights_and_columns(name: str, options: dict
 
 @pytest.mark.parametrize(("name", "options"), CORRECTIONS)
 def test_rollouts_that_do_not_count_change_nothing_and_do_no_harm(name: str, options: dict[str, Any]) -> None:
-    shown = mismatch_of([0.1, -0.2], [math.nan, math.inf], [0.3], credit=[-1.0, 1.0, 1.0], counted=[True, False, True])
-    alone = mismatch_of([0.1, -0.2], [0.3], credit=[-1.0, 1.0])
+    shown = make_mismatch([0.1, -0.2], [math.nan, math.inf], [0.3], credit=[-1.0, 1.0, 1.0], kept=[True, False, True])
+    alone = make_mismatch([0.1, -0.2], [0.3], credit=[-1.0, 1.0])
     correction = correction_of(name, options)
     weights, columns = correction.weights(shown)
     wanted, _ = correction.weights(alone)
@@ -86,7 +86,7 @@ def test_rollouts_that_do_not_count_change_nothing_and_do_no_harm(name: str, opt
 
 @pytest.mark.parametrize(("name", "options"), CORRECTIONS)
 def test_where_sampler_and_learner_agree_it_changes_nothing(name: str, options: dict[str, Any]) -> None:
-    weights, columns = correction_of(name, options).weights(mismatch_of([0.0, 0.0], [0.0], credit=[-1.0, 1.0]))
+    weights, columns = correction_of(name, options).weights(make_mismatch([0.0, 0.0], [0.0], credit=[-1.0, 1.0]))
     assert torch.equal(weights, torch.ones(3, dtype=torch.float64))
     assert not columns.get(f"{name}_cut", torch.zeros(3)).any()
 
@@ -97,7 +97,7 @@ def gradient_of(
     """d loss / d log-probability of every token [N], added up over micro-batches, and the metrics likewise."""
     leaf = logprobs.clone().requires_grad_()
     metrics: dict[str, float] = {}
-    for part in micro_batches(batch, budget):
+    for part in split_micro_batches(batch, budget):
         own = leaf[part.index]
         loss, logged = algorithm.loss(TokenOutputs(own, torch.zeros_like(own)), part.batch)
         loss.backward()
@@ -114,11 +114,11 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(
     name: str, options: dict[str, Any], shapes: Any, budget: int, seed: int
 ) -> None:
     algorithm = replace(grpo(), corrections=(correction_of(name, options),))
-    batch = packed(groups_of(shapes, seed))
+    batch = pack_grpo(make_groups(shapes, seed))
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(len(batch.target), generator=generator, dtype=torch.float64)
-    batch = batch.with_extra("policy_logprobs", batch.sampler_logprobs.double() + 0.2 * noise)
-    logprobs = batch.extra("policy_logprobs") + 0.1 * noise.flip(0)
+    batch = batch.with_column("policy_logprobs", batch.rollout_logprobs.double() + 0.2 * noise)
+    logprobs = batch.column("policy_logprobs") + 0.1 * noise.flip(0)
     wanted, whole = gradient_of(algorithm, batch, logprobs, 10**9)
     found, cut = gradient_of(algorithm, batch, logprobs, budget)
     assert torch.allclose(found, wanted, atol=EXACT)
@@ -129,10 +129,10 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(
 
 def test_what_is_dropped_still_counts_in_what_the_loss_is_divided_by() -> None:
     """Two rollouts of two tokens, one of them dropped: the gradient of the other stays a quarter of its credit."""
-    shown = mismatch_of([0.0, 0.0], [0.9, 0.9], credit=[1.0, 1.0])
+    shown = make_mismatch([0.0, 0.0], [0.9, 0.9], credit=[1.0, 1.0])
     algorithm = replace(grpo(), corrections=(correction_of("geometric_rejection", {}),))
-    learner = shown.batch.sampler_logprobs.double() + shown.log_ratio
-    batch = shown.batch.with_extra("policy_logprobs", learner)
+    learner = shown.batch.rollout_logprobs.double() + shown.log_ratio
+    batch = shown.batch.with_column("policy_logprobs", learner)
     found, metrics = gradient_of(algorithm, batch, learner, 10**9)
     assert found.tolist() == pytest.approx([-0.25, -0.25, 0.0, 0.0])
     assert metrics["geometric_rejection_cut"] == pytest.approx(0.5)
@@ -141,7 +141,7 @@ def test_what_is_dropped_still_counts_in_what_the_loss_is_divided_by() -> None:
 def test_the_ratio_may_be_multiplied_once_and_rejections_stand_beside_it() -> None:
     def refusals(*names: str) -> list[str]:
         corrections = tuple(correction_of(name, {}) for name in names)
-        return list(replace(grpo(), corrections=corrections).problems(Plan(group_size=4)))
+        return list(replace(grpo(), corrections=corrections).validate(Plan(group_size=4)))
 
     assert refusals("tis", "geometric_rejection", "opsm", "kpop") == []
     assert "each multiply by the ratio of learner to sampler" in refusals("tis", "icepop")[0]

@@ -11,8 +11,8 @@ from strop.algorithms.base import Plan
 from strop.algorithms.dapo import DAPO
 from strop.algorithms.overlong import SoftOverlong
 from strop.types import Ending, Group
-from support.rollouts import group_of, rollout_of, sampled
-from support.tokens import slopes, step_of
+from support.rollouts import make_group, make_rollout, sampled_turn
+from support.tokens import loss_gradients, make_step
 
 
 def shaped(part: SoftOverlong, reward: float, length: int, truncated: bool = False) -> float:
@@ -21,7 +21,9 @@ def shaped(part: SoftOverlong, reward: float, length: int, truncated: bool = Fal
 
 
 def answered(*answers: tuple[float, int], ending: Ending = Ending.STOP) -> Group:
-    return group_of(*(rollout_of([5], sampled([7] * length), reward=reward, ending=ending) for reward, length in answers))
+    return make_group(
+        *(make_rollout([5], sampled_turn([7] * length), reward=reward, ending=ending) for reward, length in answers)
+    )
 
 
 @pytest.mark.parametrize(("length", "punishment"), [(0, 0.0), (60, 0.0), (61, 0.025), (80, 0.5), (100, 1.0), (140, 1.0)])
@@ -65,11 +67,11 @@ def test_a_group_of_nothing_but_successes_is_replaced_however_long_they_are() ->
 
 def test_the_upper_clip_is_higher_than_the_lower() -> None:
     before, now = [[-1.0, -1.0], [-1.0, -1.0]], [[-1.0 + 0.24, -1.0 + 0.25], [-1.0 - 0.22, -1.0 - 0.23]]
-    _, slope, logged = slopes(DAPO(), step_of(now, [1.0, -1.0], before=before))
+    _, slope, logged = loss_gradients(DAPO(), make_step(now, [1.0, -1.0], old=before))
     assert [value != 0 for value in slope] == [True, False, True, False]
     assert logged["ratio_clipped"] == pytest.approx(0.5)
 
 
 def test_it_runs_at_any_age_but_not_on_groups_of_one() -> None:
-    assert list(DAPO().problems(Plan(group_size=8, max_staleness=4, optimizer_steps=4))) == []
-    assert len(list(DAPO().problems(Plan(group_size=1)))) == 2
+    assert list(DAPO().validate(Plan(group_size=8, max_staleness=4, optimizer_steps=4))) == []
+    assert len(list(DAPO().validate(Plan(group_size=1)))) == 2

@@ -8,36 +8,36 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan, TokenOutputs
-from strop.algorithms.catalogue import algorithms
-from strop.algorithms.distillation import TEACHER, Distillation, ReverseKl
+from strop.algorithms.catalogue import all_algorithms
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.grpo import GRPO, GroupRelative
-from strop.algorithms.kl import REFERENCE, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.packing import pack
 from strop.types import Batch
-from support.rollouts import group_of, rollout_of, sampled, simple_groups
+from support.rollouts import make_group, make_rollout, sampled_turn, simple_groups
 
 
 def batch_of(algorithm: Distillation, *, seed: int = 0) -> Batch:
     """With a teacher's column, before credit."""
     batch = pack(simple_groups((3, (4, 2)), (2, (5,))), algorithm)
     noise = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(seed))
-    return batch.with_extra(TEACHER, batch.sampler_logprobs + noise)
+    return batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs + noise)
 
 
 def test_it_is_in_the_catalogue_under_its_files_name() -> None:
-    assert algorithms()["distillation"] is Distillation
+    assert all_algorithms()["distillation"] is Distillation
 
 
 def test_a_token_earns_what_the_teacher_gives_it_more_than_the_policy_did() -> None:
     batch = batch_of(Distillation())
-    assert torch.equal(Distillation().credit(batch).advantages, batch.extra(TEACHER) - batch.sampler_logprobs)
+    assert torch.equal(Distillation().token_credit(batch).advantages, batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs)
 
 
 def test_a_teacher_that_is_the_policy_teaches_exactly_nothing() -> None:
     batch = batch_of(Distillation())
-    batch = Distillation().credit(batch.with_extra(TEACHER, batch.sampler_logprobs))
+    batch = Distillation().token_credit(batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs))
     assert batch.advantages.tolist() == [0.0] * 11
-    assert bool(Distillation().idle(batch).all())
+    assert bool(Distillation().zero_gradient(batch).all())
     assert Distillation().report(batch) == {"train/teacher_kl": 0.0}
 
 
@@ -51,8 +51,10 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_kl() -> None:
     wanted = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)[0]
     found = torch.zeros_like(logits)
     for token in range(4):
-        group = group_of(rollout_of([5], sampled([token], [policy[token].item()])))
-        batch = Distillation().credit(pack([group], Distillation()).with_extra(TEACHER, teacher[token, None].float()))
+        group = make_group(make_rollout([5], sampled_turn([token], [policy[token].item()])))
+        batch = Distillation().token_credit(
+            pack([group], Distillation()).with_column(TEACHER_LOGPROBS, teacher[token, None].float())
+        )
         loss, _ = Distillation().loss(TokenOutputs(policy[token, None], torch.zeros(1)), batch)
         found += policy[token].exp().detach() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
     assert torch.allclose(found, wanted, atol=1e-6)
@@ -62,36 +64,36 @@ def test_rewards_are_mixed_in_by_their_weight() -> None:
     algorithm = Distillation(advantage=ReverseKl(reward_weight=0.5))
     batch = batch_of(algorithm)
     relative = pack(simple_groups((3, (4, 2)), (2, (5,))), GRPO()).advantages
-    found = algorithm.credit(batch).advantages
-    assert torch.allclose(found, batch.extra(TEACHER) - batch.sampler_logprobs + 0.5 * relative, atol=1e-6)
+    found = algorithm.token_credit(batch).advantages
+    assert torch.allclose(found, batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs + 0.5 * relative, atol=1e-6)
 
 
 def test_without_a_weight_rewards_make_no_difference_and_a_group_may_be_a_single_rollout() -> None:
-    assert list(Distillation().problems(Plan(group_size=1))) == []
+    assert list(Distillation().validate(Plan(group_size=1))) == []
     assert not pack(simple_groups((3, (4, 2))), Distillation()).advantages.any()
     mixed = Distillation(advantage=ReverseKl(reward_weight=1.0, reward=GroupRelative()))
-    assert any("the group size is 1" in problem for problem in mixed.problems(Plan(group_size=1)))
-    assert list(mixed.problems(Plan(group_size=4))) == []
+    assert any("the group size is 1" in problem for problem in mixed.validate(Plan(group_size=1)))
+    assert list(mixed.validate(Plan(group_size=4))) == []
 
 
 def test_the_sum_of_both_advantages_is_bounded() -> None:
     algorithm = Distillation(advantage_low=-1.0, advantage_high=0.5)
     batch = batch_of(algorithm)
-    batch = batch.with_extra(TEACHER, batch.extra(TEACHER) - torch.arange(11) * 3)
-    credit = algorithm.credit(batch).advantages
+    batch = batch.with_column(TEACHER_LOGPROBS, batch.column(TEACHER_LOGPROBS) - torch.arange(11) * 3)
+    credit = algorithm.token_credit(batch).advantages
     assert float(credit.min()) == -1.0
     assert float(credit.max()) <= 0.5
 
 
 def test_it_requires_a_teacher_and_a_reference_only_for_a_kl_term() -> None:
-    assert Distillation().requires == {TEACHER}
-    assert Distillation(kl=Kl(weight=0.1)).requires == {TEACHER, REFERENCE}
+    assert Distillation().requires == {TEACHER_LOGPROBS}
+    assert Distillation(kl=Kl(weight=0.1)).requires == {TEACHER_LOGPROBS, REFERENCE_LOGPROBS}
 
 
 def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -> None:
     batch = batch_of(Distillation())
     batch = replace(batch, mask=(batch.sequence != 2).float())
-    apart = (batch.sampler_logprobs - batch.extra(TEACHER))[batch.sequence != 2]
+    apart = (batch.rollout_logprobs - batch.column(TEACHER_LOGPROBS))[batch.sequence != 2]
     assert Distillation().report(batch)["train/teacher_kl"] == pytest.approx(float(apart.mean()))
     assert Distillation().report(replace(batch, mask=torch.zeros(11))) == {}
 
@@ -106,4 +108,4 @@ def test_it_reports_how_far_the_policy_is_from_its_teacher_on_counted_tokens() -
     ],
 )
 def test_what_makes_no_sense_is_refused(algorithm: Distillation, said: str) -> None:
-    assert any(said in problem for problem in algorithm.problems(Plan(group_size=4)))
+    assert any(said in problem for problem in algorithm.validate(Plan(group_size=4)))

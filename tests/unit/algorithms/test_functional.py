@@ -19,7 +19,7 @@ from strop.algorithms.functional import (
     sequence_mean,
     varies,
 )
-from support.rollouts import packed, simple_groups
+from support.rollouts import pack_grpo, simple_groups
 
 _rewards = st.lists(st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3)), min_size=2, max_size=16)
 
@@ -152,7 +152,7 @@ def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
 
 @pytest.mark.parametrize("how", ["token_mean", "sequence_mean", "sequence_sum", "constant_length"])
 def test_aggregations_are_those_of_a_slow_loop(how: Any) -> None:
-    batch = packed(simple_groups((3, (2, 5)), (4, (1, 7, 3))))
+    batch = pack_grpo(simple_groups((3, (2, 5)), (4, (1, 7, 3))))
     values = numbers(len(batch.target), 6)
     lengths = batch.sequence_lengths.tolist()
     sums = [0.0] * batch.num_sequences
@@ -170,6 +170,6 @@ def test_aggregations_are_those_of_a_slow_loop(how: Any) -> None:
 
 
 def test_a_constant_length_must_be_given() -> None:
-    batch = packed(simple_groups((3, (2,))))
+    batch = pack_grpo(simple_groups((3, (2,))))
     with pytest.raises(ValueError, match="positive constant_length"):
         aggregate(torch.ones(2), batch, "constant_length")

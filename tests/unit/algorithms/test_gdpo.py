@@ -12,7 +12,7 @@ from strop.algorithms.gdpo import GDPO, DecoupledRewards
 from strop.algorithms.overlong import SoftOverlong
 from strop.data.packing import pack
 from strop.types import Group
-from support.rollouts import group_of, rollout_of, sampled
+from support.rollouts import make_group, make_rollout, sampled_turn
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
 ALGORITHM = GDPO(advantage=DecoupledRewards(weights=WEIGHTS))
@@ -20,9 +20,10 @@ ALGORITHM = GDPO(advantage=DecoupledRewards(weights=WEIGHTS))
 
 def answered(*answers: dict[str, float], length: int = 1) -> Group:
     rollouts = (
-        replace(rollout_of([5], sampled([7] * length)), rewards=rewards, reward=sum(rewards.values())) for rewards in answers
+        replace(make_rollout([5], sampled_turn([7] * length)), rewards=rewards, reward=sum(rewards.values()))
+        for rewards in answers
     )
-    return group_of(*rollouts)
+    return make_group(*rollouts)
 
 
 def both(correct: float, form: float) -> dict[str, float]:
@@ -51,7 +52,7 @@ def test_a_reward_that_does_not_vary_adds_exactly_nothing() -> None:
 def test_the_sum_is_scaled_by_its_deviation_over_the_batch_s_rollouts() -> None:
     groups = [answered(both(1.0, 1.0), both(0.0, 0.0), length=5), answered(both(0.0, 1.0), both(0.0, 0.0))]
     groups.append(answered(both(1.0, 1.0), both(1.0, 1.0), length=3))
-    credit = ALGORITHM.credit(pack(groups, ALGORITHM)).advantages
+    credit = ALGORITHM.token_credit(pack(groups, ALGORITHM)).advantages
     deviation = ((2 * 1.5**2 + 2 * 0.5**2) / 6) ** 0.5
     wanted = [1.5 / deviation] * 5 + [-1.5 / deviation] * 5 + [0.5 / deviation, -0.5 / deviation] + [0.0] * 6
     assert credit.tolist() == pytest.approx(wanted, rel=1e-5)
@@ -67,16 +68,16 @@ def test_an_environment_that_lacks_one_of_the_rewards_is_weighed_by_the_others()
 
 def test_rewards_must_be_named_and_exist() -> None:
     plan = Plan(group_size=4, environment_rewards=("correct", "format"))
-    assert list(ALGORITHM.problems(plan)) == []
-    assert any("0 rewards have a weight" in problem for problem in GDPO().problems(plan))
+    assert list(ALGORITHM.validate(plan)) == []
+    assert any("0 rewards have a weight" in problem for problem in GDPO().validate(plan))
     alone = GDPO(advantage=DecoupledRewards(weights={"correct": 1.0}))
-    assert any("choose grpo" in problem for problem in alone.problems(plan))
+    assert any("choose grpo" in problem for problem in alone.validate(plan))
     wrong = GDPO(advantage=DecoupledRewards(weights={"correct": 1.0, "formatt": 1.0}))
-    assert any("formatt" in problem for problem in wrong.problems(plan))
-    assert list(wrong.problems(Plan(group_size=4))) == [], "unknown to the plan is not known to be wrong"
+    assert any("formatt" in problem for problem in wrong.validate(plan))
+    assert list(wrong.validate(Plan(group_size=4))) == [], "unknown to the plan is not known to be wrong"
 
 
 def test_a_shaping_that_it_would_not_see_is_refused() -> None:
-    problems = list(replace(ALGORITHM, shaping=SoftOverlong()).problems(Plan(group_size=4)))
+    problems = list(replace(ALGORITHM, shaping=SoftOverlong()).validate(Plan(group_size=4)))
     assert len(problems) == 1
     assert "SoftOverlong" in problems[0]

@@ -14,7 +14,7 @@ from strop.algorithms.grpo import GRPO
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
-from support.rollouts import group_of, packed, rollout_of, sampled, simple_groups
+from support.rollouts import make_group, make_rollout, pack_grpo, sampled_turn, simple_groups
 
 
 def outputs(logprobs: torch.Tensor) -> TokenOutputs:
@@ -23,10 +23,12 @@ def outputs(logprobs: torch.Tensor) -> TokenOutputs:
 
 def rewarded(*rewards: float, endings: dict[int, Ending] | None = None) -> Group:
     rollouts = [
-        rollout_of([5, 6], sampled([7 + place] * (place + 1)), reward=reward, ending=(endings or {}).get(place, Ending.STOP))
+        make_rollout(
+            [5, 6], sampled_turn([7 + place] * (place + 1)), reward=reward, ending=(endings or {}).get(place, Ending.STOP)
+        )
         for place, reward in enumerate(rewards)
     ]
-    return group_of(*rollouts)
+    return make_group(*rollouts)
 
 
 def loss_of(algorithm: GRPO, batch: Batch, logprobs: torch.Tensor) -> tuple[float, dict[str, float]]:
@@ -54,7 +56,7 @@ def test_its_slope_on_policy_is_the_policy_gradient() -> None:
 def test_the_ratio_is_to_the_policy_before_the_update() -> None:
     batch = pack([rewarded(0.0, 1.0)], grpo())
     before = torch.tensor([-1.0, -2.0, -3.0])
-    batch = batch.with_extra("policy_logprobs", before)
+    batch = batch.with_column("policy_logprobs", before)
     shift = torch.tensor([0.1, 0.5, -0.5])
     value, logged = loss_of(grpo(clip_high=0.3), batch, before + shift)
     ratios = shift.exp().tolist()
@@ -67,7 +69,7 @@ def test_the_ratio_is_to_the_policy_before_the_update() -> None:
 
 
 def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
-    batch = pack([rewarded(0.0, 1.0)], grpo()).with_extra("policy_logprobs", torch.zeros(3))
+    batch = pack([rewarded(0.0, 1.0)], grpo()).with_column("policy_logprobs", torch.zeros(3))
     logprobs = torch.tensor([0.05, 0.02, 0.10], requires_grad=True)
     value, logged = grpo(sequence_ratio=True).loss(outputs(logprobs), batch)
     geometric = math.exp((0.02 + 0.10) / 2)
@@ -82,7 +84,7 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
     algorithm = grpo(kl_penalty=0.5, kl_estimator="k2")
     assert algorithm.requires == {"reference_logprobs"}
     assert grpo().requires == frozenset()
-    batch = pack([rewarded(1.0, 1.0)], algorithm).with_extra("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
+    batch = pack([rewarded(1.0, 1.0)], algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
     value, logged = loss_of(algorithm, batch, torch.tensor([-1.0, -3.0, -2.0]))
     kl = (0 + 0.5 + 2.0) / 3
     assert logged["kl_penalty"] == pytest.approx(kl, rel=1e-6)
@@ -92,8 +94,8 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
 def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
     algorithm = grpo(kl_penalty=0.5, kl_in_reward=True, kl_estimator="k1", normalize=False)
     batch = pack([rewarded(0.0, 1.0), rewarded(2.0, 2.0)], algorithm)
-    reference = batch.sampler_logprobs - torch.tensor([0.2, 0.4, 0.6, 0.0, 0.0, 0.0])
-    credited = algorithm.credit(batch.with_extra("reference_logprobs", reference))
+    reference = batch.rollout_logprobs - torch.tensor([0.2, 0.4, 0.6, 0.0, 0.0, 0.0])
+    credited = algorithm.token_credit(batch.with_column("reference_logprobs", reference))
     rewards = [0.0 - 0.5 * 0.2, 1.0 - 0.5 * (0.4 + 0.6)]
     mean = sum(rewards) / 2
     wanted = [rewards[0] - mean, *[rewards[1] - mean] * 2, 0.0, 0.0, 0.0]
@@ -102,13 +104,13 @@ def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
     on_policy = torch.full((6,), -1.0)
     assert loss_of(algorithm, credited, on_policy)[0] == pytest.approx(loss_of(plain, credited, on_policy)[0])
     with pytest.raises(KeyError, match="reference_logprobs"):
-        algorithm.credit(batch)
+        algorithm.token_credit(batch)
 
 
 def test_advantages_can_be_bounded() -> None:
     group = rewarded(1.0, *[0.0] * 15)
     algorithm = grpo(advantage_low=-0.1, advantage_high=2.0)
-    found = algorithm.credit(pack([group], algorithm)).advantages
+    found = algorithm.token_credit(pack([group], algorithm)).advantages
     assert float(found.max()) == 2.0
     assert float(found.min()) == pytest.approx(-0.1)
 
@@ -156,8 +158,8 @@ def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
 def test_rollouts_said_to_be_idle_have_no_gradient_and_the_others_have(options: dict[str, Any], idle: list[bool]) -> None:
     algorithm = grpo(**options)
     groups = [rewarded(1.0, 1.0), rewarded(0.0, 1.0, endings={1: Ending.LENGTH})]
-    batch = pack(groups, algorithm).with_extra("reference_logprobs", torch.full((6,), -0.3))
-    assert algorithm.idle(batch).tolist() == idle
+    batch = pack(groups, algorithm).with_column("reference_logprobs", torch.full((6,), -0.3))
+    assert algorithm.zero_gradient(batch).tolist() == idle
     logprobs = torch.linspace(-2, -1, 6).requires_grad_()
     algorithm.loss(outputs(logprobs), batch)[0].backward()
     assert logprobs.grad is not None
@@ -167,12 +169,12 @@ def test_rollouts_said_to_be_idle_have_no_gradient_and_the_others_have(options: 
 
 def test_a_micro_batch_without_a_predicted_token_has_a_loss_of_zero() -> None:
     """A rollout whose policy never spoke may be alone in its micro-batch."""
-    batch = packed(simple_groups((3, (2,))))
+    batch = pack_grpo(simple_groups((3, (2,))))
     empty = replace(
         batch,
         **{
             name: getattr(batch, name)[:0]
-            for name in ("source", "target", "sequence", "sampler_logprobs", "versions", "advantages", "mask")
+            for name in ("source", "target", "sequence", "rollout_logprobs", "versions", "advantages", "mask")
         },
     )
     value, _ = loss_of(grpo(), empty, torch.zeros(0))

@@ -10,15 +10,15 @@ import torch
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.kto import KTO, REFERENCE_POINT
-from strop.data.packing import pack, select
+from strop.data.packing import pack, select_rollouts
 from strop.types import Batch
-from support.recorded import recorded
+from support.recorded import recorded_group
 
 # Judged: desirable [6, 7], undesirable [10], desirable [14]; the rest are unrelated completions.
 GROUPS = [
-    recorded([4, 5], [6, 7], [8], rewards=(1.0, 0.0)),
-    recorded([9], [10], [11, 12, 13], rewards=(0.0, 0.0), index=1),
-    recorded([3], [14], [15], rewards=(1.0, 0.0), index=2),
+    recorded_group([4, 5], [6, 7], [8], rewards=(1.0, 0.0)),
+    recorded_group([9], [10], [11, 12, 13], rewards=(0.0, 0.0), index=1),
+    recorded_group([3], [14], [15], rewards=(1.0, 0.0), index=2),
 ]
 #            judged 0      other  judged other            judged other
 LOGPROBS = [-1.0, -0.5, -2.0, -0.25, -1.0, -2.0, -3.0, -2.0, -1.0]
@@ -34,8 +34,8 @@ def outputs(values: list[float]) -> TokenOutputs:
 
 
 def batch_of(algorithm: KTO, logprobs: list[float] = LOGPROBS) -> Batch:
-    batch = pack(GROUPS, algorithm).with_extra("reference_logprobs", torch.tensor(REFERENCE))
-    return algorithm.survey(batch, outputs(logprobs))
+    batch = pack(GROUPS, algorithm).with_column("reference_logprobs", torch.tensor(REFERENCE))
+    return algorithm.prepare_step(batch, outputs(logprobs))
 
 
 def sigmoid(value: float) -> float:
@@ -56,7 +56,7 @@ def test_the_loss_is_the_formula() -> None:
     algorithm = KTO(beta=0.5, desirable_weight=1.5, undesirable_weight=0.7)
     batch = batch_of(algorithm)
     assert (batch.totals.tokens, batch.totals.sequences, batch.totals.groups) == (4, 3, 3)
-    assert batch.extra(REFERENCE_POINT).tolist() == pytest.approx([POINT] * 9)
+    assert batch.column(REFERENCE_POINT).tolist() == pytest.approx([POINT] * 9)
     value, logged = algorithm.loss(outputs(LOGPROBS), batch)
     assert float(value) == pytest.approx(wanted(algorithm, POINT), rel=1e-12)
     assert {name: metric.value for name, metric in logged.items()} == pytest.approx(
@@ -73,11 +73,11 @@ def test_the_reference_point_is_never_below_zero_and_has_no_gradient() -> None:
     algorithm = KTO(beta=0.5)
     lower = [value - 5 * (place in (2, 4, 5, 6, 8)) for place, value in enumerate(LOGPROBS)]
     batch = batch_of(algorithm, lower)
-    assert batch.extra(REFERENCE_POINT).abs().max() == 0
+    assert batch.column(REFERENCE_POINT).abs().max() == 0
     assert float(algorithm.loss(outputs(LOGPROBS), batch)[0]) == pytest.approx(wanted(algorithm, 0.0), rel=1e-12)
     found = outputs(LOGPROBS)
     found.logprobs.requires_grad_()
-    assert not batch_of(algorithm).extra(REFERENCE_POINT).requires_grad
+    assert not batch_of(algorithm).column(REFERENCE_POINT).requires_grad
     algorithm.loss(found, batch_of(algorithm))[0].backward()
     assert found.logprobs.grad is not None
     assert (found.logprobs.grad != 0).tolist() == [True, True, False, True, False, False, False, True, False]
@@ -85,27 +85,27 @@ def test_the_reference_point_is_never_below_zero_and_has_no_gradient() -> None:
 
 
 def test_unrelated_completions_are_idle() -> None:
-    assert KTO().idle(batch_of(KTO())).tolist() == [False, True] * 3
+    assert KTO().zero_gradient(batch_of(KTO())).tolist() == [False, True] * 3
 
 
 def test_parts_add_up_to_the_whole_wherever_the_groups_are_cut() -> None:
     algorithm = KTO(beta=0.5, undesirable_weight=0.3)
     batch = batch_of(algorithm)
     whole, logged = algorithm.loss(outputs(LOGPROBS), batch)
-    parts = [select(batch, sequences) for sequences in ([1, 3], [0, 2, 5], [4])]
+    parts = [select_rollouts(batch, sequences) for sequences in ([1, 3], [0, 2, 5], [4])]
     found = [algorithm.loss(outputs([LOGPROBS[place] for place in part.index.tolist()]), part.batch) for part in parts]
     assert sum(float(value) for value, _ in found) == pytest.approx(float(whole), rel=1e-12)
-    merged = metrics.values(metrics.merge(*(part for _, part in found)))
-    assert merged == pytest.approx(metrics.values(logged), rel=1e-12)
+    merged = metrics.to_floats(metrics.merge(*(part for _, part in found)))
+    assert merged == pytest.approx(metrics.to_floats(logged), rel=1e-12)
 
 
 def test_an_empty_completion_is_harmless() -> None:
     algorithm = KTO()
-    groups = [recorded([4], [], [5], rewards=(1.0, 0.0)), recorded([6], [7], [], rewards=(0.0, 0.0), index=1)]
-    batch = pack(groups, algorithm).with_extra("reference_logprobs", torch.tensor([-1.0, -1.0]))
-    batch = algorithm.survey(batch, outputs([-0.5, -2.0]))
+    groups = [recorded_group([4], [], [5], rewards=(1.0, 0.0)), recorded_group([6], [7], [], rewards=(0.0, 0.0), index=1)]
+    batch = pack(groups, algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -1.0]))
+    batch = algorithm.prepare_step(batch, outputs([-0.5, -2.0]))
     assert batch.totals.sequences == 1
-    assert batch.extra(REFERENCE_POINT).tolist() == [0.25, 0.25]
+    assert batch.column(REFERENCE_POINT).tolist() == [0.25, 0.25]
     value, logged = algorithm.loss(outputs([-0.5, -2.0]), batch)
     assert float(value) == pytest.approx(1 - sigmoid(0.1 * (0.25 + 1.0)))
     assert "rewards_desirable" not in logged
@@ -113,10 +113,10 @@ def test_an_empty_completion_is_harmless() -> None:
 
 def test_what_it_cannot_do_without_is_named() -> None:
     with pytest.raises(ValueError, match="needs the log-probabilities of the whole optimizer step"):
-        KTO().survey(pack(GROUPS, KTO()), None)
+        KTO().prepare_step(pack(GROUPS, KTO()), None)
     with pytest.raises(ValueError, match="a group of 1 rollouts"):
-        pack([recorded([4], [5])], KTO())
+        pack([recorded_group([4], [5])], KTO())
     with pytest.raises(ValueError, match="undesirable_weight is 0"):
         KTO(undesirable_weight=0)
     assert KTO().requires == {"reference_logprobs"}
-    assert KTO().surveys
+    assert KTO().needs_step_outputs

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strop.algorithms.apo_down import APODown
 from strop.algorithms.apo_zero import APOZero
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.cdpo import CDPO
 from strop.algorithms.dpo import DPO
 from strop.algorithms.ipo import IPO
@@ -39,7 +39,7 @@ def sigmoid(value: float) -> float:
 
 
 def compare(algorithm: PairwisePreference, chosen: float, rejected: float) -> float:
-    return float(algorithm.compare(*(torch.tensor([value], dtype=torch.float64) for value in (chosen, rejected))))
+    return float(algorithm.pair_loss(*(torch.tensor([value], dtype=torch.float64) for value in (chosen, rejected))))
 
 
 def odds(logprob: float) -> float:
@@ -84,7 +84,7 @@ def test_the_loss_at_the_reference_is_known(algorithm: PairwisePreference, wante
 
 def slopes(algorithm: PairwisePreference, chosen: float, rejected: float) -> tuple[float, float]:
     values = [torch.tensor([value], dtype=torch.float64, requires_grad=True) for value in (chosen, rejected)]
-    algorithm.compare(*values).sum().backward()
+    algorithm.pair_loss(*values).sum().backward()
     found = [value.grad for value in values]
     assert all(isinstance(slope, Tensor) for slope in found)
     return float(found[0]), float(found[1])  # type: ignore[arg-type]
@@ -161,8 +161,8 @@ def test_options_that_make_no_sense_are_refused(make: Any, message: str) -> None
 
 
 def test_every_loss_over_pairs_is_in_the_catalogue_under_its_files_name() -> None:
-    named = algorithms()
+    named = all_algorithms()
     assert {name: named[name] for name in FAMILY} == {name: type(algorithm) for name, algorithm in FAMILY.items()}
     without_reference = {name for name, algorithm in FAMILY.items() if not algorithm.requires}
     assert without_reference == {"simpo", "orpo"}
-    assert all(algorithm.recorded == "preferences" and algorithm.whole_groups for algorithm in FAMILY.values())
+    assert all(algorithm.recorded_data == "preferences" and algorithm.whole_groups for algorithm in FAMILY.values())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.clip_cov import CovarianceClip
 from strop.algorithms.gdpo import DecoupledRewards
 from strop.algorithms.grpo import GRPO
@@ -21,8 +21,8 @@ from strop.algorithms.policy_gradient import PolicyGradient
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.each import each
-from support.rollouts import group_of, rollout_of, sampled
-from support.tokens import slopes, step_of
+from support.rollouts import make_group, make_rollout, sampled_turn
+from support.tokens import loss_gradients, make_step
 
 NEEDED: dict[str, dict[str, Any]] = {
     "dr_grpo": {"constant_length": 7},
@@ -30,17 +30,20 @@ NEEDED: dict[str, dict[str, Any]] = {
     "clip_cov": {"objective": CovarianceClip(share=0.2, lowest=0.1)},
 }
 FAMILY: dict[str, PolicyGradient] = {
-    name: kind(**NEEDED.get(name, {})) for name, kind in algorithms().items() if issubclass(kind, PolicyGradient)
+    name: kind(**NEEDED.get(name, {})) for name, kind in all_algorithms().items() if issubclass(kind, PolicyGradient)
 }
 
 
 def answered(*answers: tuple[float, int], ending: Ending = Ending.STOP) -> Group:
     """(reward, length) of each rollout; the greedy one fails."""
     rollouts = [
-        replace(rollout_of([5], sampled([7] * length), reward=reward, ending=ending), rewards={"first": reward, "second": reward})
+        replace(
+            make_rollout([5], sampled_turn([7] * length), reward=reward, ending=ending),
+            rewards={"first": reward, "second": reward},
+        )
         for reward, length in answers
     ]
-    return replace(group_of(*rollouts), baseline=replace(rollouts[0], reward=0.0))
+    return replace(make_group(*rollouts), baseline=replace(rollouts[0], reward=0.0))
 
 
 def loss_and_slope(
@@ -51,11 +54,13 @@ def loss_and_slope(
     count = len(batch.target)
     spread = torch.linspace(-0.3, 0.3, count)
     columns = {name: torch.full((count,), -2.0) for name in algorithm.requires}
-    batch = replace(batch, sampler_logprobs=sampler - spread.flip(0)).with_extras({**columns, "policy_logprobs": before - spread})
-    batch = algorithm.credit(batch)
+    batch = replace(batch, rollout_logprobs=sampler - spread.flip(0)).with_columns(
+        {**columns, "policy_logprobs": before - spread}
+    )
+    batch = algorithm.token_credit(batch)
     logprobs, entropy = (now + spread).requires_grad_(), torch.ones(count)
     seen = TokenOutputs(logprobs.detach(), entropy)
-    batch = algorithm.survey(batch, seen if algorithm.surveys else None)
+    batch = algorithm.prepare_step(batch, seen if algorithm.needs_step_outputs else None)
     loss, _ = algorithm.loss(TokenOutputs(logprobs, entropy), batch)
     loss.backward()
     assert logprobs.grad is not None
@@ -67,7 +72,7 @@ def test_rollouts_said_to_be_idle_have_exactly_no_gradient(name: str) -> None:
     groups = [answered((1.0, 2), (1.0, 3)), answered((0.0, 2), (1.0, 4)), answered((0.0, 1), (0.0, 2))]
     batch, _, slope = loss_and_slope(FAMILY[name], groups, now=-1.9)
     moved = torch.zeros(6).index_add(0, batch.sequence, slope.abs())
-    assert bool((moved[FAMILY[name].idle(batch)] == 0).all())
+    assert bool((moved[FAMILY[name].zero_gradient(batch)] == 0).all())
     assert float(moved[2:4].sum()) > 0
 
 
@@ -105,7 +110,7 @@ def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
     def credit(groups: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, ...]]:
         batch = pack([answered(*group) for group in groups], algorithm)
         columns = {name: torch.full((len(batch.target),), -2.0) for name in algorithm.requires}
-        batch = algorithm.credit(batch.with_extras(columns))
+        batch = algorithm.token_credit(batch.with_columns(columns))
         rows = [
             tuple(round(value, 5) for value in batch.advantages[batch.sequence == row].tolist())
             for row in range(batch.num_sequences)
@@ -116,25 +121,25 @@ def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
 
 
 def test_the_ratio_can_be_taken_to_the_sampler() -> None:
-    step = step_of([[-1.0, -1.0]], [1.0], before=[[-1.0, -1.0]], sampler=[[-1.1, -0.5]])
-    assert slopes(GRPO(), step)[1] == pytest.approx([-0.5, -0.5])
-    _, slope, logged = slopes(GRPO(ratio_to="sampler"), step)
+    step = make_step([[-1.0, -1.0]], [1.0], old=[[-1.0, -1.0]], rollout=[[-1.1, -0.5]])
+    assert loss_gradients(GRPO(), step)[1] == pytest.approx([-0.5, -0.5])
+    _, slope, logged = loss_gradients(GRPO(ratio_to="sampler"), step)
     assert slope == pytest.approx([-math.exp(0.1) / 2, -math.exp(-0.5) / 2])
     assert logged["probs_ratio"] == pytest.approx((math.exp(0.1) + math.exp(-0.5)) / 2)
 
 
 def test_the_entropy_bonus_is_paid_only_below_its_target() -> None:
-    step = step_of([[-1.0, -2.0]], [1.0], entropy=[[0.4, 0.6]])
+    step = make_step([[-1.0, -2.0]], [1.0], entropy=[[0.4, 0.6]])
     for target, paid in [(0.6, 0.1 * 0.5), (0.4, 0.0)]:
         algorithm = GRPO(entropy_bonus=0.1, entropy_target=target)
-        assert slopes(algorithm, step)[0] == pytest.approx(-1.0 - paid)
-    assert slopes(GRPO(entropy_bonus=0.1), step)[0] == pytest.approx(-1.05)
+        assert loss_gradients(algorithm, step)[0] == pytest.approx(-1.0 - paid)
+    assert loss_gradients(GRPO(entropy_bonus=0.1), step)[0] == pytest.approx(-1.05)
 
 
 def test_positive_examples_can_be_taught_as_well() -> None:
     """The mean over the tokens of rollouts with a positive reward; the first rollout of a step here earns 0."""
-    step = step_of([[-1.0], [-2.0, -3.0]], [0.0, 0.0])
-    loss, slope, _ = slopes(GRPO(positive_nll=0.5), step)
+    step = make_step([[-1.0], [-2.0, -3.0]], [0.0, 0.0])
+    loss, slope, _ = loss_gradients(GRPO(positive_nll=0.5), step)
     assert loss == pytest.approx(0.5 * 2.5)
     assert slope == pytest.approx([0.0, -0.25, -0.25])
 
@@ -150,8 +155,8 @@ def test_an_unbiased_kl_term_has_the_gradient_of_the_divergence() -> None:
         algorithm = GRPO(kl=Kl(weight=1.0, unbiased=unbiased, input_clamp=None, output_clamp=None))
         found = torch.zeros(5, dtype=torch.float64)
         for token in range(5):
-            step = step_of([[0.0]], [0.0])
-            batch = step.batch.with_extra("reference_logprobs", reference[token : token + 1])
+            step = make_step([[0.0]], [0.0])
+            batch = step.batch.with_column("reference_logprobs", reference[token : token + 1])
             loss, _ = algorithm.loss(TokenOutputs(logprobs[token : token + 1], torch.zeros(1)), batch)
             found += float(logprobs[token].exp().detach()) * torch.autograd.grad(loss, logits, retain_graph=True)[0]
         assert torch.allclose(found, wanted) == unbiased

@@ -15,20 +15,20 @@ from strop.algorithms.orpo import ORPO, log_odds
 from strop.algorithms.preference import PairwisePreference
 from strop.algorithms.sft import SFT
 from strop.algorithms.simpo import SimPO
-from strop.data.packing import pack, select
+from strop.data.packing import pack, select_rollouts
 from strop.types import Batch, Group
-from support.recorded import recorded
-from support.rollouts import group_of, rollout_of
+from support.recorded import recorded_group
+from support.rollouts import make_group, make_rollout
 
-GROUPS = [recorded([4, 5], [6, 7], [8]), recorded([9], [10], [11, 12, 13], index=1)]
+GROUPS = [recorded_group([4, 5], [6, 7], [8]), recorded_group([9], [10], [11, 12, 13], index=1)]
 LOGPROBS = [-1.0, -0.5, -2.0, -0.25, -1.0, -2.0, -3.0]  # (-1.5, -2) and (-0.25, -6)
 REFERENCE = [-1.5, -1.0, -1.5, -0.5, -1.0, -2.0, -2.0]  # h: (1.0, -0.5) and (0.25, -1.0)
 
 
 def batch_of(algorithm: PairwisePreference, groups: list[Group] = GROUPS) -> Batch:
     batch = pack(groups, algorithm)
-    batch = batch.with_extra("reference_logprobs", torch.tensor(REFERENCE[: len(batch.target)]))
-    return algorithm.survey(algorithm.credit(batch), None)
+    batch = batch.with_column("reference_logprobs", torch.tensor(REFERENCE[: len(batch.target)]))
+    return algorithm.prepare_step(algorithm.token_credit(batch), None)
 
 
 def loss_of(
@@ -73,7 +73,7 @@ def test_completions_are_compared_by_means_where_that_is_asked_for() -> None:
 def test_losses_without_a_reference_do_not_look_at_one() -> None:
     algorithm = SimPO(beta=2.0, gamma=0.5)
     batch = pack(GROUPS, algorithm)
-    value, logged = loss_of(algorithm, algorithm.survey(batch, None))
+    value, logged = loss_of(algorithm, algorithm.prepare_step(batch, None))
     deltas = (-0.75 + 2.0, -0.25 + 2.0)
     assert float(value) == pytest.approx(sum(nll(2 * delta - 0.5) for delta in deltas) / 2, rel=1e-12)
     assert logged["rewards_chosen_mean"] == pytest.approx(2 * (-0.75 - 0.25) / 2)
@@ -122,7 +122,7 @@ def test_parts_add_up_to_the_whole() -> None:
     algorithm = DPO(sft_weight=0.5, sft_aggregation="token_mean")
     batch = batch_of(algorithm)
     whole, logged = loss_of(algorithm, batch)
-    parts = [select(batch, sequences) for sequences in ([2, 3], [0, 1])]
+    parts = [select_rollouts(batch, sequences) for sequences in ([2, 3], [0, 1])]
     found = [loss_of(algorithm, part.batch, torch.tensor(LOGPROBS, dtype=torch.float64)[part.index]) for part in parts]
     assert sum(float(value) for value, _ in found) == pytest.approx(float(whole), rel=1e-12)
     for name, value in logged.items():
@@ -132,21 +132,21 @@ def test_parts_add_up_to_the_whole() -> None:
 def test_a_pair_that_was_cut_is_refused() -> None:
     batch = batch_of(DPO())
     for sequences in ([0], [0, 2], [1, 2, 3]):
-        part = select(batch, sequences)
+        part = select_rollouts(batch, sequences)
         with pytest.raises(ValueError, match="a learner must not split a group"):
             loss_of(DPO(), part.batch, torch.zeros(len(part.index)))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_a_group_that_is_no_pair_is_refused(count: int) -> None:
-    group = group_of(*(rollout_of([4], reward=0.0) for _ in range(count)))
+    group = make_group(*(make_rollout([4], reward=0.0) for _ in range(count)))
     with pytest.raises(ValueError, match=f"a group of {count} rollouts"):
         pack([group], DPO())
 
 
 def test_two_groups_of_four_are_not_four_pairs() -> None:
     """A batch packed for another algorithm: its rollouts are even in number, its groups are no pairs."""
-    batch = pack([recorded([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
+    batch = pack([recorded_group([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
     with pytest.raises(ValueError, match="does not have two rollouts"):
         loss_of(SimPO(), batch, torch.zeros(4))
 
@@ -154,7 +154,7 @@ def test_two_groups_of_four_are_not_four_pairs() -> None:
 @pytest.mark.parametrize("algorithm", [DPO(sft_weight=1.0), SimPO(), ORPO(), IPO()])
 def test_an_empty_completion_is_harmless(algorithm: PairwisePreference) -> None:
     """Its log-probability is that of nothing: 0. A pair of two empty ones counts in no total."""
-    groups = [recorded([4, 5], [6, 7], []), recorded([9], [], [], index=1)]
+    groups = [recorded_group([4, 5], [6, 7], []), recorded_group([9], [], [], index=1)]
     batch = batch_of(algorithm, groups)
     assert (batch.totals.groups, batch.totals.sequences, batch.totals.tokens) == (1, 1, 2)
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
@@ -169,13 +169,13 @@ def test_an_empty_completion_is_harmless(algorithm: PairwisePreference) -> None:
 
 def test_long_float32_completions_keep_their_digits() -> None:
     """A float32 sum of -40,000 nats is known to 0.004: differences to the reference are taken token by token, sums in float64."""
-    groups = [recorded([4], [5] * 4000, [6] * 3000)]
+    groups = [recorded_group([4], [5] * 4000, [6] * 3000)]
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.randint(1, 20 * 1024, (7000,), generator=generator) / 1024
     steps = torch.randint(0, 2, (7000,), generator=generator) / 1024
     delta = float(steps[:4000].double().sum() - steps[4000:].double().sum())
-    value, _ = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_extra("reference_logprobs", logprobs - steps), logprobs)
+    value, _ = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_column("reference_logprobs", logprobs - steps), logprobs)
     assert float(value) == pytest.approx(nll(delta), rel=1e-12)
-    value, logged = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_extra("reference_logprobs", logprobs), logprobs)
+    value, logged = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_column("reference_logprobs", logprobs), logprobs)
     assert float(value) == pytest.approx(math.log(2), abs=1e-15)
     assert logged["accuracy"] == 0.0

@@ -11,16 +11,18 @@ from strop.algorithms.reinforce_pp import BatchWhitened, ReinforcePP
 from strop.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
 from strop.data.packing import pack
 from strop.types import Ending, Group
-from support.rollouts import group_of, rollout_of, sampled
+from support.rollouts import make_group, make_rollout, sampled_turn
 
 
 def answered(*answers: tuple[float, int], ending: Ending = Ending.STOP) -> Group:
-    return group_of(*(rollout_of([5], sampled([7] * length), reward=reward, ending=ending) for reward, length in answers))
+    return make_group(
+        *(make_rollout([5], sampled_turn([7] * length), reward=reward, ending=ending) for reward, length in answers)
+    )
 
 
 def test_whitened_credit_has_mean_zero_and_deviation_one_over_tokens() -> None:
     algorithm = ReinforcePP(kl=None)
-    credit = algorithm.credit(pack([answered((1.0, 3), (0.0, 5)), answered((0.5, 2))], algorithm)).advantages.double()
+    credit = algorithm.token_credit(pack([answered((1.0, 3), (0.0, 5)), answered((0.5, 2))], algorithm)).advantages.double()
     assert float(credit.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(credit.std(correction=0)) == pytest.approx(1.0, abs=1e-5)
     tokens = [1.0] * 3 + [0.0] * 5 + [0.5] * 2
@@ -34,22 +36,22 @@ def test_a_token_pays_for_its_own_kl_term_and_those_after_it() -> None:
     assert algorithm.requires == {"reference_logprobs"}
     batch = pack([answered((1.0, 3), (0.0, 2))], algorithm)
     gap = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
-    batch = batch.with_extra("reference_logprobs", batch.sampler_logprobs - gap)
+    batch = batch.with_column("reference_logprobs", batch.rollout_logprobs - gap)
     returns = [1 - 0.01 * 0.6, 1 - 0.01 * 0.5, 1 - 0.01 * 0.3, -0.01 * 0.9, -0.01 * 0.5]
     wanted = whiten(torch.tensor(returns), torch.ones(5)).tolist()
-    assert algorithm.credit(batch).advantages.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert algorithm.token_credit(batch).advantages.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_tokens_that_were_filtered_do_not_count_in_the_whitening() -> None:
     algorithm = ReinforcePP(kl=None, overlong_filtering=True)
     groups = [answered((1.0, 2)), answered((0.0, 2)), answered((100.0, 9), ending=Ending.LENGTH)]
-    assert algorithm.credit(pack(groups, algorithm)).advantages[:4].tolist() == pytest.approx([1, 1, -1, -1], rel=1e-5)
+    assert algorithm.token_credit(pack(groups, algorithm)).advantages[:4].tolist() == pytest.approx([1, 1, -1, -1], rel=1e-5)
 
 
 def test_the_baseline_variant_subtracts_the_group_s_mean_first() -> None:
     algorithm = ReinforcePPBaseline(kl=None)
     groups = [answered((11.0, 1), (10.0, 1)), answered((3.0, 1), (0.0, 1))]
-    credit = algorithm.credit(pack(groups, algorithm)).advantages.tolist()
+    credit = algorithm.token_credit(pack(groups, algorithm)).advantages.tolist()
     deviation = ((0.5**2 + 1.5**2) / 2) ** 0.5
     assert credit == pytest.approx([0.5 / deviation, -0.5 / deviation, 1.5 / deviation, -1.5 / deviation], rel=1e-5)
 
@@ -62,17 +64,17 @@ def test_its_kl_term_is_k2_in_the_loss() -> None:
 
 @pytest.mark.parametrize("algorithm", [ReinforcePP(kl=None), ReinforcePPBaseline(kl=None)])
 def test_a_batch_that_does_not_vary_earns_exactly_nothing(algorithm: ReinforcePP) -> None:
-    batch = algorithm.credit(pack([answered((0.1, 3), (0.1, 1)), answered((0.1, 2), (0.1, 2))], algorithm))
+    batch = algorithm.token_credit(pack([answered((0.1, 3), (0.1, 1)), answered((0.1, 2), (0.1, 2))], algorithm))
     assert torch.equal(batch.advantages, torch.zeros(8))
 
 
 def test_only_the_baseline_variant_needs_groups() -> None:
-    assert list(ReinforcePP().problems(Plan(group_size=1))) == []
-    assert len(list(ReinforcePPBaseline().problems(Plan(group_size=1)))) == 1
-    assert list(ReinforcePPBaseline().problems(Plan(group_size=2, max_staleness=2, optimizer_steps=3))) == []
+    assert list(ReinforcePP().validate(Plan(group_size=1))) == []
+    assert len(list(ReinforcePPBaseline().validate(Plan(group_size=1)))) == 1
+    assert list(ReinforcePPBaseline().validate(Plan(group_size=2, max_staleness=2, optimizer_steps=3))) == []
 
 
 def test_whitening_nothing_is_harmless() -> None:
     assert whiten(torch.ones(3), torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
     assert len(whiten(torch.zeros(0), torch.zeros(0))) == 0
-    assert BatchWhitened().smallest_group == 2
+    assert BatchWhitened().min_group_size == 2

@@ -14,7 +14,7 @@ from strop.algorithms.kpop import Kpop
 from strop.algorithms.opsm import Opsm
 from strop.algorithms.parts import Correction, Mismatch
 from strop.algorithms.rejection import GeometricRejection, K3Rejection
-from support.mismatch import logs, mismatch_of
+from support.mismatch import log_ratios, make_mismatch
 
 
 def found_by(correction: Correction, mismatch: Mismatch) -> tuple[list[float], dict[str, list[float]]]:
@@ -23,7 +23,7 @@ def found_by(correction: Correction, mismatch: Mismatch) -> tuple[list[float], d
 
 
 def test_geometric_rejection_keeps_whole_rollouts_whose_mean_ratio_is_in_the_band() -> None:
-    mismatch = mismatch_of(logs(4.0, 0.25, 1.0), logs(1.2, 1.2), logs(0.7))
+    mismatch = make_mismatch(log_ratios(4.0, 0.25, 1.0), log_ratios(1.2, 1.2), log_ratios(0.7))
     kept, logged = found_by(GeometricRejection(low=0.8, high=1.1), mismatch)
     assert kept == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert logged["geometric_rejection_cut"] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
@@ -32,12 +32,12 @@ def test_geometric_rejection_keeps_whole_rollouts_whose_mean_ratio_is_in_the_ban
 
 def test_geometric_rejection_does_not_depend_on_length() -> None:
     """At 1.0005 a token a product leaves every band as rollouts grow; the mean stays."""
-    mismatch = mismatch_of([math.log(1.0005)] * 3, [math.log(1.0005)] * 3000)
+    mismatch = make_mismatch([math.log(1.0005)] * 3, [math.log(1.0005)] * 3000)
     assert set(found_by(GeometricRejection(), mismatch)[0]) == {1.0}
 
 
 def test_k3_rejection_sees_what_cancels_in_a_mean_of_logarithms() -> None:
-    mismatch = mismatch_of(logs(4.0, 0.25), logs(1.05, 1.0))
+    mismatch = make_mismatch(log_ratios(4.0, 0.25), log_ratios(1.05, 1.0))
     kept, logged = found_by(K3Rejection(cap=0.1), mismatch)
     assert kept == [0.0, 0.0, 1.0, 1.0]
     first = ((4.0 - math.log(4.0) - 1) + (0.25 - math.log(0.25) - 1)) / 2
@@ -48,7 +48,7 @@ def test_k3_rejection_sees_what_cancels_in_a_mean_of_logarithms() -> None:
 
 def test_opsm_drops_failures_the_policy_moved_away_from_and_nothing_else() -> None:
     """log mu - log pi: 0.5 a token in the first three rollouts, which differ in their credit; -0.5 in the last."""
-    mismatch = mismatch_of([-0.5, -0.5], [-0.9, -0.1], [-0.5], [0.5], credit=[-1.0, 1.0, 0.0, -1.0])
+    mismatch = make_mismatch([-0.5, -0.5], [-0.9, -0.1], [-0.5], [0.5], credit=[-1.0, 1.0, 0.0, -1.0])
     kept, logged = found_by(Opsm(delta=0.4), mismatch)
     assert kept == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     assert logged["opsm_divergence"] == pytest.approx([0.5] * 5 + [-0.5])
@@ -57,7 +57,7 @@ def test_opsm_drops_failures_the_policy_moved_away_from_and_nothing_else() -> No
 
 def test_opsm_weighs_counted_tokens_only() -> None:
     """Rollout 0 does not count in the loss, so that nothing of it is logged as dropped either."""
-    mismatch = mismatch_of([-9.0], [-9.0], credit=[-1.0, -1.0], counted=[False, True])
+    mismatch = make_mismatch([-9.0], [-9.0], credit=[-1.0, -1.0], kept=[False, True])
     assert found_by(Opsm(delta=0.4), mismatch)[0] == [1.0, 0.0]
 
 
@@ -68,7 +68,7 @@ def binary_kl(p: float, q: float) -> float:
 @given(mu=st.floats(0.001, 0.999), pi=st.floats(0.001, 0.999))
 def test_kpop_compares_the_larger_of_the_two_binary_divergences(mu: float, pi: float) -> None:
     """The sampler's log-probabilities are float32 columns, which is where the tolerance comes from."""
-    mismatch = mismatch_of([math.log(pi / mu)], sampler=math.log(mu))
+    mismatch = make_mismatch([math.log(pi / mu)], rollout_logprob=math.log(mu))
     _, logged = found_by(Kpop(), mismatch)
     wanted = max(binary_kl(mu, pi), binary_kl(pi, mu))
     assert logged["kpop_divergence"][0] == pytest.approx(wanted, rel=1e-3, abs=1e-6)
@@ -76,20 +76,20 @@ def test_kpop_compares_the_larger_of_the_two_binary_divergences(mu: float, pi: f
 
 def test_kpop_lets_an_unlikely_token_differ_by_more_than_a_likely_one() -> None:
     """The same ratio of 0.5, from 0.01 to 0.005 and from 0.9 to 0.45."""
-    assert found_by(Kpop(), mismatch_of(logs(0.5), sampler=math.log(0.01)))[0] == [1.0]
-    assert found_by(Kpop(), mismatch_of(logs(0.5), sampler=math.log(0.9)))[0] == [0.0]
+    assert found_by(Kpop(), make_mismatch(log_ratios(0.5), rollout_logprob=math.log(0.01)))[0] == [1.0]
+    assert found_by(Kpop(), make_mismatch(log_ratios(0.5), rollout_logprob=math.log(0.9)))[0] == [0.0]
 
 
 def test_kpop_does_not_take_rounding_near_certainty_for_a_divergence() -> None:
     """The sampler's float32 says exactly 1 and the learner's 1 - 1e-6: the plain formula divides by zero."""
-    kept, logged = found_by(Kpop(), mismatch_of([-1e-6, 0.0], sampler=0.0))
+    kept, logged = found_by(Kpop(), make_mismatch([-1e-6, 0.0], rollout_logprob=0.0))
     assert kept == [1.0, 1.0]
     assert logged["kpop_divergence"][1] == 0.0
     assert logged["kpop_divergence"][0] < 1e-4
 
 
 def test_the_default_bounds_keep_a_sampler_and_a_learner_that_agree() -> None:
-    mismatch = mismatch_of([1e-6, -1e-6, 0.0], [0.0], credit=[-1.0, 1.0], dtype=torch.float32)
+    mismatch = make_mismatch([1e-6, -1e-6, 0.0], [0.0], credit=[-1.0, 1.0], dtype=torch.float32)
     for correction in (GeometricRejection(), K3Rejection(), Opsm(), Kpop()):
         assert set(found_by(correction, mismatch)[0]) == {1.0}, correction
 

@@ -9,11 +9,14 @@ import torch
 
 from strop.algorithms.base import ValueOutputs
 from strop.algorithms.reward_model import RewardModel
-from strop.data.packing import pack, select
+from strop.data.packing import pack, select_rollouts
 from strop.types import Batch
-from support.recorded import recorded
+from support.recorded import recorded_group
 
-GROUPS = [recorded([4, 5], [6, 7], [8], rewards=(3.0, 0.0)), recorded([9], [10], [11, 12, 13], rewards=(1.0, 0.5), index=1)]
+GROUPS = [
+    recorded_group([4, 5], [6, 7], [8], rewards=(3.0, 0.0)),
+    recorded_group([9], [10], [11, 12, 13], rewards=(1.0, 0.5), index=1),
+]
 SCORES = torch.tensor([1.0, -0.5, 0.25, 0.75], dtype=torch.float64)
 
 
@@ -55,7 +58,7 @@ def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
     value, logged = loss_of(RewardModel(kind="regression"))
     assert value == pytest.approx((2.0**2 + 0.5**2 + 0.75**2 + 0.25**2) / 4, rel=1e-12)
     assert "accuracy" not in logged
-    group = recorded([4], [5], [6], [7], rewards=(0.5, 1.0, 2.0))
+    group = recorded_group([4], [5], [6], [7], rewards=(0.5, 1.0, 2.0))
     batch = pack([group], RewardModel(kind="regression"))
     value, _ = RewardModel(kind="regression").loss(ValueOutputs(torch.zeros(3)), batch)
     assert float(value) == pytest.approx((0.25 + 1.0 + 4.0) / 3)
@@ -67,7 +70,7 @@ def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
 def test_parts_add_up_to_the_whole(algorithm: RewardModel) -> None:
     batch = pack(GROUPS, algorithm)
     whole, logged = loss_of(algorithm, batch)
-    parts = [select(batch, sequences) for sequences in ([2, 3], [0, 1])]
+    parts = [select_rollouts(batch, sequences) for sequences in ([2, 3], [0, 1])]
     found = [algorithm.loss(ValueOutputs(SCORES[part.index]), part.batch) for part in parts]
     assert sum(float(value) for value, _ in found) == pytest.approx(whole, rel=1e-12)
     for name, value in logged.items():
@@ -88,6 +91,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="apply to pairs, but kind regression fits single scores"):
         RewardModel(kind="regression", use_margin=True)
     with pytest.raises(ValueError, match="a group of 3 rollouts"):
-        pack([recorded([4], [5], [6], [7], rewards=(0.0,) * 3)], RewardModel())
+        pack([recorded_group([4], [5], [6], [7], rewards=(0.0,) * 3)], RewardModel())
     with pytest.raises(ValueError, match="7 scores for 4 rollouts"):
         RewardModel().loss(ValueOutputs(torch.zeros(7)), pack(GROUPS, RewardModel()))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
-from strop.algorithms.catalogue import algorithms
-from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, events
+from strop.algorithms.catalogue import all_algorithms
+from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, complete_distribution
 from strop.data.packing import pack
 from strop.types import Batch
 from support.rollouts import simple_groups
@@ -59,7 +59,7 @@ def distributions(count: int, vocabulary: int, seed: int) -> tuple[Tensor, Tenso
 def batch_of(teacher: Tensor, ids: Tensor) -> Batch:
     assert len(ids) == TOKENS
     batch = pack(simple_groups((3, (4, 2))), TopKDistillation())
-    return batch.with_extras({CANDIDATES: ids, TEACHER_CANDIDATES: teacher.gather(1, ids)})
+    return batch.with_columns({CANDIDATES: ids, TEACHER_CANDIDATES: teacher.gather(1, ids)})
 
 
 def outputs(logits: Tensor, ids: Tensor) -> TokenOutputs:
@@ -72,7 +72,7 @@ def loss_of(logits: Tensor, teacher: Tensor, ids: Tensor, **options: Any) -> flo
 
 
 def test_it_is_in_the_catalogue_under_its_files_name() -> None:
-    assert algorithms()["topk_distillation"] is TopKDistillation
+    assert all_algorithms()["topk_distillation"] is TopKDistillation
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
@@ -191,7 +191,7 @@ def test_events_are_a_distribution() -> None:
     _, teacher = distributions(5, 9, 6)
     logs = teacher.topk(3).values
     for outside, width in (("bucket", 4), ("renormalise", 3)):
-        found = events(logs, outside)  # type: ignore[arg-type]
+        found = complete_distribution(logs, outside)  # type: ignore[arg-type]
         assert found.shape == (5, width)
         assert torch.allclose(found.exp().sum(-1), torch.ones(5, dtype=torch.float64))
 
@@ -218,5 +218,5 @@ def test_a_network_that_was_not_asked_for_candidates_is_an_error_that_says_so() 
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
-    assert any(said in problem for problem in TopKDistillation(**options).problems(Plan()))
-    assert list(TopKDistillation().problems(Plan(group_size=1, max_staleness=3))) == []
+    assert any(said in problem for problem in TopKDistillation(**options).validate(Plan()))
+    assert list(TopKDistillation().validate(Plan(group_size=1, max_staleness=3))) == []

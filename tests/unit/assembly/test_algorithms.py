@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.cispo import ClippedWeight
 from strop.algorithms.clip import Clip
 from strop.algorithms.dapo import DAPO
@@ -34,11 +34,18 @@ from strop.algorithms.top_entropy import TopEntropy
 from strop.algorithms.topk_distillation import TopKDistillation
 from strop.algorithms.truncated import Tis
 from strop.algorithms.vapo import VAPO
-from strop.assembly.algorithms import Setting, find_algorithm, make_algorithm, outline, refuse_nonsense, section_of
-from strop.assembly.describe import describe
-from strop.assembly.recorded import recorded_algorithm_of
-from strop.assembly.rollouts import algorithm_of
-from strop.assembly.settings import settings_of
+from strop.assembly.algorithms import (
+    AlgorithmSetting,
+    check_algorithm,
+    find_algorithm,
+    format_algorithm,
+    infer_section,
+    make_algorithm,
+)
+from strop.assembly.describe import summarize
+from strop.assembly.recorded import make_recorded_algorithm
+from strop.assembly.rollouts import make_rollout_algorithm
+from strop.assembly.settings import collect_settings
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema import TRAINING_RUNS
 
@@ -57,19 +64,19 @@ def config(section: str, *overrides: str) -> TrainingRunConfig:
 def made(section: str, *overrides: str) -> Algorithm:
     found = config(section, *overrides)
     if isinstance(found, RolloutRunConfig):
-        return algorithm_of(found)
+        return make_rollout_algorithm(found)
     assert isinstance(found, RecordedRunConfig)
-    return recorded_algorithm_of(found)
+    return make_recorded_algorithm(found)
 
 
 # --- names and parts ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize("name", all_algorithms())
 def test_every_algorithm_is_made_by_its_name_and_described_in_one_line(name: str) -> None:
     algorithm = make_algorithm(name, {})
-    assert algorithm == algorithms()[name]()
-    line = outline(name, algorithm)
+    assert algorithm == all_algorithms()[name]()
+    line = format_algorithm(name, algorithm)
     assert line.startswith(name) and "\n" not in line and "object at" not in line
 
 
@@ -132,7 +139,7 @@ def test_a_mapping_of_numbers_is_no_part() -> None:
         ("strop.algorithms.grpo:GRPPO", {}, "has no 'GRPPO'; did you mean 'GRPO'?"),
         ("strop.algorithms.grpo:GroupRelative", {}, "is not a subclass of strop"),
         ("strop.algorithms.policy_gradient:PolicyGradient", {}, "needs advantage, objective"),
-        ("strop.algorithms.preference:PairwisePreference", {}, "does not define compare, which every algorithm must define"),
+        ("strop.algorithms.preference:PairwisePreference", {}, "does not define pair_loss, which every algorithm must define"),
         ("grpo", {"clip_high": 0.3}, "algorithm.kwargs.clip_high: grpo has no such field"),
         ("grpo", {"objectiv": "clip"}, "did you mean 'objective'?"),
         ("grpo", {"objective": "clp"}, "algorithm.kwargs.objective: 'clp' is not a known objective; did you mean 'clip'?"),
@@ -179,7 +186,7 @@ from strop.algorithms.parts import Advantage
 class Bounded(Advantage):
     bound: float
 
-    def relative(self, group):
+    def rollout_advantages(self, group):
         return group.rewards.clamp(max=self.bound)
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,20 +221,20 @@ def test_parts_and_algorithms_from_outside_are_named_as_file_and_class(outside: 
 
 def test_an_outline_names_every_option_in_force() -> None:
     kwargs = {"corrections": [{"name": "tis", "cap": 3.0}], "kl": {"weight": 0.1}, "on_policy_ratio": True}
-    line = outline("grpo", make_algorithm("grpo", kwargs))
+    line = format_algorithm("grpo", make_algorithm("grpo", kwargs))
     assert "advantage group_relative(baseline=True, leave_one_out=False, normalize=True)" in line
     assert "objective clip(low=0.2, high=0.2)" in line
     assert "corrections tis(cap=3.0, floor=0.0, level=token)" in line
     assert "kl k3(weight=0.1, estimator=k3, place=loss" in line
     assert "aggregation token_mean" in line and "on_policy_ratio True" in line
-    assert outline("simpo", make_algorithm("simpo", {})) == "simpo"
-    assert outline("simpo", make_algorithm("simpo", {"gamma": 0.5})) == "simpo: gamma 0.5"
+    assert format_algorithm("simpo", make_algorithm("simpo", {})) == "simpo"
+    assert format_algorithm("simpo", make_algorithm("simpo", {"gamma": 0.5})) == "simpo: gamma 0.5"
 
 
 def described(section: str, *overrides: str) -> dict[str, str]:
     """What a run is said to be, by the first word of each line."""
     devices = ["policy.device=cpu", "policy.num_threads=1"]
-    lines = describe(config(section, *devices, *overrides)).splitlines()
+    lines = summarize(config(section, *devices, *overrides)).splitlines()
     return {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in lines}
 
 
@@ -406,10 +413,10 @@ def test_flat_keys_are_the_fields_of_the_algorithm_and_its_parts(section: str, o
 @pytest.mark.parametrize("section", TRAINING_RUNS)
 def test_keys_that_are_not_set_leave_every_algorithm_as_its_paper_has_it(section: str) -> None:
     """But for keys that a section must have a value for: the divergence of topk_distillation."""
-    for name, kind in algorithms().items():
-        if section_of(kind()) == section and name != "topk_distillation":
+    for name, kind in all_algorithms().items():
+        if infer_section(kind()) == section and name != "topk_distillation":
             found = config(section, f"algorithm.name={name}")
-            assert make_algorithm(name, {}, settings_of(found)) == kind()
+            assert make_algorithm(name, {}, collect_settings(found)) == kind()
 
 
 @pytest.mark.parametrize("key", ["reference_policy_kl_type=k1", "use_kl_in_reward=true", "use_on_policy_kl_approximation=true"])
@@ -496,7 +503,10 @@ def test_flat_keys_that_an_algorithm_has_no_use_for_are_refused(section: str, ov
 
 def test_an_algorithm_from_outside_is_warned_about_flat_keys_it_has_no_fields_for() -> None:
     name = "strop.algorithms.sft:SFT"
-    settings = [Setting("loss_fn.beta", "beta", 0.1), Setting("loss_fn.aggregation", "aggregation", "sequence_mean")]
+    settings = [
+        AlgorithmSetting("loss_fn.beta", "beta", 0.1),
+        AlgorithmSetting("loss_fn.aggregation", "aggregation", "sequence_mean"),
+    ]
     with pytest.warns(UserWarning, match=r"SFT does not use loss_fn\.beta; these keys have no effect"):
         assert make_algorithm(name, {}, settings) == SFT(aggregation="sequence_mean")
     with warnings.catch_warnings():
@@ -549,18 +559,18 @@ def test_what_makes_no_sense_together_is_refused_when_a_run_starts(overrides: st
 def test_everything_that_speaks_against_an_algorithm_is_said_at_once() -> None:
     algorithm = GRPO(corrections=(Tis(), Tis()), aggregation="constant_length")
     with pytest.raises(ValueError) as caught:
-        refuse_nonsense(algorithm, Plan(group_size=1))
+        check_algorithm(algorithm, Plan(group_size=1))
     assert len(str(caught.value).splitlines()) == 4
 
 
-@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize("name", all_algorithms())
 def test_an_algorithm_of_another_kind_of_run_is_refused_with_its_own(name: str) -> None:
-    own = section_of(algorithms()[name]())
+    own = infer_section(all_algorithms()[name]())
     for section in TRAINING_RUNS:
         if section == own:
             continue
         found = config(section)
         other = found.model_copy(update={"algorithm": found.algorithm.model_copy(update={"name": name, "kwargs": {}})})
-        make = algorithm_of if isinstance(other, RolloutRunConfig) else recorded_algorithm_of
+        make = make_rollout_algorithm if isinstance(other, RolloutRunConfig) else make_recorded_algorithm
         with pytest.raises(ValueError, match=rf"^algorithm\.name: {name} .*run strop {own}$|{name} has no|of {name} is"):
             make(other)  # type: ignore[arg-type]

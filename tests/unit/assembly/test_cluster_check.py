@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.cluster.ray import process_lives
+from strop.cluster.ray import is_process_alive
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     """As a node with a disk of its own would: what the driver leaves in the folder is moved away before the nodes look."""
     from strop.assembly import cluster_check
 
-    asked = cluster_check._asked
+    asked = cluster_check._probe_nodes
 
     async def elsewhere(question: Any) -> Any:
         for path in Path(question.folders[0]).glob(".strop-check-*/driver"):
             path.rename(path.with_name("elsewhere"))
         return await asked(question)
 
-    monkeypatch.setattr(cluster_check, "_asked", elsewhere)
+    monkeypatch.setattr(cluster_check, "_probe_nodes", elsewhere)
     assert check(two_nodes, "cluster.num_nodes=2") == 1
     output = capsys.readouterr().out
     assert output.count("is not the folder that the driver sees") == 2 and "shared by 0 of 2 nodes" in output
@@ -106,15 +106,15 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
 @pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from strop.assembly import cluster_check
-    from strop.cluster.ray import on_every_node
+    from strop.cluster.ray import run_on_every_node
 
     processes: list[int] = []
 
     async def interrupted(question: Any) -> Any:
-        processes.extend(answer for _, answer in await on_every_node(os.getpid))
+        processes.extend(answer for _, answer in await run_on_every_node(os.getpid))
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(cluster_check, "_asked", interrupted)
+    monkeypatch.setattr(cluster_check, "_probe_nodes", interrupted)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert cli.main(["cluster", "check", "cluster.address=local", "policy.device=cpu"]) == cli.INTERRUPTED
-    assert processes and not any(process_lives(process) for process in processes) and list(room.iterdir()) == []
+    assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []

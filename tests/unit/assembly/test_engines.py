@@ -30,7 +30,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
 
 
 def sender(config: dict[str, Any], device: torch.device, folder: Path = Path("own")) -> Any:
-    return engines.sender_maker(GenerationConfig.model_validate({"backend": "vllm", **config}), device, folder)(3)
+    return engines.make_sender_factory(GenerationConfig.model_validate({"backend": "vllm", **config}), device, folder)(3)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_engines_apart_have_the_gpus_after_the_learner_s_and_colocated_ones_begi
     config = VllmConfig(tensor_parallel_size=2)
 
     def visible(number: int, *, apart: bool) -> str:
-        return engines.environment(config, number, False, None, apart=apart)["CUDA_VISIBLE_DEVICES"]
+        return engines.make_engine_env(config, number, False, None, separate_devices=apart)["CUDA_VISIBLE_DEVICES"]
 
     assert [visible(number, apart=True) for number in range(2)] == ["1,2", "3,4"]
     assert [visible(number, apart=False) for number in range(2)] == ["0,1", "2,3"]
@@ -77,7 +77,7 @@ def test_engines_apart_have_the_gpus_after_the_learner_s_and_colocated_ones_begi
 
 def test_an_engine_on_a_cpu_has_its_own_threads_or_as_many_as_the_learner() -> None:
     def threads(config: VllmConfig, learner: int | None) -> str:
-        return engines.environment(config, 0, True, learner, apart=False)["OMP_NUM_THREADS"]
+        return engines.make_engine_env(config, 0, True, learner, separate_devices=False)["OMP_NUM_THREADS"]
 
     assert threads(VllmConfig(num_threads=3), 2) == "3"
     assert threads(VllmConfig(), 2) == "2"
@@ -86,14 +86,14 @@ def test_an_engine_on_a_cpu_has_its_own_threads_or_as_many_as_the_learner() -> N
 
 
 def test_speculation_is_said_in_vllm_s_words() -> None:
-    assert engines.speculative(SpeculationConfig()) is None
-    assert engines.speculative(SpeculationConfig(method="ngram", num_speculative_tokens=3)) == {
+    assert engines.make_speculative_config(SpeculationConfig()) is None
+    assert engines.make_speculative_config(SpeculationConfig(method="ngram", num_speculative_tokens=3)) == {
         "method": "ngram",
         "num_speculative_tokens": 3,
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 4,
     }
-    assert engines.speculative(SpeculationConfig(method="draft_model", model_name="small")) == {
+    assert engines.make_speculative_config(SpeculationConfig(method="draft_model", model_name="small")) == {
         "method": "draft_model",
         "num_speculative_tokens": 4,
         "model": "small",

@@ -13,9 +13,16 @@ from strop.algorithms.clip import Clip
 from strop.algorithms.grpo import GRPO, GroupRelative
 from strop.algorithms.kl import Kl
 from strop.assembly import rollouts
-from strop.assembly.rollouts import algorithm_of, beside_the_loop, episode_rules, loop_options, order_of, slots_of
-from strop.assembly.tasks import training_tasks, validation_tasks
-from strop.assembly.training import _changed_settings, make_checkpoints, make_tracker, metric_tag, restore
+from strop.assembly.rollouts import (
+    count_slots,
+    make_episode_rules,
+    make_order,
+    make_rollout_algorithm,
+    make_train_options,
+    run_in_threads,
+)
+from strop.assembly.tasks import make_training_tasks, make_validation_tasks
+from strop.assembly.training import _diff_settings, make_checkpoints, make_tracker, resolve_metric, restore_checkpoint
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.environments.base import EnvironmentConfigError
@@ -40,11 +47,11 @@ def config(*overrides: str) -> GrpoRunConfig:
     ],
 )
 def test_metrics_are_named_as_they_are_logged(name, tag):
-    assert metric_tag(name, "validation") == tag
+    assert resolve_metric(name, "validation") == tag
 
 
 def test_the_loop_is_set_as_the_configuration_says():
-    found = loop_options(
+    found = make_train_options(
         config(
             "grpo.num_prompts_per_step=6",
             "grpo.num_generations_per_prompt=4",
@@ -82,9 +89,9 @@ ASYNCHRONOUS = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_
 )
 def test_the_stream_has_the_order_and_the_slots_that_the_configuration_asks_for(overrides, order, slots):
     found = config(*ASYNCHRONOUS, *(f"grpo.async_grpo.{override}" for override in overrides))
-    options = loop_options(found, share_prefixes=True)
-    assert order_of(found, options) == order and slots_of(found, options) == slots
-    assert options.drops_stale == order.drops
+    options = make_train_options(found, share_prefixes=True)
+    assert make_order(found, options) == order and count_slots(found, options) == slots
+    assert options.drop_stale == order.drops_stale
 
 
 @pytest.mark.parametrize(
@@ -97,32 +104,32 @@ def test_the_stream_has_the_order_and_the_slots_that_the_configuration_asks_for(
     ],
 )
 def test_groups_in_flight_are_finished_before_the_learner_takes_the_module_of_an_embedded_engine(overrides, before):
-    assert loop_options(config(*ASYNCHRONOUS, *overrides), share_prefixes=True).drain_before == before
+    assert make_train_options(config(*ASYNCHRONOUS, *overrides), share_prefixes=True).drain_before == before
 
 
 def test_groups_in_flight_of_a_separate_engine_are_finished_before_weights_are_published(monkeypatch):
-    monkeypatch.setattr(rollouts, "shares_module", lambda config: False)
-    assert loop_options(config(*ASYNCHRONOUS), share_prefixes=True).drain_before == "publishing"
+    monkeypatch.setattr(rollouts, "engine_shares_module", lambda config: False)
+    assert make_train_options(config(*ASYNCHRONOUS), share_prefixes=True).drain_before == "publishing"
 
 
 def test_learners_and_columns_beside_the_loop_share_one_thread():
-    learners, scorers = beside_the_loop({"policy": FakeLearner(), "value": FakeLearner()}, {"reference": object()})
+    learners, scorers = run_in_threads({"policy": FakeLearner(), "value": FakeLearner()}, {"reference": object()})
     assert len({learners["policy"].thread, learners["value"].thread, scorers["reference"].thread}) == 1
 
 
 def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():
-    found = loop_options(config("grpo.async_grpo.max_trajectory_age_steps=3"), share_prefixes=True)
+    found = make_train_options(config("grpo.async_grpo.max_trajectory_age_steps=3"), share_prefixes=True)
     assert found.max_staleness == 0 and found.steps_per_batch == 1 and found.max_groups_per_step > 10**9
 
 
 def test_rewards_are_scaled_only_where_that_is_on():
-    assert episode_rules(config()).scaling is None
-    scaling = episode_rules(config("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=5.0")).scaling
+    assert make_episode_rules(config()).scaling is None
+    scaling = make_episode_rules(config("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_max=5.0")).scaling
     assert scaling is not None and scaling(1.0) == 5.0
 
 
 def test_the_sections_of_the_configuration_are_the_fields_of_grpo():
-    found = algorithm_of(
+    found = make_rollout_algorithm(
         config(
             "grpo.use_leave_one_out_baseline=true",
             "grpo.normalize_rewards=false",
@@ -153,8 +160,8 @@ def test_what_training_holds_out_is_validated_on(tmp_path):
     found = config(
         f"data.train.dataset_name={rows}", "data.train.env_name=math", "env.math={}", "data.train.split_validation_size=5"
     )
-    train = training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
-    held_out = validation_tasks(found.data.validation, found.data.train, found.env, seed=1)
+    train = make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
+    held_out = make_validation_tasks(found.data.validation, found.data.train, found.env, seed=1)
     assert held_out is not None and (len(train), len(held_out)) == (15, 5)
     questions = [{source.at(index)[2].question for index in range(len(source))} for source in (train, held_out)]
     assert not questions[0] & questions[1] and len(questions[0] | questions[1]) == 20
@@ -162,7 +169,7 @@ def test_what_training_holds_out_is_validated_on(tmp_path):
 
 def test_there_is_no_validation_where_nothing_is_held_out():
     found = config()
-    assert validation_tasks(found.data.validation, found.data.train, found.env, seed=1) is None
+    assert make_validation_tasks(found.data.validation, found.data.train, found.env, seed=1) is None
 
 
 def test_several_entries_are_mixed_by_weight():
@@ -170,7 +177,7 @@ def test_several_entries_are_mixed_by_weight():
     base = ["policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null"]
     environments = ["env.easy.type=arithmetic", "env.hard.type=arithmetic", "env.hard.operands=3"]
     found = load_config(None, [*base, f"data.train={entries}", *environments], root=GrpoRunConfig).config
-    train = training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=None)
+    train = make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=None)
     names = [train.at(index)[0] for index in range(40)]
     assert names.count("hard") == 30 and train.at(names.index("hard"))[2].question.count("+") == 2
 
@@ -179,10 +186,10 @@ def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
     from strop.data.source import DataSource
 
     seen: list[DataSource] = []
-    monkeypatch.setattr(DataSource, "rows", lambda self: seen.append(self) or [])
+    monkeypatch.setattr(DataSource, "load_rows", lambda self: seen.append(self) or [])
     found = config("data.train.dataset_name=acme/sums", "data.train.subset=hard", "data.train.env_name=math", "env.math={}")
     with pytest.raises(EnvironmentConfigError, match="has no tasks"):
-        training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
+        make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
     assert seen[0].subset == "hard"
 
 
@@ -193,9 +200,9 @@ def test_settings_that_changed_since_a_checkpoint_are_named(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config("grpo.seed=1", "env.arithmetic.max_operand=9")))
     now = config("grpo.seed=2", "env.arithmetic={}")
-    assert _changed_settings(path, now) == ["env.arithmetic.max_operand: 9 -> None", "grpo.seed: 1 -> 2"]
-    assert _changed_settings(path, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
-    assert _changed_settings(tmp_path / "none.yaml", now) == [f"{tmp_path / 'none.yaml'} cannot be compared"]
+    assert _diff_settings(path, now) == ["env.arithmetic.max_operand: 9 -> None", "grpo.seed: 1 -> 2"]
+    assert _diff_settings(path, config("grpo.seed=1", "env.arithmetic.max_operand=9")) == []
+    assert _diff_settings(tmp_path / "none.yaml", now) == [f"{tmp_path / 'none.yaml'} cannot be compared"]
 
 
 def saved(path: Path) -> None:
@@ -220,7 +227,9 @@ def run(tmp_path: Path) -> Any:
 
 def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
     tracker, learner = make_tracker(run), FakeLearner()
-    state = restore(run, make_checkpoints(run, saved), {"policy": learner}, tracker, RolloutStore(Path(run.logger.log_dir)))
+    state = restore_checkpoint(
+        run, make_checkpoints(run, saved), {"policy": learner}, tracker, RolloutStore(Path(run.logger.log_dir))
+    )
     tracker.close()
     assert state is not None and state.step == 4 and learner.shift == 0.5
     lines = [json.loads(line) for line in (Path(run.logger.log_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -231,7 +240,10 @@ def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
 def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
     fresh = run.model_copy(update={"checkpointing": run.checkpointing.model_copy(update={"resume": False})})
     recorder, learner = Recorder(), FakeLearner()
-    assert restore(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs")) is None
+    assert (
+        restore_checkpoint(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs"))
+        is None
+    )
     assert learner.shift == 0 and len(recorder.notes) == 2
     assert (tmp_path / "results" / "previous_1" / "step_4").exists() and (
         tmp_path / "logs" / "previous_1" / "metrics.jsonl"

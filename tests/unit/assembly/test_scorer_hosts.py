@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation import TEACHER, Distillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.topk_distillation import TopKDistillation
-from strop.assembly.clusters import reserved_cpus
-from strop.assembly.columns import group_share
-from strop.assembly.remote import host_options
-from strop.assembly.roles import Policy, load_training_policy
-from strop.assembly.scorer_hosts import TeacherDescription, TeacherHost, host_teachers
+from strop.assembly.clusters import compute_reserved_cpus
+from strop.assembly.columns import split_groups
+from strop.assembly.remote import make_actor_options
+from strop.assembly.roles import LoadedPolicy, load_training_policy
+from strop.assembly.scorer_hosts import TeacherSpec, TeacherWorker, spawn_teachers
 from strop.assembly.scorers import make_learners
-from strop.assembly.teachers import combined, make_teachers, student_of, teachers_of, wanted_columns
-from strop.cluster.base import HostDied, HostOptions
-from strop.cluster.placement import Place
+from strop.assembly.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
+from strop.cluster.base import ActorDied, ActorOptions
+from strop.cluster.placement import DeviceSlot
 from strop.config import load_config
 from strop.config.cluster import RoleConfig
 from strop.config.errors import ConfigError
@@ -54,7 +54,7 @@ class FakeRemote:
 
     async def _answer(self, method: str, column: str, batch: Any) -> Any:
         if self.dead:
-            raise HostDied(f"{self.name} is gone")
+            raise ActorDied(f"{self.name} is gone")
         self.calls.append(len(batch.group.unique()))
         return await asyncio.to_thread(getattr(self.made, method), column, batch)  # as in a process: no loop runs there
 
@@ -62,14 +62,14 @@ class FakeRemote:
 class FakeCluster:
     """Makes objects here. ``stillborn``: how many of those made from now on are dead."""
 
-    nodes = 2
+    num_nodes = 2
 
     def __init__(self) -> None:
         self.remotes: list[FakeRemote] = []
-        self.options: list[HostOptions] = []
+        self.options: list[ActorOptions] = []
         self.stillborn = 0
 
-    async def host(self, options: HostOptions, make: Callable[..., Any], *arguments: Any) -> FakeRemote:
+    async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> FakeRemote:
         remote = FakeRemote(options.name, make(*arguments))
         remote.dead, self.stillborn = self.stillborn > 0, max(0, self.stillborn - 1)
         self.remotes.append(remote)
@@ -86,7 +86,7 @@ def config_of(model: Path, *overrides: str, name: str = "distillation") -> Disti
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_model_folder: Path) -> Policy:
+def policy(tiny_model_folder: Path) -> LoadedPolicy:
     return load_training_policy(config_of(tiny_model_folder).policy)
 
 
@@ -98,26 +98,26 @@ def algorithm_of(config: DistillationRunConfig) -> Algorithm:
     return Distillation() if config.algorithm.name == "distillation" else TopKDistillation()
 
 
-def filled_here(config: DistillationRunConfig, policy: Policy, groups: list[Group]) -> Mapping[str, Tensor]:
+def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: list[Group]) -> Mapping[str, Tensor]:
     algorithm = algorithm_of(config)
     learners = make_learners(config, policy, algorithm, SAMPLING, None)
     (source,) = make_teachers(config, policy, algorithm, SAMPLING, learners).values()
     return asyncio.run(source.columns(pack(groups, algorithm), groups))
 
 
-async def hosted(config: DistillationRunConfig, policy: Policy, cluster: Any) -> ColumnSource:
-    wanted = wanted_columns(config, algorithm_of(config))
+async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> ColumnSource:
+    wanted = find_teacher_columns(config, algorithm_of(config))
     described = [
-        TeacherDescription(key=key, config=config, student=student_of(policy), columns=wanted, sampling=SAMPLING)
-        for key in teachers_of(config)
+        TeacherSpec(key=key, config=config, student=get_student_info(policy), columns=wanted, sampling=SAMPLING)
+        for key in named_teachers(config)
     ]
     options = {
-        key: [HostOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
-        for key, teacher in teachers_of(config).items()
+        key: [ActorOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
+        for key, teacher in named_teachers(config).items()
     }
     (column,) = wanted
-    made = await host_teachers(cluster, described, options)
-    return combined({key: sources[column] for key, sources in made.items()}, config)
+    made = await spawn_teachers(cluster, described, options)
+    return combine_teachers({key: sources[column] for key, sources in made.items()}, config)
 
 
 def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
@@ -127,7 +127,7 @@ def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["distillation", "topk_distillation"])
 @pytest.mark.parametrize(("hosts", "groups", "calls"), [(1, 3, [[3]]), (2, 3, [[1], [2]]), (3, 2, [[], [1], [1]])])
 def test_processes_fill_what_one_process_fills_each_for_its_share(
-    name: str, hosts: int, groups: int, calls: list[list[int]], tiny_model_folder: Path, policy: Policy
+    name: str, hosts: int, groups: int, calls: list[list[int]], tiny_model_folder: Path, policy: LoadedPolicy
 ) -> None:
     config, cluster = config_of(tiny_model_folder, RAY, f"teacher.hosts={hosts}", name=name), FakeCluster()
     some = groups_of_size(groups)
@@ -140,7 +140,7 @@ def test_processes_fill_what_one_process_fills_each_for_its_share(
     assert [remote.calls for remote in cluster.remotes] == calls
 
 
-def test_several_hosted_teachers_are_mixed_as_in_one_process(tiny_model_folder: Path, policy: Policy) -> None:
+def test_several_hosted_teachers_are_mixed_as_in_one_process(tiny_model_folder: Path, policy: LoadedPolicy) -> None:
     more = [f"teachers.second.model_name={tiny_model_folder}", "teachers.second.hosts=2", "teachers.second.weight=3"]
     config, cluster = config_of(tiny_model_folder, RAY, "teacher.hosts=1", *more), FakeCluster()
     some = groups_of_size(3)
@@ -154,7 +154,9 @@ def test_several_hosted_teachers_are_mixed_as_in_one_process(tiny_model_folder: 
 
 
 @pytest.mark.parametrize("stillborn", [0, 1])
-def test_a_process_that_died_is_replaced_and_asked_again_once(stillborn: int, tiny_model_folder: Path, policy: Policy) -> None:
+def test_a_process_that_died_is_replaced_and_asked_again_once(
+    stillborn: int, tiny_model_folder: Path, policy: LoadedPolicy
+) -> None:
     config, cluster = config_of(tiny_model_folder, RAY, "teacher.hosts=2"), FakeCluster()
     some = groups_of_size(4)
 
@@ -165,7 +167,7 @@ def test_a_process_that_died_is_replaced_and_asked_again_once(stillborn: int, ti
         return await source.columns(pack(some, Distillation()), some)
 
     if stillborn:
-        with pytest.raises(HostDied, match="teacher-1 is gone"):
+        with pytest.raises(ActorDied, match="teacher-1 is gone"):
             asyncio.run(run())
         return
     assert same(asyncio.run(run()), filled_here(config, policy, some))
@@ -177,7 +179,7 @@ def test_a_process_that_died_is_replaced_and_asked_again_once(stillborn: int, ti
 
 
 def test_a_hosted_teacher_with_other_tokens_is_refused_when_it_is_made(
-    tiny_model_folder: Path, policy: Policy, tmp_path: Path
+    tiny_model_folder: Path, policy: LoadedPolicy, tmp_path: Path
 ) -> None:
     from loop.tiny import build_tiny
 
@@ -186,22 +188,22 @@ def test_a_hosted_teacher_with_other_tokens_is_refused_when_it_is_made(
         asyncio.run(hosted(config, policy, FakeCluster()))
 
 
-def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path, policy: Policy) -> None:
+def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path, policy: LoadedPolicy) -> None:
     config = config_of(tiny_model_folder, RAY, "teacher.hosts=1")
-    columns = frozenset({TEACHER})
-    host = TeacherHost(
-        TeacherDescription(key="teacher", config=config, student=student_of(policy), columns=columns, sampling=SAMPLING)
+    columns = frozenset({TEACHER_LOGPROBS})
+    host = TeacherWorker(
+        TeacherSpec(key="teacher", config=config, student=get_student_info(policy), columns=columns, sampling=SAMPLING)
     )
     batch = pack(groups_of_size(2), Distillation())
-    found = host.fill(TEACHER, batch)
-    assert set(found) == {TEACHER} and found[TEACHER].shape == batch.target.shape
+    found = host.fill(TEACHER_LOGPROBS, batch)
+    assert set(found) == {TEACHER_LOGPROBS} and found[TEACHER_LOGPROBS].shape == batch.target.shape
 
 
 @given(groups=st.integers(0, 40), of=st.integers(1, 12))
 def test_shares_are_contiguous_even_and_leave_no_group_out(groups: int, of: int) -> None:
-    shares = [group_share(groups, place, of) for place in range(of)]
-    assert [number for share in shares for number in range(share.first, share.last)] == list(range(groups))
-    sizes = [share.last - share.first for share in shares]
+    shares = [split_groups(groups, place, of) for place in range(of)]
+    assert [number for share in shares for number in range(share.start, share.stop)] == list(range(groups))
+    sizes = [share.stop - share.start for share in shares]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -224,12 +226,12 @@ def test_hosts_that_cannot_be_are_refused(overrides: list[str], message: str, ti
 
 
 def test_a_process_with_gpus_of_its_own_is_on_whichever_node_has_them() -> None:
-    place, role = Place(1, ()), RoleConfig(num_cpus=2)
-    near, far = (host_options("teacher-0", place, role, {}, gpus=gpus) for gpus in (0.0, 0.5))
+    place, role = DeviceSlot(1, ()), RoleConfig(num_cpus=2)
+    near, far = (make_actor_options("teacher-0", place, role, {}, gpus=gpus) for gpus in (0.0, 0.5))
     assert (near.node, near.num_gpus) == (1, 0.0) and (far.node, far.num_gpus) == (None, 0.5)
 
 
 def test_what_hosts_reserve_is_reserved_with_the_nodes(tiny_model_folder: Path) -> None:
     asked = ["teacher.hosts=3", "cluster.roles.teacher.num_cpus=2", "cluster.num_nodes=2", "cluster.environment_hosts=1"]
-    assert reserved_cpus(config_of(tiny_model_folder, *asked)) == 4.0  # two of three on one node
-    assert reserved_cpus(config_of(tiny_model_folder, *asked, "cluster.roles.environment.num_cpus=0.5")) == 4.5
+    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked)) == 4.0  # two of three on one node
+    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked, "cluster.roles.environment.num_cpus=0.5")) == 4.5

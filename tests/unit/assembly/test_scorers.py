@@ -13,19 +13,19 @@ import torch
 
 from loop.fakes import Recorder
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation import TEACHER, Distillation
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.dpo import DPO
 from strop.algorithms.gae import VALUES
 from strop.algorithms.grpo import GRPO
-from strop.algorithms.kl import REFERENCE, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.ppo import PPO
 from strop.algorithms.simpo import SimPO
-from strop.assembly.roles import Policy, load_training_policy
-from strop.assembly.scorers import make_learners, make_recorded_scorers, make_scorers, optimizer_steps
+from strop.assembly.roles import LoadedPolicy, load_training_policy
+from strop.assembly.scorers import count_optimizer_steps, make_learners, make_recorded_scorers, make_scorers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema import TRAINING_RUNS
 from strop.data.packing import pack
-from strop.loop import LoopOptions
+from strop.loop import TrainOptions
 from strop.models.value import ValueNetwork
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
@@ -35,7 +35,7 @@ from strop.types import Batch, Group
 from support.recorded import random_groups
 
 SAMPLING = Sampling()
-OPTIONS = LoopOptions(max_steps=5, groups_per_step=2, steps_per_batch=2, update_epochs=3)
+OPTIONS = TrainOptions(max_steps=5, groups_per_step=2, steps_per_batch=2, update_epochs=3)
 LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
 
 
@@ -54,15 +54,15 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
     return found
 
 
-def learners(config: TrainingRunConfig, policy: Policy, algorithm: Algorithm) -> dict[str, Learner]:
-    return make_learners(config, policy, algorithm, SAMPLING, optimizer_steps(OPTIONS, None))
+def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, Learner]:
+    return make_learners(config, policy, algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
 
 
 def asked(source: Any, batch: Batch, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     return dict(asyncio.run(source.columns(batch, groups)))
 
 
-def disturb(policy: Policy) -> None:
+def disturb(policy: LoadedPolicy) -> None:
     """Change every weight that is trained."""
     with torch.no_grad():
         for parameter in policy.network.model.parameters():
@@ -87,14 +87,14 @@ def disturb(policy: Policy) -> None:
     ],
 )
 def test_a_schedule_is_as_long_as_steps_and_tasks_allow(max_steps: int, tasks: int | None, wanted: int | None) -> None:
-    options = LoopOptions(max_steps=max_steps, groups_per_step=2, steps_per_batch=2, update_epochs=3)
-    assert optimizer_steps(options, tasks) == wanted
+    options = TrainOptions(max_steps=max_steps, groups_per_step=2, steps_per_batch=2, update_epochs=3)
+    assert count_optimizer_steps(options, tasks) == wanted
 
 
 def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_folder: Path) -> None:
     found = config("grpo", tiny_model_folder, "policy.scheduler={name: linear, kwargs: {min_ratio: 0.0}}")
     policy = load_training_policy(found.policy)
-    made = make_learners(found, policy, GRPO(), SAMPLING, optimizer_steps(OPTIONS, None))["policy"]
+    made = make_learners(found, policy, GRPO(), SAMPLING, count_optimizer_steps(OPTIONS, None))["policy"]
     assert isinstance(made, TorchLearner) and made.scheduler is not None
     rates = []
     for _ in range(30):
@@ -162,7 +162,7 @@ def test_a_reference_is_loaded_only_where_it_is_asked_for(tiny_model_folder: Pat
     policy = load_training_policy(found.policy)
     assert make_scorers(found, policy, GRPO(), SAMPLING, {}) == {}
     assert make_scorers(found, policy, GRPO(kl=Kl(weight=0.0)), SAMPLING, {}) == {}
-    assert list(make_scorers(found, policy, GRPO(kl=Kl(weight=0.1)), SAMPLING, {})) == [REFERENCE]
+    assert list(make_scorers(found, policy, GRPO(kl=Kl(weight=0.1)), SAMPLING, {})) == [REFERENCE_LOGPROBS]
 
 
 @pytest.mark.parametrize("overrides", [[], [LORA]], ids=["a frozen copy", "adapters off"])
@@ -170,14 +170,14 @@ def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overri
     algorithm = GRPO(kl=Kl(weight=0.1))
     found = rollouts("grpo", tiny_model_folder, *overrides)
     policy = load_training_policy(found.policy)
-    source = make_scorers(found, policy, algorithm, SAMPLING, {})[REFERENCE]
+    source = make_scorers(found, policy, algorithm, SAMPLING, {})[REFERENCE_LOGPROBS]
     groups = random_groups(3)
     batch = pack(groups, algorithm)
     before = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
-    first = asked(source, batch, groups)[REFERENCE]
+    first = asked(source, batch, groups)[REFERENCE_LOGPROBS]
     assert torch.equal(first, before.logprobs)  # type: ignore[union-attr]
     disturb(policy)
-    assert torch.equal(asked(source, batch, groups)[REFERENCE], first)
+    assert torch.equal(asked(source, batch, groups)[REFERENCE_LOGPROBS], first)
     after = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
     assert not torch.allclose(after.logprobs, first)  # type: ignore[union-attr]
 
@@ -216,11 +216,11 @@ def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) ->
     found = rollouts("distillation", tiny_model_folder, *teacher)
     policy = load_training_policy(found.policy)
     made = learners(found, policy, Distillation())
-    source = make_scorers(found, policy, Distillation(), SAMPLING, made)[TEACHER]
+    source = make_scorers(found, policy, Distillation(), SAMPLING, made)[TEACHER_LOGPROBS]
     groups = random_groups(2)
     batch = pack(groups, Distillation())
     own = asyncio.run(made["policy"].score(batch)).logprobs  # type: ignore[union-attr]
-    assert torch.allclose(asked(source, batch, groups)[TEACHER], own, atol=1e-5), "the teacher is the same model"
+    assert torch.allclose(asked(source, batch, groups)[TEACHER_LOGPROBS], own, atol=1e-5), "the teacher is the same model"
 
 
 # --- references of recorded data ------------------------------------------------------------------------------------------------------
@@ -232,25 +232,27 @@ def recorded(model: Path, logs: Path, *overrides: str) -> RecordedRunConfig:
     return found
 
 
-def scorers_of(found: RecordedRunConfig, policy: Policy, algorithm: Algorithm, groups: Any, notes: Recorder) -> dict[str, Any]:
+def scorers_of(
+    found: RecordedRunConfig, policy: LoadedPolicy, algorithm: Algorithm, groups: Any, notes: Recorder
+) -> dict[str, Any]:
     return dict(asyncio.run(make_recorded_scorers(found, policy, algorithm, SAMPLING, groups, notes)))
 
 
 def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp_path: Path) -> None:
     found, groups, notes = recorded(tiny_model_folder, tmp_path / "logs"), random_groups(5), Recorder()
     policy = load_training_policy(found.policy)
-    source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE]
+    source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
     assert "computed once" in notes.notes[-1]
     batch = pack(groups, DPO())
     live = asyncio.run(learners(found, policy, DPO())["policy"].score(batch)).logprobs  # type: ignore[union-attr]
-    assert torch.allclose(asked(source, batch, groups)[REFERENCE], live, atol=1e-6)
+    assert torch.allclose(asked(source, batch, groups)[REFERENCE_LOGPROBS], live, atol=1e-6)
 
     def nobody() -> Sequence[Group]:
         raise AssertionError("the data is not read again")
 
-    again = scorers_of(found, load_training_policy(found.policy), DPO(), nobody, notes)[REFERENCE]
+    again = scorers_of(found, load_training_policy(found.policy), DPO(), nobody, notes)[REFERENCE_LOGPROBS]
     assert "loaded from" in notes.notes[-1]
-    assert torch.equal(asked(again, batch, groups)[REFERENCE], asked(source, batch, groups)[REFERENCE])
+    assert torch.equal(asked(again, batch, groups)[REFERENCE_LOGPROBS], asked(source, batch, groups)[REFERENCE_LOGPROBS])
 
 
 def test_what_a_reference_was_computed_with_must_not_change(tiny_model_folder: Path, tmp_path: Path) -> None:
@@ -270,8 +272,8 @@ def test_adapters_leave_a_reference_what_it_is_without_them(tiny_model_folder: P
     columns = []
     for name, overrides in (("whole", []), ("adapters", [LORA])):
         found = recorded(tiny_model_folder, tmp_path / name, *overrides)
-        source = scorers_of(found, load_training_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE]
-        columns.append(asked(source, pack(groups, DPO()), groups)[REFERENCE])
+        source = scorers_of(found, load_training_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
+        columns.append(asked(source, pack(groups, DPO()), groups)[REFERENCE_LOGPROBS])
     assert torch.allclose(columns[0], columns[1], atol=1e-6)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
-from strop.assembly.tasks import descriptions, training_tasks, validation_tasks
+from strop.assembly.tasks import describe_environments, make_training_tasks, make_validation_tasks
 from strop.config import load_config
 from strop.config.schema import GrpoRunConfig
 from strop.environments.hosted import RemoteEnvironment, connect
-from support.hosting import HostThread
+from support.hosting import EnvironmentServerThread
 
 
 def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tmp_path: Path) -> None:
@@ -24,20 +24,20 @@ def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tm
     config = load_config(None, [*base, *environments], root=GrpoRunConfig).config
 
     def streams(hosted: dict[str, RemoteEnvironment]) -> list[tuple[str, str, str, str]]:
-        train = training_tasks(config.data.train, config.env, seed=3, shuffle=True, max_epochs=1, hosted=hosted)
-        held_out = validation_tasks(config.data.validation, config.data.train, config.env, seed=3, hosted=hosted)
+        train = make_training_tasks(config.data.train, config.env, seed=3, shuffle=True, max_epochs=1, remote=hosted)
+        held_out = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=3, remote=hosted)
         assert held_out is not None
         found = [source.at(index) for source in (train, held_out) for index in range(len(source))]
         return [(name, task.id, task.question, task.answer) for name, _, task in found]
 
-    made = descriptions(config.data.train, config.data.validation, config.env, seed=3)
+    made = describe_environments(config.data.train, config.data.validation, config.env, seed=3)
     assert {alias: (own.name, len(own.sources)) for alias, own in made.items()} == {
         "sums": ("arithmetic", 1),
         "written": ("math", 2),
     }
-    hosts = {alias: HostThread(pickle.loads(pickle.dumps(own))) for alias, own in made.items()}
+    hosts = {alias: EnvironmentServerThread(pickle.loads(pickle.dumps(own))) for alias, own in made.items()}
     try:
-        hosted = {alias: connect(host.description, [host.link]) for alias, host in hosts.items()}
+        hosted = {alias: connect(host.description, [host.transport]) for alias, host in hosts.items()}
         assert streams(hosted) == streams({})
     finally:
         for host in hosts.values():

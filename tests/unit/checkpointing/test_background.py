@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.checkpointing.background import BackgroundCheckpoints
+from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import RunState
-from strop.checkpointing.folders import CheckpointFolders
+from strop.checkpointing.folders import FolderCheckpointer
 from strop.rollouts.stream import StreamState
 
 
@@ -48,8 +48,8 @@ class Held:
         (folder / "weights").write_text(str(self.value))
 
 
-def checkpoints(folder: Path) -> BackgroundCheckpoints:
-    return BackgroundCheckpoints(CheckpointFolders(folder=folder, config_text="grpo: {}\n", save_tokenizer=lambda _: None))
+def checkpoints(folder: Path) -> BackgroundCheckpointer:
+    return BackgroundCheckpointer(FolderCheckpointer(folder=folder, config_text="grpo: {}\n", save_tokenizer=lambda _: None))
 
 
 def state(step: int) -> RunState:
@@ -78,10 +78,10 @@ def test_before_a_checkpoint_is_whole_the_one_before_is_the_newest(tmp_path: Pat
     saving.finish()
     learner.may_write.clear()
     saving.save(state(2), {"policy": learner})  # type: ignore[dict-item]
-    assert saving.folders.newest() == tmp_path / "step_1"
+    assert saving.folders.find_newest() == tmp_path / "step_1"
     learner.may_write.set()
     saving.finish()
-    assert saving.folders.newest() == tmp_path / "step_2"
+    assert saving.folders.find_newest() == tmp_path / "step_2"
     saving.finish()  # nothing is under way
 
 
@@ -90,7 +90,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:
     saving.save(state(1), {"policy": learner})  # type: ignore[dict-item]
     threading.Timer(0.3, learner.may_write.set).start()
     saving.save(state(2), {"policy": learner})  # type: ignore[dict-item]
-    assert (tmp_path / "step_1").exists() and saving.waited > 0.2
+    assert (tmp_path / "step_1").exists() and saving.wait_seconds > 0.2
     saving.finish()
 
 
@@ -100,7 +100,7 @@ def test_what_went_wrong_is_raised_by_whoever_asks_next(tmp_path: Path) -> None:
     saving.save(state(1), {"policy": learner})  # type: ignore[dict-item]
     with pytest.raises(OSError, match="no space left"):
         saving.save(state(2), {"policy": learner})  # type: ignore[dict-item]
-    assert saving.folders.newest() is None
+    assert saving.folders.find_newest() is None
 
 
 def test_a_learner_that_cannot_put_aside_what_it_holds_is_saved_at_once(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from loop.fakes import FakeLearner
 from loop.tiny import build_tiny, tiny_tokenizer
 from strop.checkpointing import folders
 from strop.checkpointing.base import RunState
-from strop.checkpointing.folders import CheckpointError, CheckpointFolders
+from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.rollouts.stream import StreamState
 from strop.types import Group, Rollout, Task
 
 TOKENIZER = tiny_tokenizer()
 
 
-def make(folder: Path, **changes) -> CheckpointFolders:
-    return CheckpointFolders(**{"folder": folder, "config_text": "grpo: {}\n", "save_tokenizer": save_tokenizer, **changes})
+def make(folder: Path, **changes) -> FolderCheckpointer:
+    return FolderCheckpointer(**{"folder": folder, "config_text": "grpo: {}\n", "save_tokenizer": save_tokenizer, **changes})
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -71,12 +71,12 @@ def test_what_was_saved_is_restored(tmp_path):
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(tmp_path):
     own = make(tmp_path, keep_top_k=None)
-    assert own.newest() is None and own.steps() == []
+    assert own.find_newest() is None and own.list_steps() == []
     for step in (2, 9, 10):
         own.save(state(step), {"policy": FakeLearner()})
     (tmp_path / "step_99").write_text("a file is no checkpoint")
     (tmp_path / "step_100_backup").mkdir()
-    assert own.newest() == tmp_path / "step_10" and own.steps() == [2, 9, 10]
+    assert own.find_newest() == tmp_path / "step_10" and own.list_steps() == [2, 9, 10]
 
 
 VALUES = {1: 0.5, 2: 0.9, 3: None, 4: 0.7, 5: float("nan"), 6: 0.1}
@@ -99,8 +99,8 @@ def test_the_best_are_kept_and_always_the_newest(tmp_path, changes, kept):
     for step, value in VALUES.items():
         logged = {} if value is None else {"validation__accuracy": value}
         own.save(state(step, **logged), {"policy": FakeLearner()})
-        assert step in own.steps()
-    assert own.steps() == kept
+        assert step in own.list_steps()
+    assert own.list_steps() == kept
 
 
 def test_nothing_is_named_a_checkpoint_before_all_of_it_is_on_disk(tmp_path, monkeypatch):
@@ -159,7 +159,7 @@ def test_a_save_that_dies_anywhere_leaves_only_whole_checkpoints(tmp_path, modul
                 done = True
             except Killed:
                 died, done = died + 1, False
-        newest = own.newest()
+        newest = own.find_newest()
         assert newest is not None
         learner = FakeLearner()
         found = make(folder).load(newest, {"policy": learner})
@@ -203,12 +203,12 @@ def test_files_that_are_not_read_may_change(tmp_path):
 
 def test_checkpoints_of_an_earlier_run_are_set_aside(tmp_path):
     own = make(tmp_path / "results", keep_top_k=None)
-    assert own.set_aside() is None
+    assert own.archive() is None
     for attempt in (1, 2):
         own.save(state(5), {"policy": FakeLearner()})
         own.save(state(7), {"policy": FakeLearner()})
-        target = own.set_aside()
-        assert target == tmp_path / "results" / f"previous_{attempt}" and own.steps() == []
+        target = own.archive()
+        assert target == tmp_path / "results" / f"previous_{attempt}" and own.list_steps() == []
         assert sorted(path.name for path in target.iterdir()) == ["step_5", "step_7"]
 
 

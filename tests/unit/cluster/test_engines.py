@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from strop.cluster.base import HostDied, NodeLost
+from strop.cluster.base import ActorDied, NodeLost
 from strop.cluster.engines import RemoteEngine
-from strop.generation.replicas import Replicas
+from strop.generation.replicas import EnginePool
 from strop.sampling import Sampling
 from strop.weights.base import EngineDied, EngineLost
 
 
 class Process:
-    """A ``Remote`` whose object answers what it is told to."""
+    """A ``RemoteActor`` whose object answers what it is told to."""
 
     name = "engine-0"
-    process = 1
+    pid = 1
     address = "here"
 
     def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers = {"start": None, "close": None, "unpause": None, "counters": {"running": 2.0}, **answers}
+        self.answers = {"start": None, "close": None, "resume": None, "counters": {"running": 2.0}, **answers}
         self.asked: list[str] = []
         self.alive = True
 
@@ -33,7 +33,7 @@ class Process:
     async def _answer(self, method: str) -> Any:
         self.asked.append(method)
         answer = self.answers[method]
-        if isinstance(answer, HostDied):
+        if isinstance(answer, ActorDied):
             self.alive = False
         if isinstance(answer, Exception):
             raise answer
@@ -64,7 +64,7 @@ def test_it_lives_from_its_start_to_its_end_and_takes_its_version_when_it_goes_o
     async def live() -> None:
         await remote.start()
         assert remote.alive
-        await remote.unpause(4)
+        await remote.resume(4)
         assert remote.version == 4 and remote.counters() == {"running": 2.0}
         await remote.close()
 
@@ -72,7 +72,7 @@ def test_it_lives_from_its_start_to_its_end_and_takes_its_version_when_it_goes_o
     assert not remote.alive and remote.version == -1 and process.asked[-2:] == ["close", "kill"]
 
 
-@pytest.mark.parametrize("answer", [HostDied("killed"), EngineDied("its inner process died")])
+@pytest.mark.parametrize("answer", [ActorDied("killed"), EngineDied("its inner process died")])
 def test_a_process_that_is_gone_is_an_engine_that_died_and_starts_anew(answer: Exception) -> None:
     remote = engine(Process({"generate": answer}), Process({"generate": "fine"}))
 
@@ -92,10 +92,10 @@ def test_a_lost_node_is_told_from_a_lost_process() -> None:
         asyncio.run(engine(NodeLost("its node has left the cluster")).start())
 
 
-def replicas(shrinks: bool, revive: Callable[[Any], Awaitable[None]]) -> tuple[Replicas, list[RemoteEngine]]:
-    engines = [engine(Process({"generate": HostDied("node lost")})), engine(Process({"generate": "from the other"}))]
-    found = Replicas(engines, shrinks=shrinks)
-    found.revive = revive
+def replicas(shrinks: bool, revive: Callable[[Any], Awaitable[None]]) -> tuple[EnginePool, list[RemoteEngine]]:
+    engines = [engine(Process({"generate": ActorDied("node lost")})), engine(Process({"generate": "from the other"}))]
+    found = EnginePool(engines, allow_shrink=shrinks)
+    found.restart_engine = revive
     return found, engines
 
 
@@ -118,7 +118,7 @@ def test_requests_of_an_engine_whose_node_is_lost_go_to_the_others_where_that_is
 
     answers = asyncio.run(ask())
     if shrinks:
-        assert answers == ["from the other"] * 4 and found.metrics()["generation/engines"] == 1
+        assert answers == ["from the other"] * 4 and found.collect_metrics()["generation/engines"] == 1
         assert found.drop(engines[0]) and not found.drop(engines[1]), "the last one is not done without"
     else:
         assert any(isinstance(answer, EngineLost) for answer in answers)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from strop.cluster.base import HostDied
-from strop.cluster.group import GroupDied, WorkerGroup
+from strop.cluster.base import ActorDied
+from strop.cluster.group import ActorGroup, ActorGroupDied
 
 
 class Member:
     """Answers, raises, or waits until it is killed."""
 
-    process: int | None = 1
+    pid: int | None = 1
     address = "here"
 
     def __init__(self, answer: Any = None, *, waits: bool = False) -> None:
@@ -27,11 +27,11 @@ class Member:
         self.waits = waits
         self.killed = threading.Event()
 
-    def wait(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
+    def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         def answer() -> Any:
             if self.waits:
                 self.killed.wait(60)
-                raise HostDied("killed by its group")
+                raise ActorDied("killed by its group")
             if isinstance(self.answer, Exception):
                 raise self.answer
             return self.answer
@@ -39,38 +39,38 @@ class Member:
         return answer
 
     def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Any:
-        return asyncio.to_thread(self.wait(method))
+        return asyncio.to_thread(self.start_call(method))
 
     async def kill(self) -> None:
         self.killed.set()
 
 
 def test_what_all_answer_comes_by_rank() -> None:
-    group = WorkerGroup("learner", [Member(1), Member(2)])
-    assert group.now("save") == [1, 2]
-    assert asyncio.run(group.all("save")) == [1, 2]
+    group = ActorGroup("learner", [Member(1), Member(2)])
+    assert group.call_all_sync("save") == [1, 2]
+    assert asyncio.run(group.call_all("save")) == [1, 2]
 
 
 @pytest.mark.parametrize("peer", ["Connection closed by peer [127.0.0.1]:1234", "[gloo] Connection reset by peer"])
 def test_the_dead_member_is_blamed_and_not_the_one_that_noticed(peer: str) -> None:
-    group = WorkerGroup("learner", [Member(RuntimeError(peer)), Member(HostDied("learner-1 is gone"))])
-    with pytest.raises(GroupDied, match="learner-1 is gone"):
-        group.now("save")
-    with pytest.raises(GroupDied, match="learner-1 is gone"):
-        group.now("save")
+    group = ActorGroup("learner", [Member(RuntimeError(peer)), Member(ActorDied("learner-1 is gone"))])
+    with pytest.raises(ActorGroupDied, match="learner-1 is gone"):
+        group.call_all_sync("save")
+    with pytest.raises(ActorGroupDied, match="learner-1 is gone"):
+        group.call_all_sync("save")
 
 
 def test_a_member_that_waits_for_a_dead_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.cluster.group.REASONS", 0.2)
+    monkeypatch.setattr("strop.distributed.actor_group.ERROR_GRACE_SECONDS", 0.2)
     stuck = Member(waits=True)
     began = time.monotonic()
-    with pytest.raises(GroupDied, match="learner-1 is gone"):
-        WorkerGroup("learner", [stuck, Member(HostDied("learner-1 is gone"))]).now("save")
+    with pytest.raises(ActorGroupDied, match="learner-1 is gone"):
+        ActorGroup("learner", [stuck, Member(ActorDied("learner-1 is gone"))]).call_all_sync("save")
     assert time.monotonic() - began < 10
     stuck.killed.set()
 
 
 def test_what_a_member_raises_by_itself_is_raised() -> None:
-    group = WorkerGroup("learner", [Member(OSError("no space left")), Member(1)])
+    group = ActorGroup("learner", [Member(OSError("no space left")), Member(1)])
     with pytest.raises(OSError, match="no space left"):
-        group.now("save")
+        group.call_all_sync("save")

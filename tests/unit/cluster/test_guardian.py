@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster.guardian import MARK, Guardian
+from strop.cluster.guardian import MARK_VARIABLE, Guardian
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to find processes in")
 
@@ -29,10 +29,10 @@ time.sleep(60)
 def test_closing_ends_what_was_started_with_the_mark_and_nothing_else() -> None:
     asleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     guardian = Guardian()
-    with guardian.marking():
+    with guardian.mark_children():
         marked = subprocess.Popen(asleep)
     other = subprocess.Popen(asleep)
-    assert MARK not in os.environ
+    assert MARK_VARIABLE not in os.environ
     guardian.close()
     assert marked.wait(10) == -signal.SIGKILL
     assert other.poll() is None

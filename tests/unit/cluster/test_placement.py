@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.cluster.placement import Node, Place, PlacementError, choose_nodes, divide, domain_of
+from strop.cluster.placement import DeviceSlot, Node, PlacementError, choose_nodes, find_domain, plan_devices
 
 
 def nodes(*domains: str, gpus: int = 8) -> list[Node]:
@@ -36,8 +36,8 @@ def test_nodes_with_too_few_gpus_are_passed_over_and_named() -> None:
 
 
 def test_a_node_s_domain_is_in_its_labels() -> None:
-    assert domain_of({"strop.nvlink-domain": "rack 3", "ray.io/gpu-domain": "other"}) == "rack 3"
-    assert domain_of({"ray.io/node-id": "x"}) == ""
+    assert find_domain({"strop.nvlink-domain": "rack 3", "ray.io/gpu-domain": "other"}) == "rack 3"
+    assert find_domain({"ray.io/node-id": "x"}) == ""
 
 
 @given(
@@ -59,7 +59,7 @@ def test_no_device_is_given_twice_and_no_engine_spans_nodes(
     engine_nodes: int | None,
 ) -> None:
     try:
-        found = divide(
+        found = plan_devices(
             count,
             devices,
             engine_size=size,
@@ -80,17 +80,17 @@ def test_no_device_is_given_twice_and_no_engine_spans_nodes(
     if colocated:
         assert len(training) == count * devices
     else:
-        assert not found.shared and not set(training) & set(generating)
+        assert not found.colocated and not set(training) & set(generating)
     if engines is not None:
         assert len(found.generation) == engines
 
 
 def test_generation_apart_takes_the_last_nodes_or_the_last_devices() -> None:
-    whole = divide(3, 2, engine_size=2, engines=None, colocated=False, engine_nodes=1)
-    assert {place.node for place in whole.training} == {0, 1} and whole.generation == (Place(2, (0, 1)),)
-    part = divide(1, 4, engine_size=1, engines=1, colocated=False, engine_devices=1)
-    assert len(part.training) == 3 and part.generation == (Place(0, (3,)),)
+    whole = plan_devices(3, 2, engine_size=2, engines=None, colocated=False, engine_nodes=1)
+    assert {place.node for place in whole.training} == {0, 1} and whole.generation == (DeviceSlot(2, (0, 1)),)
+    part = plan_devices(1, 4, engine_size=1, engines=1, colocated=False, engine_devices=1)
+    assert len(part.training) == 3 and part.generation == (DeviceSlot(0, (3,)),)
 
 
 def test_a_run_without_engines_trains_on_every_device() -> None:
-    assert divide(2, 2, engine_size=1, engines=0, colocated=True).generation == ()
+    assert plan_devices(2, 2, engine_size=1, engines=0, colocated=True).generation == ()

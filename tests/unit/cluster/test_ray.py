@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.unit.cluster.things import AsyncThing, Thing
 
-from strop.cluster.base import HostDied, HostOptions
-from strop.cluster.group import GroupDied, WorkerGroup
+from strop.cluster.base import ActorDied, ActorOptions
+from strop.cluster.group import ActorGroup, ActorGroupDied
 from strop.cluster.placement import PlacementError
-from strop.cluster.ray import ClusterOptions, RayCluster, connect, on_every_node, process_lives
+from strop.cluster.ray import ClusterOptions, RayCluster, connect, is_process_alive, run_on_every_node
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +25,13 @@ class Room:
     def __init__(self, output: Path) -> None:
         self.loop = asyncio.new_event_loop()
         self.output = output
-        self.cluster: RayCluster = self.run(connect(ClusterOptions(nodes=1, devices_per_node=2, output=output)))
+        self.cluster: RayCluster = self.run(connect(ClusterOptions(num_nodes=1, devices_per_node=2, output_folder=output)))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
 
     def thing(self, number: int = 1, **options: Any) -> Any:
-        return self.run(self.cluster.host(HostOptions(**{"name": f"thing-{number}", "node": 0, **options}), Thing, number))
+        return self.run(self.cluster.spawn(ActorOptions(**{"name": f"thing-{number}", "node": 0, **options}), Thing, number))
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     yield room
     processes = [room.thing(n).process for n in (90, 91)]
     room.run(room.cluster.close())
-    assert not any(process_lives(process) for process in processes), "a closed cluster leaves no process behind"
+    assert not any(is_process_alive(process) for process in processes), "a closed cluster leaves no process behind"
 
 
 def test_an_object_answers_from_a_process_of_its_own_with_its_environment(room: Room) -> None:
     thing = room.thing(5, environment={"GREETING": "good day"})
     assert room.run(thing.call("add", 3)) == 8
-    assert room.run(thing.call("process")) == thing.process and process_lives(thing.process)
+    assert room.run(thing.call("process")) == thing.process and is_process_alive(thing.process)
     assert room.run(thing.call("environment", "GREETING")) == "good day"
 
 
@@ -62,10 +62,10 @@ def test_what_it_raises_is_raised_here_and_says_where_it_came_from(room: Room) -
 
 def test_a_death_is_told_from_an_error(room: Room) -> None:
     thing = room.thing(7)
-    with pytest.raises(HostDied, match=r"thing-7 \(process \d+"):
+    with pytest.raises(ActorDied, match=r"thing-7 \(process \d+"):
         room.run(thing.call("die"))
     assert not thing.alive
-    with pytest.raises(HostDied):
+    with pytest.raises(ActorDied):
         room.run(thing.call("add", 1))
 
 
@@ -82,7 +82,7 @@ def test_an_urgent_call_does_not_wait_for_the_one_that_runs(room: Room) -> None:
 
 def test_a_host_on_an_event_loop_answers_many_calls_at_once(room: Room) -> None:
     async def many() -> list[int]:
-        thing = await room.cluster.host(HostOptions(name="many", node=0, kind="async"), AsyncThing)
+        thing = await room.cluster.spawn(ActorOptions(name="many", node=0, kind="async"), AsyncThing)
         waits = [asyncio.ensure_future(thing.call("wait")) for _ in range(50)]
         await asyncio.sleep(0.2)
         await thing.call("open")
@@ -93,7 +93,7 @@ def test_a_host_on_an_event_loop_answers_many_calls_at_once(room: Room) -> None:
 
 def test_what_is_shared_once_arrives_as_it_was(room: Room) -> None:
     thing = room.thing(9)
-    reference = room.cluster.share(list(range(1000)))
+    reference = room.cluster.put(list(range(1000)))
     assert room.run(thing.call("size", reference)) == 1000
 
 
@@ -105,26 +105,26 @@ def test_what_a_process_writes_is_in_a_file_of_its_own(room: Room) -> None:
 
 def test_a_group_that_loses_a_member_ends_and_names_it(room: Room) -> None:
     members = [room.thing(number) for number in (20, 21, 22)]
-    group = WorkerGroup("learner", members)
-    assert room.run(group.all("add", 1)) == [21, 22, 23]
+    group = ActorGroup("learner", members)
+    assert room.run(group.call_all("add", 1)) == [21, 22, 23]
 
     async def lose() -> None:
-        waits = asyncio.ensure_future(group.all("wait"))
+        waits = asyncio.ensure_future(group.call_all("wait"))
         await asyncio.sleep(0.3)
         await members[1].kill()
         await waits
 
-    with pytest.raises(GroupDied, match="thing-21"):
+    with pytest.raises(ActorGroupDied, match="thing-21"):
         room.run(lose())
-    assert not any(process_lives(member.process) for member in members), "the others would have waited for ever"
-    with pytest.raises(GroupDied):
-        room.run(group.all("add", 1))
+    assert not any(is_process_alive(member.process) for member in members), "the others would have waited for ever"
+    with pytest.raises(ActorGroupDied):
+        room.run(group.call_all("add", 1))
 
 
 def test_what_a_member_raises_by_itself_is_the_cause(room: Room) -> None:
-    group = WorkerGroup("learner", [room.thing(number) for number in (30, 31)])
+    group = ActorGroup("learner", [room.thing(number) for number in (30, 31)])
     with pytest.raises(KeyError, match="no such thing"):
-        room.run(group.all("fail"))
+        room.run(group.call_all("fail"))
 
 
 def wheel(folder: Path, version: str) -> Path:
@@ -150,13 +150,13 @@ def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) ->
 
 
 def test_something_can_be_asked_of_every_node(room: Room) -> None:
-    [(node, answer)] = room.run(on_every_node(Thing(3).add, 4))
+    [(node, answer)] = room.run(run_on_every_node(Thing(3).add, 4))
     assert answer == 7 and node.address == room.cluster.members[0].address
 
 
 def test_more_nodes_than_there_are_are_refused_with_what_was_found(room: Room) -> None:
     from strop.cluster.placement import choose_nodes
-    from strop.cluster.ray import nodes_of_cluster
+    from strop.cluster.ray import list_nodes
 
     with pytest.raises(PlacementError, match=r"cluster\.num_nodes is 4"):
-        choose_nodes(nodes_of_cluster(), 4, 2, on_cpu=True)
+        choose_nodes(list_nodes(), 4, 2, on_cpu=True)

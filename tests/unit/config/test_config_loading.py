@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, Loaded, load_config
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, LoadedConfig, load_config
 
 SMALL = """
 policy: {model_name: tiny}
@@ -16,7 +16,7 @@ checkpointing: {metric_name: null}
 """
 
 
-def load(folder: Path, text: str, *overrides: str) -> Loaded[GrpoRunConfig]:
+def load(folder: Path, text: str, *overrides: str) -> LoadedConfig[GrpoRunConfig]:
     path = folder / "run.yaml"
     path.write_text(text)
     return load_config(path, overrides, root=GrpoRunConfig)

@@ -13,7 +13,7 @@ import pytest
 from strop.config import ConfigError, EvalRunConfig, load_config
 from strop.config.data import DataEntryConfig
 from strop.config.schema import TRAINING_RUNS
-from strop.config.source import read_file
+from strop.config.source import read_config_file
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "examples" / "configs"
@@ -27,12 +27,12 @@ MEGATRON = {"policy.megatron_cfg.enabled"}
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths in the examples are relative to the repository's root; what they need is installed."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("strop.config.checks.installed", lambda package: True)
+    monkeypatch.setattr("strop.config.checks.is_installed", lambda package: True)
 
 
 def section_of(path: Path) -> str:
     """The kind of run a file is for: the one whose section it has, or the file it is laid over."""
-    values = read_file(path).values
+    values = read_config_file(path).values
     found = set(TRAINING_RUNS) & set(values)
     if not found and "defaults" in values:
         return section_of(path.parent / str(values["defaults"]))
@@ -75,13 +75,13 @@ def test_an_example_on_sums_loads_with_the_data_that_is_made_for_it(
 
 @pytest.mark.parametrize("kind", ["conversations", "preferences", "judgements"])
 def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_trained_on(kind: str, sums: Path) -> None:
-    from strop.assembly.recorded import READERS
-    from strop.assembly.tasks import data_source
+    from strop.assembly.recorded import EXAMPLE_READERS
+    from strop.assembly.tasks import make_data_source
 
     parts = {}
     for part, size in (("train", 200), ("validation", 20)):
         entry = DataEntryConfig(dataset_name=str(sums / "data" / "arithmetic" / f"{kind}_{part}.jsonl"))
-        rows = READERS[kind](data_source(entry, 0, part))
+        rows = EXAMPLE_READERS[kind](make_data_source(entry, 0, part))
         assert len(rows) == size
         parts[part] = {row.question if kind != "conversations" else row.messages[0].content for row in rows}
     assert not parts["train"] & parts["validation"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, Loaded, TrainingRunConfig, dump_config, load_config
+from strop.config import ConfigError, LoadedConfig, TrainingRunConfig, dump_config, load_config
 from strop.config.schema import TRAINING_RUNS
 
 SAMPLING = ("grpo", "ppo", "distillation")
@@ -142,7 +142,7 @@ def settings(section: str) -> list[str]:
     return lines
 
 
-def load(section: str, *more: str) -> Loaded[Any]:
+def load(section: str, *more: str) -> LoadedConfig[Any]:
     return load_config(None, [*settings(section), *more], root=TRAINING_RUNS[section])
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from strop.config.generation import GenerationConfig
-from strop.sampling import MOST_RECORDED, Sampling
+from strop.sampling import MAX_RECORDED_TOP_K, Sampling
 
 
 def test_keeping_the_sampling_mask_records_in_training_and_not_in_validation() -> None:
     config = GenerationConfig(keep_sampling_mask=True, top_k=512, top_p=0.9)
-    assert Sampling(**config.sampling_options()).records
-    assert not Sampling(**config.sampling_options(validation=True)).record_kept
-    assert not Sampling(**GenerationConfig(top_k=512, top_p=0.9).sampling_options()).record_kept
+    assert Sampling(**config.sampling_options()).records_sampling_mask
+    assert not Sampling(**config.sampling_options(validation=True)).record_sampling_mask
+    assert not Sampling(**GenerationConfig(top_k=512, top_p=0.9).sampling_options()).record_sampling_mask
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.9, "top_k": -1}])
@@ -25,8 +25,8 @@ def test_sets_without_a_bound_on_their_size_are_refused_with_what_to_set(filters
 
 
 def test_without_filters_there_is_nothing_to_keep_and_nothing_to_refuse() -> None:
-    assert not Sampling(**GenerationConfig(keep_sampling_mask=True).sampling_options()).records
+    assert not Sampling(**GenerationConfig(keep_sampling_mask=True).sampling_options()).records_sampling_mask
 
 
 def test_the_description_names_the_bound_that_is_enforced() -> None:
-    assert f"at most {MOST_RECORDED}" in str(GenerationConfig.model_fields["keep_sampling_mask"].description)
+    assert f"at most {MAX_RECORDED_TOP_K}" in str(GenerationConfig.model_fields["keep_sampling_mask"].description)

@@ -27,7 +27,7 @@ RECIPE: dict[str, Any] = {  # as every recipe of NeMo-RL has it
 
 def test_a_recipe_of_nemo_rl_is_the_default_spelled_out() -> None:
     assert LoraConfig(**RECIPE).model_dump(exclude={"match_all_linear"}) == LoraConfig().model_dump(exclude={"match_all_linear"})
-    assert LoraOptions(**LoraConfig(**RECIPE).options()) == LoraOptions(**LoraConfig().options()) == LoraOptions()
+    assert LoraOptions(**LoraConfig(**RECIPE).lora_options()) == LoraOptions(**LoraConfig().lora_options()) == LoraOptions()
 
 
 def test_every_key_arrives_in_the_options() -> None:
@@ -43,7 +43,7 @@ def test_every_key_arrives_in_the_options() -> None:
         "dropout_position": "pre",
         "lora_A_init": "uniform",
     }
-    assert LoraOptions(**LoraConfig(**changed).options()) == LoraOptions(
+    assert LoraOptions(**LoraConfig(**changed).lora_options()) == LoraOptions(
         target_modules=("q_proj",),
         exclude_modules=("*.0.*",),
         dim=4,

@@ -19,7 +19,7 @@ def loaded(*overrides: str) -> GrpoRunConfig:
     ("text", "seconds"), [("null", None), ("'00:03:45:00'", 13500.0), ("'1:0:0:1'", 86401.0), ("'00:00:00:00'", 0.0)]
 )
 def test_run_time_is_days_hours_minutes_and_seconds(text: str, seconds: float | None) -> None:
-    assert loaded(f"{BY}={text}").checkpointing.must_save_after == seconds
+    assert loaded(f"{BY}={text}").checkpointing.save_deadline_seconds == seconds
 
 
 @pytest.mark.parametrize("text", ["'3:45:00'", "'4 hours'", "14400"])

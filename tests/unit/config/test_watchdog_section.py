@@ -8,7 +8,7 @@ from strop.config.generation import MismatchConfig
 from strop.config.schema import TRAINING_RUNS
 from strop.config.watchdog import WatchdogConfig
 from strop.mismatch import MismatchLimits
-from strop.watch.trouble import Limits
+from strop.watch.trouble import WaitLimits
 
 
 def test_every_kind_of_training_run_has_a_watchdog() -> None:
@@ -16,7 +16,7 @@ def test_every_kind_of_training_run_has_a_watchdog() -> None:
 
 
 def test_the_defaults_are_those_of_the_classes_they_become() -> None:
-    assert Limits(**WatchdogConfig().limits()) == Limits()
+    assert WaitLimits(**WatchdogConfig().limits()) == WaitLimits()
     assert MismatchLimits(**MismatchConfig().model_dump()) == MismatchLimits()
 
 

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.balance import Division, divide
-from strop.data.packing import micro_batches, select
+from strop.data.balance import BatchPartition, partition_batch
+from strop.data.packing import select_rollouts, split_micro_batches
 from strop.types import Batch
-from support.rollouts import GroupShape, batch_shapes, groups_of, packed, simple_groups
+from support.rollouts import GroupShape, batch_shapes, make_groups, pack_grpo, simple_groups
 
 
-def all_parts(division: Division) -> list[tuple[int, ...]]:
-    return [part for plan in division.ranks for part in (*plan.busy, *plan.idle)]
+def all_parts(division: BatchPartition) -> list[tuple[int, ...]]:
+    return [part for plan in division.ranks for part in (*plan.trained, *plan.forward_only)]
 
 
 def with_idle(batch: Batch, seed: int) -> Batch:
@@ -36,22 +36,22 @@ def with_idle(batch: Batch, seed: int) -> Batch:
 def test_every_rollout_is_read_once_and_all_ranks_keep_step(
     shapes: list[GroupShape], ranks: int, budget: int, padded: bool, whole: bool, idle: int
 ) -> None:
-    batch = with_idle(packed(groups_of(shapes, 0)), idle)
-    division = divide(batch, ranks, budget, padded=padded, whole_groups=whole)
+    batch = with_idle(pack_grpo(make_groups(shapes, 0)), idle)
+    division = partition_batch(batch, ranks, budget, padded=padded, whole_groups=whole)
     assert sorted(sequence for part in all_parts(division) for sequence in part) == list(range(batch.num_sequences))
-    assert len({len(plan.busy) for plan in division.ranks}) == len({len(plan.idle) for plan in division.ranks}) == 1
-    assert division == divide(batch, ranks, budget, padded=padded, whole_groups=whole), "the same on every rank"
+    assert len({len(plan.trained) for plan in division.ranks}) == len({len(plan.forward_only) for plan in division.ranks}) == 1
+    assert division == partition_batch(batch, ranks, budget, padded=padded, whole_groups=whole), "the same on every rank"
     for part in filter(None, all_parts(division)):
         groups = set(batch.group[list(part)].tolist())
         if whole:
             assert all((batch.group == group).sum() == (batch.group[list(part)] == group).sum() for group in groups)
         if not padded:
-            size = len(select(batch, part).batch.tokens)
+            size = len(select_rollouts(batch, part).batch.tokens)
             assert size <= budget or len(part) == 1 or (whole and len(groups) == 1)
-    if batch.idle is not None:
+    if batch.zero_gradient is not None:
         for plan in division.ranks:
-            assert all(batch.idle[list(part)].all() for part in plan.idle if part)
-            assert not any(batch.idle[list(part)].all() for part in plan.busy if part)
+            assert all(batch.zero_gradient[list(part)].all() for part in plan.forward_only if part)
+            assert not any(batch.zero_gradient[list(part)].all() for part in plan.trained if part)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,37 +60,39 @@ def test_no_rank_reads_more_than_an_even_share_and_one_unit(
     shapes: list[GroupShape], ranks: int, budget: int, padded: bool
 ) -> None:
     """The bound of handing things out largest first: the fullest rank got its last unit when it had the least."""
-    batch = packed(groups_of(shapes, 0), share_prefixes=False)  # nothing is shared: pieces cost what they cost alone
-    division = divide(batch, ranks, budget, padded=padded)
+    batch = pack_grpo(make_groups(shapes, 0), share_prefixes=False)  # nothing is shared: pieces cost what they cost alone
+    division = partition_batch(batch, ranks, budget, padded=padded)
     longest = int(batch.positions.max()) + 1
-    total = sum(division.tokens)
+    total = sum(division.tokens_per_rank)
     largest_rollout = longest if padded else int(batch.segment_length.max())
     unit = max(largest_rollout, 0 if padded else min(budget, -(-total // ranks)))
-    assert max(division.tokens) <= total / ranks + unit * (1 - 1 / ranks) + 1e-9
-    assert division.max_over_mean == pytest.approx(max(division.tokens) * ranks / total)
+    assert max(division.tokens_per_rank) <= total / ranks + unit * (1 - 1 / ranks) + 1e-9
+    assert division.max_over_mean == pytest.approx(max(division.tokens_per_rank) * ranks / total)
 
 
 def test_one_large_group_is_cut_so_that_every_rank_has_some_of_it() -> None:
-    batch = packed(simple_groups((4, (6,) * 8)))
-    division = divide(batch, 4, 1000)
-    assert [len(plan.busy) for plan in division.ranks] == [1] * 4
-    assert [len(plan.busy[0]) for plan in division.ranks] == [2] * 4
+    batch = pack_grpo(simple_groups((4, (6,) * 8)))
+    division = partition_batch(batch, 4, 1000)
+    assert [len(plan.trained) for plan in division.ranks] == [1] * 4
+    assert [len(plan.trained[0]) for plan in division.ranks] == [2] * 4
     assert division.max_over_mean == 1
 
 
 def test_the_ranks_that_have_less_to_read_only_keep_step() -> None:
-    batch = packed(simple_groups((4, (6, 2)), (3, (5, 5))))
-    division = divide(batch, 3, 9, whole_groups=True)
-    assert [plan.busy for plan in division.ranks] == [((0, 1),), ((2, 3),), ((),)] or [plan.busy for plan in division.ranks] == [
+    batch = pack_grpo(simple_groups((4, (6, 2)), (3, (5, 5))))
+    division = partition_batch(batch, 3, 9, whole_groups=True)
+    assert [plan.trained for plan in division.ranks] == [((0, 1),), ((2, 3),), ((),)] or [
+        plan.trained for plan in division.ranks
+    ] == [
         ((2, 3),),
         ((0, 1),),
         ((),),
     ]
-    assert division.smallest == 1, "a rollout that costs least stands in"
+    assert division.dummy_sequence == 1, "a rollout that costs least stands in"
 
 
 def test_micro_batches_of_a_rank_are_even() -> None:
-    batch = packed(simple_groups(*[(1, (length,)) for length in (9, 9, 2, 2)]))
-    (plan,) = divide(batch, 1, 14).ranks
-    assert sorted(sum(int(batch.segment_length[batch.leaf[one]]) + 1 for one in part) for part in plan.busy) == [11, 11]
-    assert len(plan.busy) == len(micro_batches(batch, 14))
+    batch = pack_grpo(simple_groups(*[(1, (length,)) for length in (9, 9, 2, 2)]))
+    (plan,) = partition_batch(batch, 1, 14).ranks
+    assert sorted(sum(int(batch.segment_length[batch.leaf[one]]) + 1 for one in part) for part in plan.trained) == [11, 11]
+    assert len(plan.trained) == len(split_micro_batches(batch, 14))

@@ -12,7 +12,7 @@ from strop.data import hub
 from strop.data.errors import DataError
 from strop.data.examples import conversations
 from strop.data.messages import ROLES
-from strop.data.source import DataSource, train_and_validation
+from strop.data.source import DataSource, split_train_validation
 from strop.types import Message, assistant, system, user
 
 TALK = [{"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}]
@@ -25,7 +25,7 @@ def jsonl(folder: Path, *rows: Any) -> str:
     return str(path)
 
 
-def messages_of(folder: Path, row: Any, **options: Any) -> tuple[Message, ...]:
+def parse_messages(folder: Path, row: Any, **options: Any) -> tuple[Message, ...]:
     return conversations(DataSource(dataset_name=jsonl(folder, row), **options))[0].messages
 
 
@@ -57,13 +57,13 @@ def test_keys_name_other_columns_and_reach_inside(tmp_path):
     row = {"data": {"q": "12 + 7?", "a": ["20", "19"]}, "turns": TALK, "level": 3}
     example = conversations(DataSource(dataset_name=jsonl(tmp_path, row), input_key="data.q", output_key="data.a.1"))[0]
     assert example.messages == TAUGHT and example.metadata == {"turns": TALK, "level": 3}
-    assert messages_of(tmp_path, row, messages_key="turns") == TAUGHT
+    assert parse_messages(tmp_path, row, messages_key="turns") == TAUGHT
 
 
 def test_tools_and_other_roles_stay_and_sharegpt_names_are_translated(tmp_path):
     said = [("system", "s"), ("human", "a"), ("function_call", "f(1)"), ("observation", "2"), ("gpt", "b")]
     rows = {"conversations": [{"from": name, "value": text} for name, text in said]}
-    assert messages_of(tmp_path, rows) == (
+    assert parse_messages(tmp_path, rows) == (
         system("s"),
         user("a"),
         assistant("f(1)"),
@@ -75,7 +75,7 @@ def test_tools_and_other_roles_stay_and_sharegpt_names_are_translated(tmp_path):
 def test_a_plain_question_is_worded_as_environments_word_it(tmp_path):
     (tmp_path / "prompt.txt").write_text("Q: {question}\nA:\n")
     options = {"prompt_file": str(tmp_path / "prompt.txt"), "system_prompt": "Be brief."}
-    assert messages_of(tmp_path, {"prompt": "1+1", "completion": "2"}, **options) == (
+    assert parse_messages(tmp_path, {"prompt": "1+1", "completion": "2"}, **options) == (
         system("Be brief."),
         user("Q: 1+1\nA:"),
         assistant("2"),
@@ -83,15 +83,15 @@ def test_a_plain_question_is_worded_as_environments_word_it(tmp_path):
 
 
 def test_messages_get_the_system_prompt_unless_they_have_their_own(tmp_path):
-    assert messages_of(tmp_path, {"messages": TALK}, system_prompt="Be brief.") == (system("Be brief."), *TAUGHT)
+    assert parse_messages(tmp_path, {"messages": TALK}, system_prompt="Be brief.") == (system("Be brief."), *TAUGHT)
     own = [{"role": "system", "content": "Be long."}, *TALK]
-    assert messages_of(tmp_path, {"messages": own}, system_prompt="Be brief.")[0] == system("Be long.")
+    assert parse_messages(tmp_path, {"messages": own}, system_prompt="Be brief.")[0] == system("Be long.")
 
 
 def test_a_prompt_file_for_messages_is_an_error(tmp_path):
     (tmp_path / "prompt.txt").write_text("Q: {question}")
     with pytest.raises(DataError, match="'messages' holds messages, but prompt_file applies only to plain questions"):
-        messages_of(tmp_path, {"messages": TALK}, prompt_file=str(tmp_path / "prompt.txt"))
+        parse_messages(tmp_path, {"messages": TALK}, prompt_file=str(tmp_path / "prompt.txt"))
 
 
 def test_squad_teaches_the_first_of_its_answers(tmp_path):
@@ -106,18 +106,18 @@ def test_squad_teaches_the_first_of_its_answers(tmp_path):
     assert example.messages == (user("It is 19.\n\nWhat?"), assistant("19"))
     assert example.metadata == {"id": "5", "title": "T"}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 'answers' is .*without a first text"):
-        messages_of(tmp_path, {**row, "answers": {"text": [], "answer_start": []}})
+        parse_messages(tmp_path, {**row, "answers": {"text": [], "answer_start": []}})
 
 
 def test_squad_is_built_in(monkeypatch):
     datasets = pytest.importorskip("datasets")
     row = {"context": "It is 19.", "question": "What?", "answers": {"text": ["19"], "answer_start": [6]}}
     asked = []
-    monkeypatch.setattr(hub, "_probe", lambda name: None)
-    monkeypatch.setattr(hub, "_load", lambda *place: asked.append(place) or datasets.Dataset.from_list([row] * 3))
+    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_load_split", lambda *place: asked.append(place) or datasets.Dataset.from_list([row] * 3))
     assert conversations(DataSource(dataset_name="squad", split="validation"))[2].id == "rajpurkar/squad:2"
     assert asked == [("rajpurkar/squad", None, "validation")]
-    assert DataSource(dataset_name="squad").rows()[0].answer == "19"
+    assert DataSource(dataset_name="squad").load_rows()[0].answer == "19"
 
 
 BAD = {"role": "bot", "content": "19"}
@@ -165,14 +165,14 @@ def test_a_row_that_cannot_be_taught_is_an_error_that_names_it(row, message, tmp
 )
 def test_columns_that_make_no_conversation_are_errors(row, message, tmp_path):
     with pytest.raises(DataError, match=message):
-        messages_of(tmp_path, row)
+        parse_messages(tmp_path, row)
 
 
 def test_a_key_that_is_set_must_be_there(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl:1 has no key 'chat'; its keys are \['messages'\]. Set messages_key"):
-        messages_of(tmp_path, {"messages": TALK}, messages_key="chat")
+        parse_messages(tmp_path, {"messages": TALK}, messages_key="chat")
     with pytest.raises(DataError, match="messages_key and input_key or output_key are both set"):
-        messages_of(tmp_path, {"messages": TALK, "q": "a"}, messages_key="messages", input_key="q")
+        parse_messages(tmp_path, {"messages": TALK, "q": "a"}, messages_key="messages", input_key="q")
 
 
 def test_ids_are_places_in_the_unsplit_data_and_size_and_repeat_count(tmp_path):
@@ -182,7 +182,7 @@ def test_ids_are_places_in_the_unsplit_data_and_size_and_repeat_count(tmp_path):
     assert [example.id for example in few[2:4]] == [f"{path}:2", f"{path}:0"] and few[-1].question == "q2"
     with pytest.raises(IndexError):
         few[6]
-    _, validation = train_and_validation(DataSource(dataset_name=path, split_validation_size=0.2))
+    _, validation = split_train_validation(DataSource(dataset_name=path, split_validation_size=0.2))
     assert all(example.id == f"{path}:{example.question[1:]}" for example in conversations(validation))
 
 
@@ -191,7 +191,7 @@ def test_held_out_conversations_share_no_question_with_training(tmp_path):
         {"messages": [{"role": "user", "content": f"q{n % 10}"}, {"role": "assistant", "content": f"a{n}"}]} for n in range(40)
     ]
     split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (conversations(side) for side in train_and_validation(split))
+    train, validation = (conversations(side) for side in split_train_validation(split))
     assert len(train) + len(validation) == 40 and len(validation) == 8
     assert not {example.question for example in train} & {example.question for example in validation}
 

@@ -11,8 +11,8 @@ import pytest
 
 from strop.data import hub
 from strop.data.errors import DataError
-from strop.data.examples import Judged, Preference, judged, preferences
-from strop.data.source import DataSource, train_and_validation
+from strop.data.examples import Preference, UnpairedPreference, preferences, unpaired_preferences
+from strop.data.source import DataSource, split_train_validation
 from strop.types import assistant, system, user
 
 ASK = {"role": "user", "content": "12 + 7?"}
@@ -30,8 +30,8 @@ def pair_of(folder: Path, row: Any, **options: Any) -> Preference:
     return preferences(DataSource(dataset_name=jsonl(folder, row), **options))[0]
 
 
-def verdicts(folder: Path, *rows: Any, **options: Any) -> list[Judged]:
-    return list(judged(DataSource(dataset_name=jsonl(folder, *rows), **options)))
+def verdicts(folder: Path, *rows: Any, **options: Any) -> list[UnpairedPreference]:
+    return list(unpaired_preferences(DataSource(dataset_name=jsonl(folder, *rows), **options)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_responses_without_a_preference_are_left_out_and_counted(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         pairs = preferences(DataSource(dataset_name=path))
     assert [pair.id for pair in pairs] == [f"{path}:{n}" for n in (0, 2, 3, 5, 6, 8)]
-    assert pairs.left_out == 3 and "3 of 9 records" in caplog.text
+    assert pairs.num_skipped == 3 and "3 of 9 records" in caplog.text
     assert [pair.chosen[0].content for pair in pairs] == ["a0", "b", "a3", "b", "a6", "b"]
     with pytest.raises(DataError, match="none of the 1 records"):
         preferences(DataSource(dataset_name=jsonl(tmp_path, {**rows[0], "overall_preference": 0})))
@@ -160,8 +160,8 @@ def test_responses_without_a_preference_are_left_out_and_counted(tmp_path, caplo
 def test_known_data_sets_need_no_keys(name, row, place, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
-    monkeypatch.setattr(hub, "_probe", lambda name: None)
-    monkeypatch.setattr(hub, "_load", lambda *found: asked.append(found) or datasets.Dataset.from_list([row]))
+    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
+    monkeypatch.setattr(hub, "_load_split", lambda *found: asked.append(found) or datasets.Dataset.from_list([row]))
     (pair,) = preferences(DataSource(dataset_name=name))
     assert (pair.prompt, pair.chosen, pair.rejected) == ((user("12 + 7?"),), (assistant("19"),), (assistant("20"),))
     assert asked == [place]
@@ -170,7 +170,7 @@ def test_known_data_sets_need_no_keys(name, row, place, monkeypatch):
 def test_held_out_pairs_share_no_prompt_with_training(tmp_path):
     rows = [{"context": f"q{n % 10}", "response1": "a", "response2": "b", "overall_preference": n % 4} for n in range(40)]
     split = DataSource(dataset_name=jsonl(tmp_path, *rows), split_validation_size=0.2)
-    train, validation = (preferences(side) for side in train_and_validation(split))
+    train, validation = (preferences(side) for side in split_train_validation(split))
     assert len(train) + len(validation) == 30 and len(validation) >= 6
     assert not {pair.question for pair in train} & {pair.question for pair in validation}
 
@@ -207,7 +207,7 @@ def test_a_judged_conversation_is_judged_by_its_last_reply(tmp_path):
 )
 def test_a_pair_gives_two_judged_completions(row, tmp_path):
     path = jsonl(tmp_path, row, row)
-    examples = judged(DataSource(dataset_name=path))
+    examples = unpaired_preferences(DataSource(dataset_name=path))
     assert [(example.completion[0].content, example.desirable) for example in examples] == [("19", True), ("20", False)] * 2
     assert [example.id for example in examples[1:3]] == [f"{path}:0:rejected", f"{path}:1:chosen"]
     assert examples[-1] == examples[3] and len({example.id for example in examples}) == 4

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from strop.data import hub
-from strop.data.builtin import BUILTIN
+from strop.data.builtin import BUILTIN_DATASETS
 from strop.data.errors import DataError
 from strop.data.source import DataSource
 
@@ -30,15 +30,15 @@ def test_an_unreachable_hub_is_said_at_once_and_says_what_to_do(unreachable):
     with pytest.raises(
         DataError, match=r"the hub is unreachable \(no route to host\), and the dataset 'openai/gsm8k'.*local \.jsonl"
     ):
-        DataSource(dataset_name="gsm8k").rows()
+        DataSource(dataset_name="gsm8k").load_rows()
     assert time.monotonic() - began < 10
 
 
 def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, monkeypatch):
     table = datasets.Dataset.from_list([{"question": "1+1?", "answer": "Add.\n#### 2", "x": 1}] * 3)
-    monkeypatch.setattr(hub, "_load", lambda name, subset, split: table)
+    monkeypatch.setattr(hub, "_load_split", lambda name, subset, split: table)
     with pytest.warns(UserWarning, match="cached copy of 'openai/gsm8k'"):
-        rows = DataSource(dataset_name="gsm8k").rows()
+        rows = DataSource(dataset_name="gsm8k").load_rows()
     assert [(row.question, row.answer, dict(row.metadata)) for row in rows] == [("1+1?", "2", {"x": 1})] * 3
 
 
@@ -52,21 +52,21 @@ def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
         )
 
     monkeypatch.setattr(hub, "_probe", lambda name: None)
-    monkeypatch.setattr(hub, "_load", load)
-    assert DataSource(dataset_name="DAPOMath17K").rows()[1].question == "q1"
-    held = DataSource(dataset_name="DAPOMath17K", split_validation_size=0.3, part="validation", split="other").rows()
+    monkeypatch.setattr(hub, "_load_split", load)
+    assert DataSource(dataset_name="DAPOMath17K").load_rows()[1].question == "q1"
+    held = DataSource(dataset_name="DAPOMath17K", split_validation_size=0.3, part="validation", split="other").load_rows()
     assert len(held) == 3
     assert asked == [("BytedTsinghua-SIA/DAPO-Math-17k", None, "train"), ("BytedTsinghua-SIA/DAPO-Math-17k", None, "other")]
 
 
 def test_a_missing_column_names_the_keys_there_are(monkeypatch):
     monkeypatch.setattr(hub, "_probe", lambda name: None)
-    monkeypatch.setattr(hub, "_load", lambda *arguments: datasets.Dataset.from_list([{"question": "q", "answer": "a"}]))
+    monkeypatch.setattr(hub, "_load_split", lambda *arguments: datasets.Dataset.from_list([{"question": "q", "answer": "a"}]))
     with pytest.raises(DataError, match=r"has no key 'problem'; its keys are \['answer', 'question'\]"):
-        DataSource(dataset_name="someone/something").rows()
+        DataSource(dataset_name="someone/something").load_rows()
     with pytest.raises(DataError, match="has no key 'problem'"):
-        DataSource(dataset_name="someone/something", split_validation_size=0.5, part="train").rows()
+        DataSource(dataset_name="someone/something", split_validation_size=0.5, part="train").load_rows()
 
 
 def test_every_built_in_dataset_is_a_hub_name():
-    assert all(entry.hub.count("/") == 1 for entry in BUILTIN.values())
+    assert all(entry.hub.count("/") == 1 for entry in BUILTIN_DATASETS.values())

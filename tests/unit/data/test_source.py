@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.data.errors import DataError
-from strop.data.source import DataSource, train_and_validation
+from strop.data.source import DataSource, split_train_validation
 
 ROWS = [{"problem": f"What is {n}+{n}?", "answer": 2 * n, "level": n % 3} for n in range(20)]
 
@@ -41,7 +41,7 @@ def parquet(folder: Path) -> str:
 
 @pytest.mark.parametrize("write", [jsonl, json_file, csv_file, parquet])
 def test_every_format_gives_the_same_rows(write, tmp_path):
-    rows = DataSource(dataset_name=write(tmp_path)).rows()
+    rows = DataSource(dataset_name=write(tmp_path)).load_rows()
     assert [(row.question, row.answer) for row in rows] == [(row["problem"], str(row["answer"])) for row in ROWS]
     assert int(rows[4].metadata["level"]) == 1 and len({row.id for row in rows}) == 20
 
@@ -49,14 +49,14 @@ def test_every_format_gives_the_same_rows(write, tmp_path):
 def test_keys_reach_inside_and_size_and_repeat_count(tmp_path):
     path = jsonl(tmp_path, [{"prompt": [{"content": f"q{n}"}], "reward": {"truth": "t"}, "prompt.x": "dotted"} for n in range(3)])
     data = DataSource(dataset_name=path, input_key="prompt.0.content", output_key="reward.truth", size=2, repeat=2)
-    assert [row.question for row in data.rows()] == ["q0", "q1", "q0", "q1"]
-    assert DataSource(dataset_name=path, input_key="prompt.x", output_key="reward.truth").rows()[0].question == "dotted"
+    assert [row.question for row in data.load_rows()] == ["q0", "q1", "q0", "q1"]
+    assert DataSource(dataset_name=path, input_key="prompt.x", output_key="reward.truth").load_rows()[0].question == "dotted"
 
 
 def test_blank_lines_and_a_byte_order_mark_carry_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"problem": "a", "answer": "1"}\n\n{"problem": "b\xc3\xa9", "answer": "2"}')
-    assert [row.question for row in DataSource(dataset_name=str(path)).rows()] == ["a", "bé"]
+    assert [row.question for row in DataSource(dataset_name=str(path)).load_rows()] == ["a", "bé"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_data_that_cannot_be_used_is_an_error_that_says_where(name, content, mes
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
-        DataSource(dataset_name=str(path)).rows()
+        DataSource(dataset_name=str(path)).load_rows()
 
 
 @pytest.mark.parametrize(
@@ -112,27 +112,29 @@ def test_options_that_make_no_sense_are_errors(options, message):
 
 def test_no_name_a_folder_and_an_unknown_name_are_errors(tmp_path):
     with pytest.raises(DataError, match="dataset_name is not set"):
-        DataSource().rows()
+        DataSource().load_rows()
     with pytest.raises(DataError, match="is a folder"):
-        DataSource(dataset_name=str(tmp_path)).rows()
+        DataSource(dataset_name=str(tmp_path)).load_rows()
     with pytest.raises(DataError, match="did you mean 'OpenMathInstruct-2'"):
-        DataSource(dataset_name="OpenMathInstruct2").rows()
+        DataSource(dataset_name="OpenMathInstruct2").load_rows()
 
 
 @pytest.mark.parametrize("size", [0.2, 4])
 def test_held_out_rows_share_no_question_with_training_and_none_is_lost(size, tmp_path):
     path = jsonl(tmp_path, [*ROWS, *ROWS])
-    train, validation = (side.rows() for side in train_and_validation(DataSource(dataset_name=path, split_validation_size=size)))
+    train, validation = (
+        side.load_rows() for side in split_train_validation(DataSource(dataset_name=path, split_validation_size=size))
+    )
     assert len(train) + len(validation) == 40
     assert not {row.question for row in train} & {row.question for row in validation}
     assert len(validation) == (8 if size < 1 else 4)
-    assert train_and_validation(DataSource(dataset_name=path, split_validation_size=size))[1].rows()[0] == validation[0]
+    assert split_train_validation(DataSource(dataset_name=path, split_validation_size=size))[1].load_rows()[0] == validation[0]
 
 
 def test_the_seed_decides_what_is_held_out(tmp_path):
     path = jsonl(tmp_path)
     sides = [
-        {row.id for row in DataSource(dataset_name=path, split_validation_size=5, part="validation", seed=seed).rows()}
+        {row.id for row in DataSource(dataset_name=path, split_validation_size=5, part="validation", seed=seed).load_rows()}
         for seed in range(5)
     ]
     assert len(set(map(frozenset, sides))) > 1
@@ -141,9 +143,9 @@ def test_the_seed_decides_what_is_held_out(tmp_path):
 @pytest.mark.parametrize("size", [0.001, 20, 100])
 def test_a_split_that_leaves_nothing_on_one_side_is_an_error(size, tmp_path):
     with pytest.raises(DataError, match="both parts need at least one row"):
-        DataSource(dataset_name=jsonl(tmp_path), split_validation_size=size, part="train").rows()
+        DataSource(dataset_name=jsonl(tmp_path), split_validation_size=size, part="train").load_rows()
 
 
 def test_a_split_of_one_question_is_an_error(tmp_path):
     with pytest.raises(DataError, match="too few"):
-        DataSource(dataset_name=jsonl(tmp_path, [ROWS[0]] * 9), split_validation_size=0.5, part="train").rows()
+        DataSource(dataset_name=jsonl(tmp_path, [ROWS[0]] * 9), split_validation_size=0.5, part="train").load_rows()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.environments.answers import final_answer, last_boxed, last_number, normal_form
+from strop.environments.answers import extract_final_answer, extract_last_boxed, extract_last_number, normalize_answer
 
 
 @pytest.mark.parametrize(
@@ -29,26 +29,26 @@ from strop.environments.answers import final_answer, last_boxed, last_number, no
     ],
 )
 def test_the_last_number_is_found(text, number):
-    assert last_number(text) == number
+    assert extract_last_number(text) == number
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet="abc =:.\n", max_size=10))
 def test_any_integer_at_the_end_is_found(value, before):
-    assert last_number(f"{before} {value}") == value
-    assert last_number(f"{before} {value:,}.") == value
+    assert extract_last_number(f"{before} {value}") == value
+    assert extract_last_number(f"{before} {value:,}.") == value
 
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_the_extraction(text):
-    last_number(text)
-    answer = final_answer(text)
+    extract_last_number(text)
+    answer = extract_final_answer(text)
     if answer is not None:
-        normal_form(answer)
+        normalize_answer(answer)
 
 
 def test_a_number_of_thousands_of_digits_is_no_error():
-    assert last_number("9" * 10_000) is None
-    assert normal_form("9" * 10_000) == "9" * 10_000
+    assert extract_last_number("9" * 10_000) is None
+    assert normalize_answer("9" * 10_000) == "9" * 10_000
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_number_of_thousands_of_digits_is_no_error():
     ],
 )
 def test_the_last_closed_box_counts(text, boxed):
-    assert last_boxed(text) == boxed
+    assert extract_last_boxed(text) == boxed
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_the_last_closed_box_counts(text, boxed):
     ],
 )
 def test_the_final_answer_is_boxed_or_stated_or_the_last_number(text, answer):
-    assert final_answer(text) == answer
+    assert extract_final_answer(text) == answer
 
 
 @pytest.mark.parametrize("written", ["1/2", "0.5", "0.50", r"\frac{1}{2}", r"\dfrac{1}{2}", "$2/4$", " 1/2. "])
 def test_equal_rationals_have_one_form(written):
-    assert normal_form(written) == "1/2"
+    assert normalize_answer(written) == "1/2"
 
 
 def test_spelling_is_normalised_and_meaning_is_not():
-    assert normal_form(r"\left( 3, 4 \right)") == normal_form("(3,4)") == "(3,4)"
-    assert normal_form("1,234") == "1234"
-    assert normal_form(r"\text{Yes}") == "Yes"
-    assert normal_form("1/0") == "1/0"
-    assert normal_form("50\\%") != normal_form("50")
+    assert normalize_answer(r"\left( 3, 4 \right)") == normalize_answer("(3,4)") == "(3,4)"
+    assert normalize_answer("1,234") == "1234"
+    assert normalize_answer(r"\text{Yes}") == "Yes"
+    assert normalize_answer("1/0") == "1/0"
+    assert normalize_answer("50\\%") != normalize_answer("50")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from strop.data.errors import DataError
 from strop.data.source import DataSource
-from strop.environments.arithmetic import Arithmetic, evaluate
-from strop.environments.base import EnvironmentConfigError, score
+from strop.environments.arithmetic import Arithmetic, evaluate_expression
+from strop.environments.base import EnvironmentConfigError, compute_rewards
 
 DATA = DataSource(size=300, seed=1)
 
@@ -49,7 +49,7 @@ def test_a_space_too_small_to_split_says_so():
 def test_the_last_number_is_the_answer(wrote, text, value):
     environment = Arithmetic()
     task = replace(environment.tasks(DATA)[0], answer="7")
-    assert asyncio.run(score(environment, task, wrote(task, text))).rewards == {"correct": value}
+    assert asyncio.run(compute_rewards(environment, task, wrote(task, text))).rewards == {"correct": value}
 
 
 def test_votes_are_for_numbers(wrote):
@@ -85,4 +85,4 @@ def test_options_that_make_no_sense_are_errors(options, message):
 @given(st.lists(st.tuples(st.sampled_from("+-*"), st.integers(-99, 99)), min_size=1, max_size=6), st.integers(-99, 99))
 def test_evaluation_follows_the_usual_precedence(rest, first):
     expression = str(first) + "".join(f"{operator}({number})" for operator, number in rest)
-    assert evaluate([first, *(number for _, number in rest)], [operator for operator, _ in rest]) == eval(expression)
+    assert evaluate_expression([first, *(number for _, number in rest)], [operator for operator, _ in rest]) == eval(expression)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from strop.data.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, RewardError, reward, score
+from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, RewardError, compute_rewards, reward
 from strop.types import Rollout, Task, user
 
 TASK = Task(id="t1", question="Say yes.")
@@ -37,13 +37,13 @@ class Yes(Environment[Task]):
 
 
 def test_the_reward_is_the_weighted_sum_and_each_reward_is_named(wrote):
-    scored = asyncio.run(score(Yes(broken=7.0), TASK, wrote(TASK, "yes")))
+    scored = asyncio.run(compute_rewards(Yes(broken=7.0), TASK, wrote(TASK, "yes")))
     assert scored.rewards == {"correct": 1.0, "polite": 1.0, "logged": 7.0}
     assert scored.reward == 2.5
 
 
 def test_a_configuration_can_change_the_weights(wrote):
-    scored = asyncio.run(score(Yes(reward_weights={"polite": -1.0}), TASK, wrote(TASK, "yes")))
+    scored = asyncio.run(compute_rewards(Yes(reward_weights={"polite": -1.0}), TASK, wrote(TASK, "yes")))
     assert scored.reward == 1.0
 
 
@@ -55,7 +55,7 @@ def test_a_weight_for_an_unknown_reward_names_the_nearest():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1.0", None, [1.0]])
 def test_a_reward_that_is_no_finite_number_is_an_error_that_names_the_method(wrote, value):
     with pytest.raises(RewardError, match=r"Yes\.logged returned .* on task 't1'"):
-        asyncio.run(score(Yes(broken=value), TASK, wrote(TASK, "yes")))
+        asyncio.run(compute_rewards(Yes(broken=value), TASK, wrote(TASK, "yes")))
 
 
 def test_a_reward_that_raises_names_environment_method_and_task(wrote):
@@ -66,7 +66,7 @@ def test_a_reward_that_raises_names_environment_method_and_task(wrote):
             raise KeyError("gold")
 
     with pytest.raises(RewardError, match=r"Failing\.correct raised KeyError on task 't1': 'gold'"):
-        asyncio.run(score(Failing(), TASK, wrote(TASK, "yes")))
+        asyncio.run(compute_rewards(Failing(), TASK, wrote(TASK, "yes")))
 
 
 def test_overriding_a_reward_without_marking_it_is_an_error():

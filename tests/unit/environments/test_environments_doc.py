@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.data.source import DataSource
-from strop.environments.base import score
+from strop.environments.base import compute_rewards
 from strop.environments.mixture import Mixture
 from strop.environments.registry import import_attribute, make_environment
 
@@ -37,7 +37,7 @@ def test_the_example_environment_prompts_and_scores(example, wrote):
     assert len(task.answer) == 5 and task.question in environment.prompt(task)[0].content
     assert environment.tasks(DataSource(size=20))[3] == task
     assert {t.id for t in train}.isdisjoint(t.id for t in environment.tasks(DataSource(size=20, split="validation")))
-    scored = asyncio.run(score(environment, task, wrote(task, task.answer)))
+    scored = asyncio.run(compute_rewards(environment, task, wrote(task, task.answer)))
     assert scored.rewards == {"correct": 1.0, "brief": 1.0, "characters": 5.0}
     assert scored.reward == pytest.approx(1.1)
 
@@ -47,7 +47,7 @@ def test_the_dataset_example_reads_rows(example, wrote, tmp_path):
     environment = make_environment(f"{example('contains.py')}:Contains")
     task = environment.tasks(DataSource(dataset_name=str(tmp_path / "qa.jsonl"), system_prompt="Be brief."))[0]
     assert [message.role for message in environment.prompt(task)] == ["system", "user"]
-    assert asyncio.run(score(environment, task, wrote(task, "It is PARIS."))).reward == 1.0
+    assert asyncio.run(compute_rewards(environment, task, wrote(task, "It is PARIS."))).reward == 1.0
 
 
 def test_the_multi_turn_example_answers_each_turn(example, wrote):
@@ -61,7 +61,7 @@ def test_the_multi_turn_example_answers_each_turn(example, wrote):
         assert "not a number" in (await environment.respond(task, wrote(task, "hm")))[0].content
         rollout = wrote(task, "0", "51", str(secret))
         assert await environment.respond(task, rollout) is None
-        assert (await score(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
+        assert (await compute_rewards(environment, task, rollout)).reward == pytest.approx(1.0 - 3 * 0.05)
 
     asyncio.run(play())
 
@@ -76,7 +76,7 @@ def test_the_session_example_keeps_episodes_apart(example, wrote):
                 await asyncio.sleep(0)
                 answer = await environment.respond(task, wrote(task, *texts[: turn + 1]))
                 assert (answer is None) == (turn == 2)
-            return (await score(environment, task, wrote(task, *texts))).reward
+            return (await compute_rewards(environment, task, wrote(task, *texts))).reward
 
     async def both() -> list[float]:
         return await asyncio.gather(episode("a", "b", "c"), episode("d", "d", "d"))

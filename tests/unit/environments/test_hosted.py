@@ -17,7 +17,14 @@ from loop.tiny import tiny_tokenizer
 from strop.data.errors import DataError
 from strop.data.source import DataSource
 from strop.environments.base import EnvironmentConfigError
-from strop.environments.hosted import EnvironmentHost, HostDied, HostedDescription, RemoteEnvironment, SessionLost, connect
+from strop.environments.hosted import (
+    EnvironmentDescription,
+    EnvironmentServer,
+    EnvironmentServerDied,
+    RemoteEnvironment,
+    SessionLost,
+    connect,
+)
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import make_environment
 from strop.evaluation import Evaluator
@@ -25,7 +32,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Group, Rollout
-from support.hosting import HostProcess, HostThread
+from support.hosting import EnvironmentServerProcess, EnvironmentServerThread
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -115,21 +122,21 @@ def notes(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def threads() -> Iterator[list[HostThread]]:
+def threads() -> Iterator[list[EnvironmentServerThread]]:
     """Whoever starts one puts it here."""
-    started: list[HostThread] = []
+    started: list[EnvironmentServerThread] = []
     yield started
     for thread in started:
         thread.close()
 
 
-def description(name: str, data: tuple[DataSource, ...] = (DATA,), **options: Any) -> HostedDescription:
-    return HostedDescription(alias="mine", name=name, options=options, sources=data)
+def description(name: str, data: tuple[DataSource, ...] = (DATA,), **options: Any) -> EnvironmentDescription:
+    return EnvironmentDescription(alias="mine", name=name, options=options, sources=data)
 
 
-def remote(threads: list[HostThread], name: str, count: int = 1, **options: Any) -> RemoteEnvironment:
-    threads += [HostThread(description(name, **options)) for _ in range(count)]
-    return connect(threads[0].description, [thread.link for thread in threads])
+def remote(threads: list[EnvironmentServerThread], name: str, count: int = 1, **options: Any) -> RemoteEnvironment:
+    threads += [EnvironmentServerThread(description(name, **options)) for _ in range(count)]
+    return connect(threads[0].description, [thread.transport for thread in threads])
 
 
 def letters() -> FakeGenerator:
@@ -159,7 +166,9 @@ def seen(group: Group) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("hosts", [1, 3])
-def test_rollouts_are_those_of_the_environment_in_this_process(notes: str, threads: list[HostThread], hosts: int) -> None:
+def test_rollouts_are_those_of_the_environment_in_this_process(
+    notes: str, threads: list[EnvironmentServerThread], hosts: int
+) -> None:
     """Many episodes at once, each with a notebook of its own, over one host or several."""
     here, there = make_environment(notes, {"pages": 3}), remote(threads, notes, hosts, pages=3)
 
@@ -175,14 +184,16 @@ def test_rollouts_are_those_of_the_environment_in_this_process(notes: str, threa
 
 
 @pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])
-def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[HostThread], fails: str) -> None:
+def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[EnvironmentServerThread], fails: str) -> None:
     here, there = make_environment(notes, {"fails": fails}), remote(threads, notes, fails=fails)
     wanted, found = asyncio.run(group_of(here, 2, samples=2)), asyncio.run(group_of(there, 2, samples=2))
     assert seen(found) == seen(wanted)
     assert all("lost its notes" in error for error in found.errors) and len(found.errors) == 2
 
 
-def test_a_session_is_told_why_its_episode_failed_elsewhere(notes: str, threads: list[HostThread], tmp_path: Path) -> None:
+def test_a_session_is_told_why_its_episode_failed_elsewhere(
+    notes: str, threads: list[EnvironmentServerThread], tmp_path: Path
+) -> None:
     there = remote(threads, notes, log=str(tmp_path / "log"))
 
     class Broken:
@@ -211,7 +222,7 @@ def test_a_session_is_told_why_its_episode_failed_elsewhere(notes: str, threads:
     assert (tmp_path / "log").read_text().split("\n")[:3] == ["open", "told OSError: no engine", "close"]
 
 
-def test_tasks_come_in_blocks_and_one_that_cannot_be_made_fails_alone(notes: str, threads: list[HostThread]) -> None:
+def test_tasks_come_in_blocks_and_one_that_cannot_be_made_fails_alone(notes: str, threads: list[EnvironmentServerThread]) -> None:
     tasks = remote(threads, notes).tasks(DATA)
     assert len(tasks) == 70 and [task.question for task in tasks[10:13]] == ["note 10?", "note 11?", "note 12?"]
     assert tasks[-1].id == "69" and threads[0].calls.count("tasks") == 2
@@ -222,7 +233,7 @@ def test_tasks_come_in_blocks_and_one_that_cannot_be_made_fails_alone(notes: str
         tasks[70]
 
 
-def test_evaluation_and_mixtures_take_it_for_an_environment(notes: str, threads: list[HostThread]) -> None:
+def test_evaluation_and_mixtures_take_it_for_an_environment(notes: str, threads: list[EnvironmentServerThread]) -> None:
     def evaluated(environment: Any) -> dict[str, float]:
         data = DataSource(size=4)
         mixture = Mixture((Component("mine", environment, environment.tasks(data)),), shuffle=False)
@@ -239,14 +250,14 @@ def test_evaluation_and_mixtures_take_it_for_an_environment(notes: str, threads:
         found = asyncio.run(evaluator.evaluate(0))
         return {name: value for name, value in found.items() if "seconds" not in name}
 
-    threads.append(HostThread(description(notes, (DATA, DataSource(size=4)))))
-    there = connect(threads[0].description, [threads[0].link])
+    threads.append(EnvironmentServerThread(description(notes, (DATA, DataSource(size=4)))))
+    there = connect(threads[0].description, [threads[0].transport])
     assert evaluated(there) == evaluated(make_environment(notes))
     assert "cons@2" in str(evaluated(there))
     assert there.answer_key(there.tasks(DATA)[0], asyncio.run(group_of(there, 0)).rollouts[0]) is not None
 
 
-def test_what_an_environment_does_not_do_is_not_asked(threads: list[HostThread]) -> None:
+def test_what_an_environment_does_not_do_is_not_asked(threads: list[EnvironmentServerThread]) -> None:
     """A single turn without session or votes: a prompt and a score."""
     there = remote(threads, "arithmetic", max_operand=3)
     before = len(threads[0].calls)
@@ -256,23 +267,25 @@ def test_what_an_environment_does_not_do_is_not_asked(threads: list[HostThread])
 
 
 @pytest.mark.parametrize("method", ["prompt", "score", "task_count", "tasks"])
-def test_a_call_outside_of_a_session_is_made_again_where_the_host_died(threads: list[HostThread], method: Any) -> None:
+def test_a_call_outside_of_a_session_is_made_again_where_the_host_died(
+    threads: list[EnvironmentServerThread], method: Any
+) -> None:
     there = remote(threads, "arithmetic", max_operand=3)
     threads[0].deaths.append(method)
     wanted = asyncio.run(group_of(make_environment("arithmetic", {"max_operand": 3}), 4))
-    assert seen(asyncio.run(group_of(there, 4))) == seen(wanted) and threads[0].hosts == 2
+    assert seen(asyncio.run(group_of(there, 4))) == seen(wanted) and threads[0].num_servers == 2
 
 
-def test_a_host_that_dies_again_at_once_is_an_error_of_the_rollout(threads: list[HostThread]) -> None:
+def test_a_host_that_dies_again_at_once_is_an_error_of_the_rollout(threads: list[EnvironmentServerThread]) -> None:
     there = remote(threads, "arithmetic", max_operand=3)
     threads[0].deaths += ["score", "score"]
     group = asyncio.run(group_of(there, 4, samples=1))
-    assert group.errors == ("HostDied: the server died in score",)
+    assert group.errors == ("EnvironmentServerDied: the server died in score",)
 
 
 @pytest.mark.parametrize("method", ["prompt", "respond", "score"])
 def test_a_session_that_was_open_is_lost_with_its_host_and_the_rollout_says_so(
-    notes: str, threads: list[HostThread], method: Any
+    notes: str, threads: list[EnvironmentServerThread], method: Any
 ) -> None:
     """The episodes beside it were in the same process: each says so, whether its own call failed or its session is unknown now."""
     there = remote(threads, notes)
@@ -284,7 +297,7 @@ def test_a_session_that_was_open_is_lost_with_its_host_and_the_rollout_says_so(
     assert asyncio.run(group_of(there, task)).errors == ()
 
 
-def test_a_host_that_dies_as_a_session_is_closed_costs_nothing(notes: str, threads: list[HostThread]) -> None:
+def test_a_host_that_dies_as_a_session_is_closed_costs_nothing(notes: str, threads: list[EnvironmentServerThread]) -> None:
     there = remote(threads, notes)
     task = there.tasks(DATA)[3]
     threads[0].deaths.append("close")
@@ -300,15 +313,15 @@ def test_a_host_that_dies_as_a_session_is_closed_costs_nothing(notes: str, threa
     ],
 )
 def test_what_is_wrong_with_a_description_is_said_here(
-    notes: str, threads: list[HostThread], changes: dict[str, Any], kind: type[Exception], says: str
+    notes: str, threads: list[EnvironmentServerThread], changes: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
         remote(threads, notes, **changes)
 
 
-def test_what_is_wrong_with_the_data_is_said_here(threads: list[HostThread]) -> None:
-    threads.append(HostThread(description("math", (DataSource(dataset_name="nowhere.jsonl"),))))
-    there = connect(threads[0].description, [threads[0].link])
+def test_what_is_wrong_with_the_data_is_said_here(threads: list[EnvironmentServerThread]) -> None:
+    threads.append(EnvironmentServerThread(description("math", (DataSource(dataset_name="nowhere.jsonl"),))))
+    there = connect(threads[0].description, [threads[0].transport])
     with pytest.raises(DataError, match="nowhere"):
         there.tasks(DataSource(dataset_name="nowhere.jsonl"))
     with pytest.raises(EnvironmentConfigError, match="was created without the data source"):
@@ -317,7 +330,7 @@ def test_what_is_wrong_with_the_data_is_said_here(threads: list[HostThread]) -> 
 
 def test_a_closed_or_foreign_session_is_unknown(notes: str) -> None:
     async def work() -> None:
-        host = EnvironmentHost(description(notes))
+        host = EnvironmentServer(description(notes))
         (reply,) = await host.tasks(0, [1])
         session = await host.open(0, 1)
         await host.prompt(reply.value, session)
@@ -334,9 +347,9 @@ def test_a_closed_or_foreign_session_is_unknown(notes: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) -> None:
     """The episode that was in it is lost, with an error on its rollouts, and the next one is not."""
-    process = HostProcess(description(notes))
+    process = EnvironmentServerProcess(description(notes))
     try:
-        there = connect(process.description, [process.link])
+        there = connect(process.description, [process.transport])
         wanted = asyncio.run(group_of(make_environment(notes), 3))
         assert seen(asyncio.run(group_of(there, 3))) == seen(wanted)
         asked: list[Request] = []
@@ -372,9 +385,9 @@ def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) ->
 
 def test_it_is_an_error_with_a_name_when_a_host_is_gone_for_good() -> None:
     def gone(*_: Any) -> Any:
-        raise HostDied("process 7 is gone")
+        raise EnvironmentServerDied("process 7 is gone")
 
-    from strop.environments.hosted import Link
+    from strop.environments.hosted import Transport
 
-    with pytest.raises(HostDied, match="process 7"):
-        connect(description("arithmetic"), [Link(gone, gone)])
+    with pytest.raises(EnvironmentServerDied, match="process 7"):
+        connect(description("arithmetic"), [Transport(gone, gone)])

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from strop.data.source import DataSource
-from strop.environments.base import PromptedTask, RewardError, score
+from strop.environments.base import PromptedTask, RewardError, compute_rewards
 from strop.environments.math import MathEnvironment
-from strop.environments.workers import Pool, WorkerError, worker_pool
+from strop.environments.workers import ScoringError, ScoringPool, get_scoring_pool
 
 ENVIRONMENT = MathEnvironment(num_workers=1, timeout_s=1.0)
 
@@ -27,7 +27,7 @@ def task_of(answer: str) -> PromptedTask:
 
 def rewards(wrote, answer: str, text: str, environment: MathEnvironment = ENVIRONMENT) -> dict[str, float]:
     task = task_of(answer)
-    return dict(asyncio.run(score(environment, task, wrote(task, text))).rewards)
+    return dict(asyncio.run(compute_rewards(environment, task, wrote(task, text))).rewards)
 
 
 RIGHT = {"correct": 1.0, "unverified": 0.0}
@@ -104,25 +104,25 @@ def test_a_reference_that_cannot_be_read_is_an_error_and_no_zero(wrote):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced():
-    pool = Pool(1)
+    pool = ScoringPool(1)
     arguments = {"reference": "2x", "answer": r"\boxed{x+x}"}
     assert asyncio.run(pool.call("math_verify", 5.0, **arguments)).value == 1.0
-    worker = pool._idle.get_nowait()
+    worker = pool._idle_workers.get_nowait()
     os.kill(worker.pid, signal.SIGKILL)
-    pool._idle.put(worker)
+    pool._idle_workers.put(worker)
     assert asyncio.run(pool.call("math_verify", 6.0, **arguments)).value == 1.0
     pool.close()
 
 
 def test_a_scorer_that_does_not_exist_is_an_error():
-    with pytest.raises(WorkerError, match="cannot be used here"):
-        asyncio.run(worker_pool(1).call("astrology", 1.0))  # type: ignore[arg-type]
+    with pytest.raises(ScoringError, match="cannot be used here"):
+        asyncio.run(get_scoring_pool(1).call("astrology", 1.0))  # type: ignore[arg-type]
 
 
 PARENT = """
 import asyncio, os, signal
-from strop.environments.workers import worker_pool
-pool = worker_pool(2)
+from strop.environments.workers import get_scoring_pool
+pool = get_scoring_pool(2)
 async def main():
     a = pool.call("math_verify", 60.0, reference="2x", answer="\\\\boxed{x+x}")
     print((await a).value, pool._idle.queue[0].pid, flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.placement import permuted
+from strop.data.placement import permute_index
 from strop.data.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
@@ -43,7 +43,7 @@ def test_the_stream_is_the_same_from_any_position():
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 5000))
 def test_every_prefix_has_each_environment_by_its_weight(weights, length):
     mixture = Mixture(tuple(component(str(i), 3, weight) for i, weight in enumerate(weights)))
-    counts = Counter(mixture._placement._place(index)[0] for index in range(length))
+    counts = Counter(mixture._interleaving._locate_source(index)[0] for index in range(length))
     for i, weight in enumerate(weights):
         assert abs(counts[i] - length * weight / sum(weights)) < len(weights)
 
@@ -53,18 +53,18 @@ def test_positions_within_an_environment_are_consecutive(weights):
     mixture = Mixture(tuple(component(str(i), 3, weight) for i, weight in enumerate(weights)))
     next_position = Counter()
     for index in range(200):
-        chosen, position = mixture._placement._place(index)
+        chosen, position = mixture._interleaving._locate_source(index)
         assert position == next_position[chosen]
         next_position[chosen] += 1
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63))
 def test_shuffling_is_a_permutation(size, seed):
-    assert sorted(permuted(index, size, seed) for index in range(size)) == list(range(size))
+    assert sorted(permute_index(index, size, seed) for index in range(size)) == list(range(size))
 
 
 def test_shuffling_does_not_leave_tasks_where_they_were():
-    moved = [permuted(index, 1000, 7) for index in range(1000)]
+    moved = [permute_index(index, 1000, 7) for index in range(1000)]
     assert sum(index == place for index, place in enumerate(moved)) < 10
     assert abs(sum(place for place in moved[:500]) / 500 - 499.5) < 60
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from strop.data.source import DataSource
-from strop.environments.base import EnvironmentConfigError, score
+from strop.environments.base import EnvironmentConfigError, compute_rewards
 from strop.environments.reasoning_gym import ReasoningGym
 
 pytest.importorskip("reasoning_gym")
@@ -16,7 +16,7 @@ DATA = DataSource(size=20, seed=3)
 
 
 def rewards(environment: ReasoningGym, rollout, task) -> dict[str, float]:
-    return dict(asyncio.run(score(environment, task, rollout)).rewards)
+    return dict(asyncio.run(compute_rewards(environment, task, rollout)).rewards)
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "simple_integration", "sudoku"])
@@ -60,7 +60,7 @@ def test_tasks_depend_on_seed_and_index_and_validation_is_held_out():
 
 def test_answers_are_found_where_the_option_says():
     def answer(extract, text):
-        return ReasoningGym(task="chain_sum", extract=extract).answer(text)
+        return ReasoningGym(task="chain_sum", extract=extract).extract_answer(text)
 
     assert answer("tags", "<answer>1</answer> or <answer> 2 </answer>") == "2"
     assert answer("tags", "2") is None

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from strop.generation.base import Completion
-from strop.generation.replicas import Replicas
-from strop.generation.torch.apart import ApartEngine
+from strop.generation.replicas import EnginePool
+from strop.generation.torch.apart import StandaloneTorchEngine
 from strop.generation.torch.engine import TorchEngine
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
-from strop.weights.adapters import LowRankSource
-from strop.weights.base import Answer, EngineDied
-from strop.weights.export import local_exporter
+from strop.weights.adapters import LocalAdapterSource
+from strop.weights.base import CanarySample, EngineDied
+from strop.weights.export import make_local_exporter
 from strop.weights.memory import MemorySender
-from strop.weights.proof import Canary, ProofFailed, ProofSchedule
-from strop.weights.publish import PublishedWeights, PublishOptions
-from support.engine import cached_runner
-from support.lora import adapted
+from strop.weights.proof import Canary, VerificationFailed, VerificationSchedule
+from strop.weights.publish import PublishOptions, WeightPublisher
+from support.engine import make_runner
+from support.lora import with_random_adapters
 from support.models import build
 
 pytestmark = pytest.mark.slow
@@ -43,12 +43,12 @@ class NoText:
 
 
 def engine_on(model: Any, **options: Any) -> TorchEngine:
-    runner = cached_runner(Network(model, packed=True, precision=options.pop("precision", torch.float32)), **options)
+    runner = make_runner(Network(model, packed=True, precision=options.pop("precision", torch.float32)), **options)
     return TorchEngine(runner, NoText(), stop_ids=(2,))
 
 
-def apart(make: Callable[[], Any], dtype: torch.dtype = torch.float32, **options: Any) -> ApartEngine:
-    return ApartEngine("engine 0", lambda: engine_on(make(), **options), dtype)
+def apart(make: Callable[[], Any], dtype: torch.dtype = torch.float32, **options: Any) -> StandaloneTorchEngine:
+    return StandaloneTorchEngine("engine 0", lambda: engine_on(make(), **options), dtype)
 
 
 def moved(model: Any, seed: int, size: float = 0.05) -> None:
@@ -59,8 +59,8 @@ def moved(model: Any, seed: int, size: float = 0.05) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=noise))
 
 
-def scored_by(model: Any) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]], Awaitable[list[Tensor]]]:
-    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
+def scored_by(model: Any) -> Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[list[Tensor]]]:
+    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):
             row = torch.cat([torch.tensor(list(prompt)), answer.tokens])
@@ -76,8 +76,8 @@ def scored_by(model: Any) -> Callable[[Sequence[Sequence[int]], Sequence[Answer]
 @dataclass
 class Pair:
     learner: Any
-    engine: ApartEngine
-    weights: PublishedWeights
+    engine: StandaloneTorchEngine
+    weights: WeightPublisher
 
     async def sample(self, seed: int = 0) -> list[Completion]:
         return await sampled(self.engine, seed)
@@ -90,20 +90,22 @@ async def sampled(engine: Any, seed: int = 0) -> list[Completion]:
 
 def pair(
     learner: Any,
-    engine: ApartEngine,
+    engine: StandaloneTorchEngine,
     *,
     weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     canary: bool = True,
     adapters: Any = None,
     **options: Any,
 ) -> Pair:
-    exporter = local_exporter(
+    exporter = make_local_exporter(
         weights or (lambda: learner.state_dict().items()), MemorySender, dtype=engine.dtype, adapters=adapters
     )
-    published = PublishedWeights(
+    published = WeightPublisher(
         exporter,
         [engine],
-        PublishOptions(**{"apart": True, "proof": ProofSchedule("always"), "adapters": adapters is not None, **options}),
+        PublishOptions(
+            **{"separate_devices": True, "proof": VerificationSchedule("always"), "adapters": adapters is not None, **options}
+        ),
         canary=Canary(prompts=CANARY, sampling=SAMPLING, score=scored_by(learner), tolerance=1e-4) if canary else None,
     )
     return Pair(learner, engine, published)
@@ -194,16 +196,16 @@ def test_a_layer_whose_copy_is_not_refreshed_is_found_by_name(layer: str, precis
         linears = engine._engine.runner.linears  # type: ignore[union-attr, attr-defined]
         place = [own.name for own in linears.layers].index(layer)
         before = linears.copies[place]
-        refresh = linears.switch_on
+        refresh = linears.enable
 
         def forgetful() -> None:
             refresh()
             linears.copies[place] = before
-            linears.layers[place].module.forward = linears._forward(before)
+            linears.layers[place].module.forward = linears._make_forward(before)
 
-        linears.switch_on = forgetful
+        linears.enable = forgetful
         moved(found.learner, 1)
-        with pytest.raises(ProofFailed, match=layer):
+        with pytest.raises(VerificationFailed, match=layer):
             await found.weights.publish(1)
 
     run(found, work)
@@ -215,15 +217,15 @@ def test_a_wrong_tensor_in_the_module_is_found_by_name() -> None:
 
     async def work() -> None:
         await found.weights.publish(0)
-        take_up = engine._engine.take_up  # type: ignore[union-attr]
+        activate_version = engine._engine.activate_version  # type: ignore[union-attr]
 
         def spoilt(version: int) -> None:
             norm = engine._engine.runner.network.model.model.norm.weight  # type: ignore[union-attr]
             norm.data[3] += 1e-3
-            take_up(version)
+            activate_version(version)
 
-        engine._engine.take_up = spoilt  # type: ignore[union-attr, method-assign]
-        with pytest.raises(ProofFailed, match=r"model\.norm\.weight"):
+        engine._engine.activate_version = spoilt  # type: ignore[union-attr, method-assign]
+        with pytest.raises(VerificationFailed, match=r"model\.norm\.weight"):
             await found.weights.publish(1)
 
     run(found, work)
@@ -266,7 +268,7 @@ def test_the_canary_finds_what_cannot_be_read_back() -> None:
         runner = engine._engine.runner  # type: ignore[union-attr]
         forward = runner._forward  # type: ignore[attr-defined]
         runner._forward = lambda *arguments: 1.2 * forward(*arguments)  # type: ignore[attr-defined]
-        with pytest.raises(ProofFailed, match="disagree on the canary"):
+        with pytest.raises(VerificationFailed, match="disagree on the canary"):
             await found.weights.publish(0)
 
     run(found, work)
@@ -324,9 +326,9 @@ def test_requests_that_run_go_on_with_the_new_weights_where_they_stood(recompute
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_adapters_alone_are_taken_where_its_model_has_some_of_the_same_form(precision: torch.dtype) -> None:
-    learner = adapted(build("qwen2"), dim=4)
-    engine = apart(lambda: adapted(build("qwen2", seed=9), dim=4, seed=7), prepack=True, precision=precision)
-    found = pair(learner, engine, adapters=LowRankSource(learner), canary=precision is torch.float32)
+    learner = with_random_adapters(build("qwen2"), dim=4)
+    engine = apart(lambda: with_random_adapters(build("qwen2", seed=9), dim=4, seed=7), prepack=True, precision=precision)
+    found = pair(learner, engine, adapters=LocalAdapterSource(learner), canary=precision is torch.float32)
 
     async def work() -> None:
         for version in range(2):
@@ -334,15 +336,15 @@ def test_adapters_alone_are_taken_where_its_model_has_some_of_the_same_form(prec
             if version == 1:
                 assert metrics["weights/bytes"].value < 50_000
             with torch.no_grad():
-                for layer in low_rank_layers(learner):
+                for layer in lora_layers(learner):
                     layer.up.mul_(1.5)
 
     run(found, work)
 
 
 def test_adapters_for_a_model_without_any_are_refused() -> None:
-    learner = adapted(build("qwen2"), dim=4)
-    found = pair(learner, apart(lambda: build("qwen2", seed=9)), adapters=LowRankSource(learner))
+    learner = with_random_adapters(build("qwen2"), dim=4)
+    found = pair(learner, apart(lambda: build("qwen2", seed=9)), adapters=LocalAdapterSource(learner))
 
     async def work() -> None:
         with pytest.raises(RuntimeError, match=r"its model has none: build it with the learner's dtensor_cfg\.lora_cfg"):
@@ -354,8 +356,8 @@ def test_adapters_for_a_model_without_any_are_refused() -> None:
 def test_an_engine_that_fails_is_started_anew_and_its_requests_are_issued_again() -> None:
     engine = apart(lambda: build("llama", seed=9), prepack=True)
     found = pair(build("llama"), engine)
-    replicas = Replicas([engine])
-    replicas.revive = found.weights.revive
+    replicas = EnginePool([engine])
+    replicas.restart_engine = found.weights.restart_engine
 
     async def work() -> None:
         await found.weights.publish(0)
@@ -383,7 +385,7 @@ def test_a_closed_engine_says_that_it_is_gone() -> None:
         await engine.start()
         assert engine.alive and engine.version == -1
         with pytest.raises(RuntimeError, match="holds those of version -1"):
-            await engine.unpause(3)
+            await engine.resume(3)
         await engine.close()
         assert not engine.alive and engine.counters() == {}
 

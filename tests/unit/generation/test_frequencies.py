@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.generation.torch.draw import draw
+from strop.generation.torch.draw import sample_tokens
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed, uniform
-from support.engine import Request, answers, cached_runner, engine_on
+from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import VOCABULARY, build
-from support.statistics import chi_square, chi_square_limit, fits
+from support.statistics import chi_square, chi_square_limit, is_consistent
 
 DRAWS = 20_000
 SAMPLINGS = {
@@ -57,7 +57,7 @@ def reference_probabilities(logits: Tensor, sampling: Sampling) -> list[float]:
 
 def drawn_counts(logits: Tensor, sampling: Sampling, *, seed: int = 0, draws: int = DRAWS) -> Tensor:
     numbers = [uniform(mix_seed(seed, place), 0) for place in range(draws)]
-    drawn = draw(logits.expand(draws, -1), [sampling] * draws, numbers)
+    drawn = sample_tokens(logits.expand(draws, -1), [sampling] * draws, numbers)
     wanted = torch.tensor(reference_probabilities(logits, sampling), dtype=torch.float64).log()[drawn.tokens]
     rounding = 2.0**-22 * float(logits[logits.isfinite()].abs().max())  # of a float32 as large as the logits
     assert float((drawn.logprobs - wanted).abs().max()) < 1e-5 + rounding, "the log-probability is that of the reference"
@@ -69,14 +69,14 @@ def drawn_counts(logits: Tensor, sampling: Sampling, *, seed: int = 0, draws: in
 def test_draws_follow_the_distribution(sampling: Sampling, vocabulary: int) -> None:
     logits = 1.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     probabilities = torch.tensor(reference_probabilities(logits, sampling))
-    assert fits(drawn_counts(logits, sampling), probabilities)
+    assert is_consistent(drawn_counts(logits, sampling), probabilities)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_draws_follow_the_distribution_of_extreme_logits(scale: float) -> None:
     """Nearly flat, and so steep that almost everything underflows; both far from zero."""
     logits = scale * torch.randn(307, generator=torch.Generator().manual_seed(3)) - 5e3
-    assert fits(drawn_counts(logits, Sampling()), torch.tensor(reference_probabilities(logits, Sampling())))
+    assert is_consistent(drawn_counts(logits, Sampling()), torch.tensor(reference_probabilities(logits, Sampling())))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3), Sampling(top_p=0.6)])
@@ -84,7 +84,7 @@ def test_a_token_of_logit_minus_infinity_is_never_drawn(sampling: Sampling) -> N
     logits = torch.randn(600, generator=torch.Generator().manual_seed(4))
     logits[torch.arange(600) % 3 != 0] = float("-inf")
     logits[256:512] = float("-inf")  # a whole block of the sampler
-    assert fits(drawn_counts(logits, sampling), torch.tensor(reference_probabilities(logits, sampling)))
+    assert is_consistent(drawn_counts(logits, sampling), torch.tensor(reference_probabilities(logits, sampling)))
 
 
 @pytest.mark.parametrize("number", [0.0, 1e-12, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
@@ -92,14 +92,14 @@ def test_the_ends_of_the_unit_interval_find_a_token_that_can_be_drawn(number: fl
     """1 - 2^-53 is 1 in float32: the search must not run past the last token that has probability."""
     logits = torch.full((1, 700), float("-inf"))
     logits[0, 300:400] = torch.randn(100, generator=torch.Generator().manual_seed(5))
-    drawn = draw(logits, [Sampling()], [number])
+    drawn = sample_tokens(logits, [Sampling()], [number])
     assert 300 <= int(drawn.tokens) < 400
     assert torch.isfinite(drawn.logprobs).all()
 
 
 def test_greedy_takes_the_likeliest_token_with_certainty() -> None:
     logits = torch.randn(50, 307, generator=torch.Generator().manual_seed(6))
-    drawn = draw(logits, [Sampling(temperature=0.0)] * 50, [0.99] * 50)
+    drawn = sample_tokens(logits, [Sampling(temperature=0.0)] * 50, [0.99] * 50)
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.equal(drawn.logprobs, torch.zeros(50))
 
@@ -109,9 +109,9 @@ def test_rows_with_different_options_are_drawn_as_if_alone() -> None:
     options = [replace(sampling, entropy=place % 2 == 0) for place, sampling in enumerate(SAMPLINGS.values())] * 7
     options = [*options[:59], Sampling(temperature=0.0)]
     numbers = [uniform(8, place) for place in range(60)]
-    together = draw(logits, options, numbers)
+    together = sample_tokens(logits, options, numbers)
     for row, (own, number) in enumerate(zip(options, numbers, strict=True)):
-        alone = draw(logits[row : row + 1], [own], [number])
+        alone = sample_tokens(logits[row : row + 1], [own], [number])
         assert int(alone.tokens) == int(together.tokens[row])
         assert float(alone.logprobs) == pytest.approx(float(together.logprobs[row]), abs=1e-6)
         assert float(alone.entropies) == pytest.approx(float(together.entropies[row]), abs=1e-5)
@@ -122,24 +122,24 @@ def test_the_reported_entropy_is_that_of_the_filtered_distribution() -> None:
     for sampling in SAMPLINGS.values():
         probabilities = torch.tensor(reference_probabilities(logits, sampling), dtype=torch.float64)
         wanted = torch.special.entr(probabilities).sum()
-        drawn = draw(logits[None], [replace(sampling, entropy=True)], [0.3])
+        drawn = sample_tokens(logits[None], [replace(sampling, entropy=True)], [0.3])
         assert float(drawn.entropies) == pytest.approx(float(wanted), abs=2e-5)
-        assert float(draw(logits[None], [sampling], [0.3]).entropies) == 0.0
+        assert float(sample_tokens(logits[None], [sampling], [0.3]).entropies) == 0.0
 
 
 def test_the_chi_square_has_teeth() -> None:
     """A temperature off by 15 %, a filter off by one token and a swap of two tokens are all found."""
     logits = 1.5 * torch.randn(307, generator=torch.Generator().manual_seed(10))
     counts = drawn_counts(logits, Sampling())
-    assert fits(counts, logits.softmax(-1))
-    assert not fits(counts, (logits / 1.15).softmax(-1))
+    assert is_consistent(counts, logits.softmax(-1))
+    assert not is_consistent(counts, (logits / 1.15).softmax(-1))
     cut = drawn_counts(logits, Sampling(top_k=7))
-    assert not fits(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=6))))
-    assert not fits(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=8))))
+    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=6))))
+    assert not is_consistent(cut, torch.tensor(reference_probabilities(logits, Sampling(top_k=8))))
     order = logits.argsort(descending=True)
     swapped = logits.clone()
     swapped[order[0]], swapped[order[5]] = logits[order[5]], logits[order[0]]
-    assert not fits(counts, swapped.softmax(-1))
+    assert not is_consistent(counts, swapped.softmax(-1))
 
 
 def test_the_engine_samples_pairs_of_tokens_as_often_as_the_model_says() -> None:
@@ -148,7 +148,7 @@ def test_the_engine_samples_pairs_of_tokens_as_often_as_the_model_says() -> None
     prompt, draws = [5, 40, 200], 3000
     sampling = Sampling(temperature=0.8, top_k=60, max_new_tokens=2)
     requests = [Request(prompt, sampling, mix_seed(1, place)) for place in range(draws)]
-    completions = answers(engine_on(cached_runner(network, slots=128, length=8)), requests)
+    completions = run_requests(make_engine(make_runner(network, slots=128, length=8)), requests)
     pairs = torch.stack([completion.tokens for completion in completions])
 
     network.model.set_attn_implementation("sdpa")
@@ -164,4 +164,4 @@ def test_the_engine_samples_pairs_of_tokens_as_often_as_the_model_says() -> None
     statistic, freedom = chi_square(counts.flatten(), joint.flatten())
     assert freedom > 40
     assert statistic < chi_square_limit(freedom)
-    assert fits(torch.bincount(pairs[:, 0], minlength=VOCABULARY), first)
+    assert is_consistent(torch.bincount(pairs[:, 0], minlength=VOCABULARY), first)

@@ -18,24 +18,24 @@ from torch import Tensor
 from strop.algorithms.base import CANDIDATES, TokenOutputs
 from strop.data.packing import pack
 from strop.generation.base import Completion
-from strop.generation.torch.draw import draw
+from strop.generation.torch.draw import sample_tokens
 from strop.generation.torch.runner import RecomputeRunner
-from strop.models.heads import Head, token_logprobs
+from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
-from strop.sampling import KEPT, MOST_RECORDED, NO_TOKEN, Sampling, filtered_logits, pad_kept
+from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group, Rollout
 from support.algorithms import grpo
-from support.engine import Request, answers, cached_runner, engine_on
-from support.models import VOCABULARY, build, exact, gradients, largest_difference
-from support.rollouts import batch_shapes, group_of, groups_of, rollout_of, turn_of, with_columns
+from support.engine import Request, make_engine, make_runner, run_requests
+from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
+from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, with_columns
 
 FLOAT32 = 2e-5  # the order of additions, as in test_sampler_and_learner_agree
 EXACT = 1e-9  # float64
 RECORDING = {
-    "top_k": Sampling(max_new_tokens=14, top_k=6, entropy=True, record_kept=True),
-    "top_k_and_top_p": Sampling(max_new_tokens=14, temperature=1.2, top_k=60, top_p=0.7, entropy=True, record_kept=True),
-    "min_p": Sampling(max_new_tokens=14, top_k=100, min_p=0.2, entropy=True, record_kept=True),
+    "top_k": Sampling(max_new_tokens=14, top_k=6, entropy=True, record_sampling_mask=True),
+    "top_k_and_top_p": Sampling(max_new_tokens=14, temperature=1.2, top_k=60, top_p=0.7, entropy=True, record_sampling_mask=True),
+    "min_p": Sampling(max_new_tokens=14, top_k=100, min_p=0.2, entropy=True, record_sampling_mask=True),
 }
 PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45], [17, 300]]
 every_sampling = pytest.mark.parametrize("sampling", RECORDING.values(), ids=RECORDING)
@@ -44,21 +44,21 @@ every_sampling = pytest.mark.parametrize("sampling", RECORDING.values(), ids=REC
 def completions_of(network: Network, sampling: Sampling, runner: Any = None) -> list[tuple[list[int], Completion]]:
     """Three completions of each of two prompts."""
     requests = [Request(prompt, sampling, seed=10 * place + copy) for place, prompt in enumerate(PROMPTS) for copy in range(3)]
-    found = answers(engine_on(runner or cached_runner(network), stop_ids=(2,)), requests)
+    found = run_requests(make_engine(runner or make_runner(network), stop_ids=(2,)), requests)
     return [(list(request.prompt), completion) for request, completion in zip(requests, found, strict=True)]
 
 
 def rollouts_of(found: Sequence[tuple[list[int], Completion]]) -> list[Rollout]:
-    return [rollout_of(prompt, replace(turn_of(answer), kept=answer.kept)) for prompt, answer in found]
+    return [make_rollout(prompt, replace(make_turn(answer), kept=answer.kept)) for prompt, answer in found]
 
 
 def batch_of(found: Sequence[tuple[list[int], Completion]]) -> Batch:
     rollouts = rollouts_of(found)
-    return pack([group_of(*rollouts[:3], index=0), group_of(*rollouts[3:], index=1)], grpo())
+    return pack([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)], grpo())
 
 
 def without_sets(batch: Batch) -> Batch:
-    return replace(batch, extras={name: column for name, column in batch.extras.items() if name != KEPT})
+    return replace(batch, extras={name: column for name, column in batch.columns.items() if name != KEPT_TOKENS})
 
 
 def score(network: Network, batch: Batch, sampling: Sampling) -> TokenOutputs:
@@ -69,7 +69,7 @@ def score(network: Network, batch: Batch, sampling: Sampling) -> TokenOutputs:
 
 def plain_logits(network: Network, batch: Batch) -> Tensor:
     """The model's own logits for every predicted token, [N, V]: no packing, no head of Strop's."""
-    network.use_own_attention()
+    network.use_native_attention()
     rows = []
     starts, parents, lengths = batch.segment_start.tolist(), batch.segment_parent.tolist(), batch.segment_length.tolist()
     for source, sequence in zip(batch.source.tolist(), batch.sequence.tolist(), strict=True):
@@ -101,7 +101,7 @@ def network() -> Network:
 @every_sampling
 def test_the_recorded_sets_are_those_the_engine_drew_from(network: Network, sampling: Sampling) -> None:
     batch = batch_of(completions_of(network, sampling))
-    column = batch.extra(KEPT)
+    column = batch.column(KEPT_TOKENS)
     assert column.dtype == torch.int32
     logits = plain_logits(network, batch)
     for place, row in enumerate(column.tolist()):
@@ -114,17 +114,17 @@ def test_the_recorded_sets_are_those_the_engine_drew_from(network: Network, samp
 
 
 def test_nothing_is_recorded_where_it_was_not_asked_for_or_nothing_is_cut(network: Network) -> None:
-    asked = Sampling(max_new_tokens=5, record_kept=True)
-    for sampling in (replace(asked, top_k=6, record_kept=False), asked, replace(asked, top_k=6, temperature=0.0)):
-        assert not sampling.records
+    asked = Sampling(max_new_tokens=5, record_sampling_mask=True)
+    for sampling in (replace(asked, top_k=6, record_sampling_mask=False), asked, replace(asked, top_k=6, temperature=0.0)):
+        assert not sampling.records_sampling_mask
         found = completions_of(network, sampling)
         assert all(completion.kept is None for _, completion in found)
-        assert KEPT not in batch_of(found).extras
+        assert KEPT_TOKENS not in batch_of(found).columns
 
 
 def test_recording_does_not_change_what_is_drawn(network: Network) -> None:
     for sampling in RECORDING.values():
-        silent = completions_of(network, replace(sampling, record_kept=False))
+        silent = completions_of(network, replace(sampling, record_sampling_mask=False))
         for (_, left), (_, right) in zip(completions_of(network, sampling), silent, strict=True):
             assert left.tokens.tolist() == right.tokens.tolist()
             assert torch.equal(left.logprobs, right.logprobs)
@@ -134,19 +134,19 @@ def test_recording_does_not_change_what_is_drawn(network: Network) -> None:
 
 def test_rows_that_record_and_rows_that_do_not_are_drawn_side_by_side() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    small, large = (Sampling(top_k=count, record_kept=True) for count in (3, 9))
+    small, large = (Sampling(top_k=count, record_sampling_mask=True) for count in (3, 9))
     samplings = [small, Sampling(), large, small, Sampling(top_k=3), large]
-    drawn = draw(logits, samplings, [0.5] * 6)
+    drawn = sample_tokens(logits, samplings, [0.5] * 6)
     assert {row: len(kept) for row, kept in drawn.kept.items()} == {0: 3, 2: 9, 3: 3, 5: 9}
     for row, kept in drawn.kept.items():
-        alone = draw(logits[row : row + 1], [samplings[row]], [0.5])
+        alone = sample_tokens(logits[row : row + 1], [samplings[row]], [0.5])
         assert kept.tolist() == alone.kept[0].tolist() == sorted(logits[row].topk(len(kept)).indices.tolist())
 
 
 def test_tokens_that_tie_with_the_last_one_are_recorded_too() -> None:
     """bfloat16 logits tie often; the distribution that was drawn from has them all."""
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]], dtype=torch.bfloat16)
-    drawn = draw(logits, [Sampling(top_k=2, record_kept=True)], [0.9])
+    drawn = sample_tokens(logits, [Sampling(top_k=2, record_sampling_mask=True)], [0.9])
     assert drawn.kept[0].tolist() == [0, 1, 2, 3]
 
 
@@ -156,7 +156,7 @@ def test_sampler_and_learner_agree_to_float_precision(network: Network, sampling
     batch = batch_of(found)
     outputs = score(network, batch, sampling)
     entropies = torch.cat([completion.entropies for _, completion in found if completion.entropies is not None])
-    assert float((outputs.logprobs - batch.sampler_logprobs).abs().max()) < FLOAT32
+    assert float((outputs.logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
     assert float((outputs.entropy - entropies).abs().max()) < FLOAT32
 
 
@@ -166,7 +166,7 @@ def test_sampler_and_learner_agree_through_the_slow_runner_and_padded_rows() -> 
         network = Network(build("mamba"))
     sampling = RECORDING["top_k_and_top_p"]
     batch = batch_of(completions_of(network, sampling, RecomputeRunner(network, max_slots=3, length=48)))
-    assert float((score(network, batch, sampling).logprobs - batch.sampler_logprobs).abs().max()) < FLOAT32
+    assert float((score(network, batch, sampling).logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
 
 
 @every_sampling
@@ -178,34 +178,34 @@ def test_a_ratio_is_as_smooth_as_the_logits(network: Network, sampling: Sampling
     bound = 2 * float((after - before).abs().max()) / sampling.temperature
     sets = [filtered_logits(logits, sampling) > float("-inf") for logits in (before, after)]
     assert bool((sets[0] != sets[1]).any())
-    change = (score(learner, batch, sampling).logprobs - batch.sampler_logprobs).abs()
+    change = (score(learner, batch, sampling).logprobs - batch.rollout_logprobs).abs()
     assert 0 < float(change.max()) < bound + FLOAT32
 
 
 def test_without_recorded_sets_the_ratio_jumps_where_they_differ(network: Network) -> None:
     """One in a hundred tokens or so has a set that differs: measured 0.18 nats there, and 0.013 at most with the recorded sets."""
-    sampling = Sampling(max_new_tokens=30, temperature=0.5, top_k=60, min_p=0.3, record_kept=True)
+    sampling = Sampling(max_new_tokens=30, temperature=0.5, top_k=60, min_p=0.3, record_sampling_mask=True)
     batch = batch_of(completions_of(network, sampling))
     learner = nudged(network, 0.0005)
     sets = [filtered_logits(plain_logits(each, batch), sampling) > float("-inf") for each in (network, learner)]
     differ = (sets[0] != sets[1]).any(1)
     assert 0 < int(differ.sum()) < len(differ) / 10
-    recorded = (score(learner, batch, sampling).logprobs - batch.sampler_logprobs).abs()
-    recomputed = (score(learner, without_sets(batch), sampling).logprobs - batch.sampler_logprobs).abs()
+    recorded = (score(learner, batch, sampling).logprobs - batch.rollout_logprobs).abs()
+    recomputed = (score(learner, without_sets(batch), sampling).logprobs - batch.rollout_logprobs).abs()
     assert torch.allclose(recomputed[~differ], recorded[~differ], atol=FLOAT32), "where the sets are the same, so is the ratio"
     assert float(recomputed[differ].max()) > 5 * float(recorded.max())
 
 
 def test_the_jump_is_the_mass_that_came_or_went() -> None:
     """Of probabilities 0.5, 0.31, 0.19 top_p 0.8 keeps two; the learner's 0.49, 0.305, 0.205 are hardly others, and it keeps all three."""
-    sampling = Sampling(top_k=3, top_p=0.8, record_kept=True)
+    sampling = Sampling(top_k=3, top_p=0.8, record_sampling_mask=True)
     sampler, learner = torch.tensor([[0.5, 0.31, 0.19]]).log(), torch.tensor([[0.49, 0.305, 0.205]]).log()
-    drawn = draw(sampler, [sampling], [0.1])
+    drawn = sample_tokens(sampler, [sampling], [0.1])
     assert (drawn.tokens.tolist(), drawn.kept[0].tolist()) == ([0], [0, 1])
     assert float(drawn.logprobs.exp()) == pytest.approx(0.5 / 0.81)
-    head = Head(torch.eye(3), None)
+    head = LMHead(torch.eye(3), None)
     recomputed = token_logprobs(learner, drawn.tokens, head, sampling, 8).logprobs
-    recorded = token_logprobs(learner, drawn.tokens, head, sampling, 8, kept=pad_kept([drawn.kept[0]])).logprobs
+    recorded = token_logprobs(learner, drawn.tokens, head, sampling, 8, kept=pad_kept_tokens([drawn.kept[0]])).logprobs
     assert float((recomputed - drawn.logprobs).exp()) == pytest.approx(0.49 / (0.5 / 0.81), rel=1e-5)  # 0.79
     assert float((recorded - drawn.logprobs).exp()) == pytest.approx((0.49 / 0.795) / (0.5 / 0.81), rel=1e-5)  # 0.998
 
@@ -216,14 +216,14 @@ def test_the_ratio_is_never_multiplied_by_the_kept_mass(network: Network, sampli
     if it knows of no filter."""
     batch = batch_of(completions_of(network, sampling))
     unfiltered = Sampling(temperature=sampling.temperature)
-    wrong = (score(network, without_sets(batch), unfiltered).logprobs - batch.sampler_logprobs).exp()
+    wrong = (score(network, without_sets(batch), unfiltered).logprobs - batch.rollout_logprobs).exp()
     probabilities = (plain_logits(network, batch) / sampling.temperature).softmax(-1)
     mass = torch.stack(
-        [row[kept[kept != NO_TOKEN].long()].sum() for row, kept in zip(probabilities, batch.extra(KEPT), strict=True)]
+        [row[kept[kept != NO_TOKEN].long()].sum() for row, kept in zip(probabilities, batch.column(KEPT_TOKENS), strict=True)]
     )
     assert torch.allclose(wrong, mass, atol=1e-4)
     assert float(mass.mean()) < 0.9
-    right = (score(network, batch, unfiltered).logprobs - batch.sampler_logprobs).exp()
+    right = (score(network, batch, unfiltered).logprobs - batch.rollout_logprobs).exp()
     assert torch.allclose(right, torch.ones_like(right), atol=FLOAT32)
 
 
@@ -232,9 +232,9 @@ def test_references_and_teachers_renormalise_over_the_same_set(network: Network)
     sampling = RECORDING["top_k_and_top_p"]
     batch = batch_of(completions_of(network, sampling))
     teacher = Network(build("qwen3", seed=5))
-    column = batch.extra(KEPT)
+    column = batch.column(KEPT_TOKENS)
     outsider = torch.tensor([min(set(range(VOCABULARY)) - set(row)) for row in column.tolist()])
-    outputs = score(teacher, batch.with_extra(CANDIDATES, torch.stack([batch.target, outsider], 1)), sampling)
+    outputs = score(teacher, batch.with_column(CANDIDATES, torch.stack([batch.target, outsider], 1)), sampling)
     logits = plain_logits(teacher, batch) / sampling.temperature
     for place in range(len(column)):
         members = column[place][column[place] != NO_TOKEN].long()
@@ -252,14 +252,14 @@ def test_a_policy_that_trains_stays_in_agreement(network: Network) -> None:
     sampling = RECORDING["top_k_and_top_p"]
     options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40)
     learner = TorchLearner(own, sampling, options)
-    runner = cached_runner(own, prepack=True)
+    runner = make_runner(own, prepack=True)
     seen = []
     for _ in range(3):
         batch = batch_of(completions_of(own, sampling, runner))
         result = asyncio.run(
             learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {}))
         )
-        assert float((result.outputs.logprobs - batch.sampler_logprobs).abs().max()) < FLOAT32
+        assert float((result.outputs.logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
         asyncio.run(learner.step())
         seen.append(batch.target.tolist())
     assert seen[0] != seen[1] != seen[2], "the steps changed the weights"
@@ -297,35 +297,35 @@ def with_random_sets(groups: Sequence[Group], seed: int) -> list[Group]:
 @given(shapes=batch_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
 def test_the_gradient_is_the_same_however_the_batch_is_cut(shapes: Any, budget: int, seed: int) -> None:
     """Law 1 with recorded sets, in float64: whole or cut, packed or padded, shared prefixes or not."""
-    sampling = Sampling(temperature=0.8, top_k=9, record_kept=True)
-    model = exact(build("llama"))
+    sampling = Sampling(temperature=0.8, top_k=9, record_sampling_mask=True)
+    model = to_float64(build("llama"))
     algorithm = grpo(kl_penalty=0.2)
-    groups = with_random_sets(groups_of(shapes, seed), seed)
+    groups = with_random_sets(make_groups(shapes, seed), seed)
 
     def gradient(batch: Batch, budget: int, packed: bool) -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         network = Network(model, precision=torch.float64, chunk=5, packed=packed)
         asyncio.run(TorchLearner(network, sampling, options).forward_backward(batch, algorithm.loss))
-        return gradients(model)
+        return copy_gradients(model)
 
     def packed_batch(share: bool) -> Batch:
         batch = pack(groups, algorithm, share_prefixes=share)
         with torch.no_grad():
             logprobs = Network(model, precision=torch.float64, packed=True).outputs(batch, sampling).logprobs
-        return algorithm.credit(with_columns(batch, logprobs))
+        return algorithm.token_credit(with_columns(batch, logprobs))
 
     shared, alone = packed_batch(True), packed_batch(False)
-    shared = shared.with_extras({name: alone.extra(name) for name in ("policy_logprobs", "reference_logprobs")})
-    assert torch.equal(shared.extra(KEPT), alone.extra(KEPT))
+    shared = shared.with_columns({name: alone.column(name) for name in ("policy_logprobs", "reference_logprobs")})
+    assert torch.equal(shared.column(KEPT_TOKENS), alone.column(KEPT_TOKENS))
     wanted = gradient(alone, 10**9, False)
     for batch, size, packed in ((alone, budget, False), (alone, budget, True), (shared, 10**9, True), (shared, budget, True)):
         assert largest_difference(gradient(batch, size, packed), wanted) < EXACT
 
 
-@pytest.mark.parametrize("top_k", [None, MOST_RECORDED + 1])
+@pytest.mark.parametrize("top_k", [None, MAX_RECORDED_TOP_K + 1])
 def test_sets_without_a_bound_are_refused(top_k: int | None) -> None:
-    with pytest.raises(ValueError, match=f"Set top_k to at most {MOST_RECORDED}"):
-        Sampling(top_k=top_k, top_p=0.9, record_kept=True)
+    with pytest.raises(ValueError, match=f"Set top_k to at most {MAX_RECORDED_TOP_K}"):
+        Sampling(top_k=top_k, top_p=0.9, record_sampling_mask=True)
     Sampling(top_k=top_k, top_p=0.9)
-    Sampling(top_k=MOST_RECORDED, top_p=0.9, record_kept=True)
+    Sampling(top_k=MAX_RECORDED_TOP_K, top_p=0.9, record_sampling_mask=True)

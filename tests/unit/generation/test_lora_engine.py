@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from strop.generation.torch.linears import FastLinears
 from strop.generation.torch.runner import CachedRunner, RecomputeRunner
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.models.lora import LoraOptions, add_adapters
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.training.torch.reference import AdapterOffScorer
 from strop.types import Batch
-from support.engine import Request, answers, cached_runner, engine_on, tokens_of
-from support.lora import adapted, adapted_family, base_weights
+from support.engine import Request, make_engine, make_runner, run_requests, token_lists
+from support.lora import build_with_adapters, copy_base_weights, with_random_adapters
 from support.models import FAMILIES, build
-from support.rollouts import group_of, packed, rollout_of, turn_of
+from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
@@ -40,22 +40,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:the experts' 
 def sample(runner: Any) -> Batch:
     """Two groups of three rollouts as a packed batch."""
     requests = [Request(prompt, SAMPLING, seed=10 * place + copy) for place, prompt in enumerate(PROMPTS) for copy in range(3)]
-    completions = answers(engine_on(runner, stop_ids=(2,)), requests)
-    rollouts = [rollout_of(request.prompt, turn_of(found)) for request, found in zip(requests, completions, strict=True)]
-    return packed([group_of(*rollouts[:3], index=0), group_of(*rollouts[3:], index=1)])
+    completions = run_requests(make_engine(runner, stop_ids=(2,)), requests)
+    rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
+    return pack_grpo([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)])
 
 
 def disagreement(batch: Batch, scorer: Any) -> float:
     scores = asyncio.run(scorer.score(batch))
-    return float((scores.logprobs - batch.sampler_logprobs).abs().max())
+    return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampler_and_learner_agree_in_float32(family: str) -> None:
-    network = Network(adapted_family(family, spread=0.1))
+    network = Network(build_with_adapters(family, spread=0.1))
     base = Network(build(family))
     for prepack in (False, True):
-        batch = sample(cached_runner(network, prepack=prepack))
+        batch = sample(make_runner(network, prepack=prepack))
         assert len(batch.target) > 20
         assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < FLOAT32, prepack
         assert disagreement(batch, FrozenScorer(base, SAMPLING, score_tokens=30)) > 0.1, "the adapters are what sampled"
@@ -63,17 +63,17 @@ def test_sampler_and_learner_agree_in_float32(family: str) -> None:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")])
 def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
-    network = Network(adapted_family(family, spread=0.1), precision=torch.bfloat16)
+    network = Network(build_with_adapters(family, spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):
-        batch = sample(cached_runner(network, prepack=prepack))
+        batch = sample(make_runner(network, prepack=prepack))
         assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < BFLOAT16, prepack
 
 
 def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
     """Then layers add up in bfloat16 too, and the base without adapters disagrees by 0.06, its learner with itself by 0.02."""
-    network = Network(adapted(build("llama", dtype=torch.bfloat16), spread=0.1), precision=torch.bfloat16)
+    network = Network(with_random_adapters(build("llama", dtype=torch.bfloat16), spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):
-        batch = sample(cached_runner(network, prepack=prepack))
+        batch = sample(make_runner(network, prepack=prepack))
         assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < 0.25, prepack
 
 
@@ -82,12 +82,12 @@ def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
 def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(precision: torch.dtype, prepack: bool) -> None:
     model = build("llama")
     add_adapters(model, LoraOptions(), base="base")
-    before = base_weights(model)
+    before = copy_base_weights(model)
     network = Network(model, precision=precision)
     options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.2}, max_grad_norm=None, train_tokens=40)
     learner = TorchLearner(network, SAMPLING, options)
     reference = AdapterOffScorer(network, SAMPLING, score_tokens=40)
-    runner = cached_runner(network, prepack=prepack)
+    runner = make_runner(network, prepack=prepack)
     found, scored = [], []
     for _ in range(4):
         batch = sample(runner)
@@ -99,19 +99,19 @@ def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(prec
         asyncio.run(learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {})))
         asyncio.run(learner.step())
     assert found[0] != found[1] != found[2] != found[3], "the steps changed the adapters"
-    after = base_weights(model)
+    after = copy_base_weights(model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_a_small_update_of_bfloat16_weights_arrives_in_the_engine_as_it_does_in_the_learner() -> None:
     """Merged into bfloat16 copies it would be rounded away: the sampler would lag behind the learner without a word."""
-    model = adapted(build("llama", dtype=torch.bfloat16), spread=3e-5)
+    model = with_random_adapters(build("llama", dtype=torch.bfloat16), spread=3e-5)
     network = Network(model, precision=torch.bfloat16)
     kept: dict[bool, list[float]] = {True: [], False: []}
-    for layer in low_rank_layers(model):
+    for layer in lora_layers(model):
         x = torch.randn(400, layer.base.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
         wanted = layer.scale * (x.float() @ layer.down.detach().t() @ layer.up.detach().t())
-        merged = layer.merged().bfloat16() - layer.base.weight.detach()
+        merged = layer.merged_weight().bfloat16() - layer.base.weight.detach()
         through_merged = x.float() @ merged.float().t()
         beside = (x @ layer.down.detach().bfloat16().t()) @ layer.up.detach().bfloat16().t() * layer.scale
         kept[True].append(float((through_merged * wanted).sum() / wanted.square().sum()))
@@ -120,31 +120,31 @@ def test_a_small_update_of_bfloat16_weights_arrives_in_the_engine_as_it_does_in_
     assert min(kept[False]) > 0.95
     learner = FrozenScorer(network, SAMPLING, score_tokens=30)
     for prepack in (False, True):
-        beside, merging = cached_runner(network, prepack=prepack), cached_runner(network, prepack=prepack)
-        if not beside.linears.shared:
+        beside, merging = make_runner(network, prepack=prepack), make_runner(network, prepack=prepack)
+        if not beside.linears.uses_module_weights:
             assert not beside.linears.merge
             merging.linears.merge = True
         assert disagreement(sample(beside), learner) <= disagreement(sample(merging), learner) + 1e-3
 
 
 def routed(model: nn.Module, linears: FastLinears, call: Callable[[], Tensor]) -> Tensor:
-    linears.switch_on()
+    linears.enable()
     try:
         return call()
     finally:
-        linears.switch_off()
+        linears.disable()
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_copies_hold_base_and_adapter_of_a_layer_with_a_bias(precision: torch.dtype) -> None:
     """Qwen2's attention has biases."""
-    model = adapted_family("qwen2", alpha=12)  # the scale is no power of two
-    layer = low_rank_layers(model)[0]
+    model = build_with_adapters("qwen2", alpha=12)  # the scale is no power of two
+    layer = lora_layers(model)[0]
     assert layer.base.bias is not None and layer.scale == 1.5
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     wanted = layer.module(x).detach()
     linears = FastLinears(model, precision, prepack=True)
-    assert linears.prepack and not linears.shared
+    assert linears.prepack and not linears.uses_module_weights
     found = routed(model, linears, lambda: layer.module(x))
     assert found.dtype == precision
     assert torch.allclose(found.float(), wanted, atol=1e-5 if precision == torch.float32 else 0.15)
@@ -153,9 +153,9 @@ def test_copies_hold_base_and_adapter_of_a_layer_with_a_bias(precision: torch.dt
 
 def test_copies_that_a_recorded_graph_reads_are_refreshed_in_place() -> None:
     """Weights, biases and adapters: a captured CUDA graph knows their addresses only."""
-    model = adapted_family("qwen2")
+    model = build_with_adapters("qwen2")
     linears = FastLinears(model, torch.bfloat16, prepack=False)
-    layer = low_rank_layers(model)[0]
+    layer = lora_layers(model)[0]
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     first = routed(model, linears, lambda: layer.module(x))
     held = [(copy, copy.weight.data_ptr(), copy.bias, copy.down, copy.up) for copy in linears.copies]
@@ -175,39 +175,39 @@ def test_copies_that_a_recorded_graph_reads_are_refreshed_in_place() -> None:
 
 
 def test_every_linear_layer_is_routed_once_and_adapters_on_others_run_as_they_are() -> None:
-    llama = FastLinears(adapted_family("llama", target_modules=["q_proj"]), torch.bfloat16)
+    llama = FastLinears(build_with_adapters("llama", target_modules=["q_proj"]), torch.bfloat16)
     assert len(llama.layers) == 2 * 7 + 1, "seven in each of two layers, and the head"
     assert sum(layer.adapter is not None for layer in llama.layers) == 2
-    gpt2 = FastLinears(adapted_family("gpt2"), torch.bfloat16)
+    gpt2 = FastLinears(build_with_adapters("gpt2"), torch.bfloat16)
     assert [type(layer.module) for layer in gpt2.layers] == [nn.Linear], "the head alone: GPT-2's layers are no nn.Linear"
 
 
 def test_the_adapters_cannot_be_switched_off_under_a_generating_engine() -> None:
-    network = Network(adapted_family("llama"))
-    runner = cached_runner(network, prepack=True)
+    network = Network(build_with_adapters("llama"))
+    runner = make_runner(network, prepack=True)
     runner.activate()
-    with pytest.raises(RuntimeError, match="the engine is using the model"), network.adapters_off():
+    with pytest.raises(RuntimeError, match="the engine is using the model"), network.disable_adapters():
         pass
     runner.deactivate()
-    with network.adapters_off():
+    with network.disable_adapters():
         pass
 
 
 def test_with_its_adapters_off_the_network_samples_what_the_base_does() -> None:
     """Self-distillation and references may ask for it; here through the runner that reads the modules themselves."""
-    network, base = Network(adapted_family("llama"), packed=False), Network(build("llama"), packed=False)
+    network, base = Network(build_with_adapters("llama"), packed=False), Network(build("llama"), packed=False)
     requests = [Request(prompt, SAMPLING, seed) for seed, prompt in enumerate(PROMPTS)]
-    own = answers(engine_on(RecomputeRunner(network, max_slots=2, length=48), stop_ids=(2,)), requests)
-    with network.adapters_off():
-        off = answers(engine_on(RecomputeRunner(network, max_slots=2, length=48), stop_ids=(2,)), requests)
-    wanted = answers(engine_on(RecomputeRunner(base, max_slots=2, length=48), stop_ids=(2,)), requests)
-    assert tokens_of(off) == tokens_of(wanted) != tokens_of(own)
+    own = run_requests(make_engine(RecomputeRunner(network, max_slots=2, length=48), stop_ids=(2,)), requests)
+    with network.disable_adapters():
+        off = run_requests(make_engine(RecomputeRunner(network, max_slots=2, length=48), stop_ids=(2,)), requests)
+    wanted = run_requests(make_engine(RecomputeRunner(base, max_slots=2, length=48), stop_ids=(2,)), requests)
+    assert token_lists(off) == token_lists(wanted) != token_lists(own)
 
 
 def test_the_slow_runner_agrees_with_adapters_on_a_recurrent_model() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        network = Network(adapted(build("mamba"), spread=0.1, exclude_modules=["out_proj"]))
+        network = Network(with_random_adapters(build("mamba"), spread=0.1, exclude_modules=["out_proj"]))
     assert not network.packed
     batch = sample(RecomputeRunner(network, max_slots=3, length=48))
     assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < FLOAT32
@@ -215,9 +215,9 @@ def test_the_slow_runner_agrees_with_adapters_on_a_recurrent_model() -> None:
 
 def test_a_publish_costs_no_weights_where_the_module_itself_is_read() -> None:
     """Float32 without packing, as on a GPU: adapters run as modules."""
-    network = Network(adapted_family("llama"))
+    network = Network(build_with_adapters("llama"))
     runner = CachedRunner(network, memory_bytes=1e6, max_slots=2, length=32, prepack=False)
-    assert runner.linears.shared
+    assert runner.linears.uses_module_weights
     runner.activate()
     assert runner.linears.copies == []
     assert all("forward" not in vars(module) for module in network.model.modules())

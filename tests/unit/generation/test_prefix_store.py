@@ -49,9 +49,9 @@ def test_the_store_keeps_within_its_capacity_and_finds_only_prefixes(capacity: i
                 assert found is None or tokens[: found.length] == found.tokens
             case _:
                 store.clear()
-                assert store.held == 0
+                assert store.num_tokens == 0
         entries = store._entries.values()
-        assert store.held == sum(entry.length for entry in entries) <= capacity
+        assert store.num_tokens == sum(entry.length for entry in entries) <= capacity
 
 
 def test_the_prefix_used_longest_ago_goes_first() -> None:

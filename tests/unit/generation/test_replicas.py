@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from strop.generation import replicas as module
 from strop.generation.base import Completion
-from strop.generation.replicas import Replicas, Router
+from strop.generation.replicas import EnginePool, Router
 from strop.sampling import Sampling
 from strop.weights.base import EngineDied
-from strop.weights.proof import ProofFailed
+from strop.weights.proof import VerificationFailed
 
 SAMPLING = Sampling(max_new_tokens=1)
 
@@ -89,7 +89,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-def ask(replicas: Replicas, prompt: Sequence[int], seed: int = 0, session: str = "") -> Coroutine[Any, Any, Completion]:
+def ask(replicas: EnginePool, prompt: Sequence[int], seed: int = 0, session: str = "") -> Coroutine[Any, Any, Completion]:
     return replicas.generate(prompt, sampling=SAMPLING, seed=seed, session=session)
 
 
@@ -131,7 +131,7 @@ def test_an_engine_that_has_many_more_requests_than_the_others_gets_no_new_ones(
 
 
 def test_the_least_recently_asked_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMEMBERED", 3)
+    monkeypatch.setattr(module, "MAX_ROUTES", 3)
     router = Router(2)
     for prompt in range(5):
         router.route((prompt,), "")
@@ -150,7 +150,7 @@ def test_what_runs_is_counted_down_again_when_requests_end_or_are_cancelled() ->
     async def work() -> list[int]:
         engine: Any = FakeEngine(0)
         engine.open.clear()
-        replicas = Replicas([engine])
+        replicas = EnginePool([engine])
         waiting = asyncio.create_task(ask(replicas, (1,)))
         await asyncio.sleep(0)
         assert replicas._router.running == [1]
@@ -164,9 +164,9 @@ def test_what_runs_is_counted_down_again_when_requests_end_or_are_cancelled() ->
 # --- engines that die -----------------------------------------------------------------------------------------------------
 
 
-def revived_by(engines: Sequence[Any], reviver: Reviver, **options: Any) -> Replicas:
-    replicas = Replicas(engines, **options)
-    replicas.revive = reviver
+def revived_by(engines: Sequence[Any], reviver: Reviver, **options: Any) -> EnginePool:
+    replicas = EnginePool(engines, **options)
+    replicas.restart_engine = reviver
     return replicas
 
 
@@ -178,7 +178,7 @@ def test_requests_of_an_engine_that_died_are_issued_again_with_their_seeds() -> 
         completions = await asyncio.gather(*(ask(replicas, (1,), seed) for seed in range(5)), ask(replicas, (2,), 9))
         assert [int(completion.tokens[1]) for completion in completions] == [0, 1, 2, 3, 4, 9]
         assert reviver.calls == 1, "whoever comes first starts it, the others wait"
-        assert replicas.restarts == 1 and replicas.metrics()["generation/restarts"] == 1
+        assert replicas.restarts == 1 and replicas.collect_metrics()["generation/restarts"] == 1
         assert engine_of(completions[-1]) == 1, "the other engine went on"
 
     run(work())
@@ -225,23 +225,23 @@ def test_an_answer_between_them_makes_restarts_no_row() -> None:
 def test_an_engine_that_lives_but_failed_its_proof_keeps_nobody_waiting_until_the_next_publish() -> None:
     async def work() -> None:
         engine: Any = FakeEngine(0, dying=1)
-        reviver = Reviver(failing=1, error=lambda: ProofFailed("a tensor is stale"), starts_before_it_fails=True)
+        reviver = Reviver(failing=1, error=lambda: VerificationFailed("a tensor is stale"), starts_before_it_fails=True)
         replicas = revived_by([engine], reviver)
         for _ in range(2):
-            with pytest.raises(ProofFailed, match="stale"):
+            with pytest.raises(VerificationFailed, match="stale"):
                 await ask(replicas, (1,))
         engine.open.set()
-        replicas.published(3)
+        replicas.set_version(3)
         assert engine_of(await ask(replicas, (1,))) == 0 and replicas.version == 3
 
     run(work())
 
 
-@pytest.mark.parametrize("error", [EngineDied("it died again"), ProofFailed("a tensor is stale")], ids=["dies", "unfit"])
+@pytest.mark.parametrize("error", [EngineDied("it died again"), VerificationFailed("a tensor is stale")], ids=["dies", "unfit"])
 def test_a_request_that_comes_while_an_engine_is_started_hears_of_its_failure(error: Exception) -> None:
     async def work() -> None:
         engine: Any = FakeEngine(0, dying=1)
-        unfit = isinstance(error, ProofFailed)
+        unfit = isinstance(error, VerificationFailed)
         replicas = revived_by([engine], Reviver(failing=9, error=lambda: error, starts_before_it_fails=unfit), max_restarts=1)
         first = asyncio.create_task(ask(replicas, (1,)))
         while not replicas._reviving:
@@ -270,9 +270,9 @@ def test_rates_are_of_what_happened_since_they_were_last_asked_for() -> None:
     engines: list[Any] = [FakeEngine(0), FakeEngine(1)]
     engines[0].counted = {"prefix_queries": 10.0, "prefix_hits": 5.0, "drafted_tokens": 8.0, "accepted_tokens": 2.0}
     engines[1].counted = {"prefix_queries": 10.0, "prefix_hits": 10.0, "drafted_tokens": 8.0, "accepted_tokens": 4.0}
-    replicas = Replicas(engines)
-    first = replicas.metrics()
+    replicas = EnginePool(engines)
+    first = replicas.collect_metrics()
     assert first["generation/prefix_hit_rate"] == 0.75 and first["generation/acceptance_rate"] == 0.375
-    assert "generation/acceptance_rate" not in replicas.metrics(), "nothing was drafted since"
+    assert "generation/acceptance_rate" not in replicas.collect_metrics(), "nothing was drafted since"
     engines[0].counted = {**engines[0].counted, "drafted_tokens": 12.0, "accepted_tokens": 6.0}
-    assert replicas.metrics()["generation/acceptance_rate"] == 1.0
+    assert replicas.collect_metrics()["generation/acceptance_rate"] == 1.0

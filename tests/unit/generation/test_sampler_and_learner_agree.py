@@ -19,9 +19,9 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
-from support.engine import Request, answers, cached_runner, engine_on
+from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import FAMILIES, VOCABULARY, build
-from support.rollouts import group_of, packed, rollout_of, turn_of
+from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
@@ -37,9 +37,9 @@ PROMPTS = [[5, 40, 200, 31, 7, 7, 90, 301, 12, 66, 45], [17, 300]]
 def sample(runner: Any, sampling: Sampling) -> tuple[Batch, torch.Tensor]:
     """Two groups of three rollouts as a packed batch, and the entropies the sampler reported, [N]."""
     requests = [Request(prompt, sampling, seed=10 * place + copy) for place, prompt in enumerate(PROMPTS) for copy in range(3)]
-    completions = answers(engine_on(runner, stop_ids=(2,)), requests)
-    rollouts = [rollout_of(request.prompt, turn_of(found)) for request, found in zip(requests, completions, strict=True)]
-    batch = packed([group_of(*rollouts[:3], index=0), group_of(*rollouts[3:], index=1)])
+    completions = run_requests(make_engine(runner, stop_ids=(2,)), requests)
+    rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
+    batch = pack_grpo([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)])
     entropies = torch.cat([found.entropies for found in completions if found.entropies is not None])
     return batch, entropies
 
@@ -47,7 +47,7 @@ def sample(runner: Any, sampling: Sampling) -> tuple[Batch, torch.Tensor]:
 def disagreement(batch: Batch, entropies: torch.Tensor, scorer: FrozenScorer | TorchLearner) -> tuple[float, float]:
     scores = asyncio.run(scorer.score(batch))
     return (
-        float((scores.logprobs - batch.sampler_logprobs).abs().max()),
+        float((scores.logprobs - batch.rollout_logprobs).abs().max()),
         float((scores.entropy - entropies).abs().max()),
     )
 
@@ -58,7 +58,7 @@ def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling:
     network = Network(build(family))
     assert network.packed
     for prepack in (False, True):
-        batch, entropies = sample(cached_runner(network, prepack=prepack), sampling)
+        batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
         assert len(batch.target) > 20
         logprobs, entropy = disagreement(batch, entropies, FrozenScorer(network, sampling, score_tokens=30))
         assert logprobs < FLOAT32, prepack
@@ -71,7 +71,7 @@ def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     network = Network(build(family), precision=torch.bfloat16)
     sampling = SAMPLINGS["plain"]
     for prepack in (False, True):
-        batch, entropies = sample(cached_runner(network, prepack=prepack), sampling)
+        batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
         logprobs, entropy = disagreement(batch, entropies, FrozenScorer(network, sampling, score_tokens=30))
         assert logprobs < BFLOAT16, prepack
         assert entropy < BFLOAT16, prepack
@@ -83,7 +83,7 @@ def test_a_learner_that_trains_agrees_after_every_step() -> None:
     sampling = SAMPLINGS["temperature"]
     options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40)
     learner = TorchLearner(network, sampling, options)
-    runner = cached_runner(network, prepack=True)
+    runner = make_runner(network, prepack=True)
     found = []
     for _ in range(3):
         batch, entropies = sample(runner, sampling)
@@ -96,7 +96,7 @@ def test_a_learner_that_trains_agrees_after_every_step() -> None:
 
 
 def test_a_model_without_plans_agrees_through_the_slow_runner() -> None:
-    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .* padded rows instead"):
+    with pytest.warns(UserWarning, match=r"MambaForCausalLM cannot read packed rows .*every rollout computes its prompt again"):
         network = Network(build("mamba"))
     assert not network.packed
     sampling = SAMPLINGS["top_k_and_top_p"]
@@ -109,11 +109,11 @@ def test_a_model_without_plans_agrees_through_the_slow_runner() -> None:
 def test_the_slow_runner_samples_what_the_cached_one_does() -> None:
     network = Network(build("llama"))
     requests = [Request(prompt, SAMPLINGS["temperature"], seed) for seed, prompt in enumerate(PROMPTS * 3)]
-    fast = answers(engine_on(cached_runner(network), stop_ids=(2,)), requests)
+    fast = run_requests(make_engine(make_runner(network), stop_ids=(2,)), requests)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         padded = Network(build("llama"), packed=False)
-    slow = answers(engine_on(RecomputeRunner(padded, max_slots=4, length=48), stop_ids=(2,)), requests)
+    slow = run_requests(make_engine(RecomputeRunner(padded, max_slots=4, length=48), stop_ids=(2,)), requests)
     for left, right in zip(fast, slow, strict=True):
         assert left.tokens.tolist() == right.tokens.tolist()
         assert torch.allclose(left.logprobs, right.logprobs, atol=FLOAT32)
@@ -121,23 +121,23 @@ def test_the_slow_runner_samples_what_the_cached_one_does() -> None:
 
 def test_a_long_conversation_agrees_across_turns() -> None:
     """The second turn reads the session's cached keys and values; the learner reads the whole conversation at once."""
-    from strop.types import observation
+    from strop.types import observation_turn
 
     network = Network(build("mistral"))  # its window of 7 is much shorter than the conversation
     sampling = SAMPLINGS["plain"]
     prompt, answer = PROMPTS[0], [9, 8, 7]
-    engine = engine_on(cached_runner(network))
+    engine = make_engine(make_runner(network))
 
     async def episode() -> Any:
         first = await engine.generate(prompt, sampling=sampling, seed=1, session="s")
         so_far = [*prompt, *first.tokens.tolist(), *answer]
         second = await engine.generate(so_far, sampling=sampling, seed=2, session="s")
         await engine.close()
-        return rollout_of(prompt, turn_of(first), observation(answer, ""), turn_of(second))
+        return make_rollout(prompt, make_turn(first), observation_turn(answer, ""), make_turn(second))
 
     rollout = asyncio.run(episode())
-    batch = packed([group_of(rollout)])
+    batch = pack_grpo([make_group(rollout)])
     assert len(batch.target) == 28
     scores = asyncio.run(FrozenScorer(network, sampling, score_tokens=100).score(batch))
-    assert float((scores.logprobs - batch.sampler_logprobs).abs().max()) < FLOAT32
+    assert float((scores.logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
     assert int(batch.tokens.max()) < VOCABULARY

@@ -14,12 +14,12 @@ from torch import Tensor
 from strop.algorithms.reward_model import RewardModel
 from strop.data.packing import pack
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import ModelNotFound, load_tokenizer, stop_tokens
-from strop.models.value import ValueNetwork, score_layer
+from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
+from strop.models.value import ValueNetwork, get_score_layer
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from support.models import build
-from support.recorded import build_classifier, learner_on, recorded, train_steps
+from support.recorded import build_classifier, make_learner, recorded_group, train_steps
 from support.tokenizer import END, PAD
 
 
@@ -37,13 +37,13 @@ def test_a_language_model_becomes_a_classifier_with_its_trunk_and_a_seeded_head(
     assert model.config.num_labels == 1
     trunk = language_model.base_model.state_dict()
     assert all(torch.equal(trunk[key], value) for key, value in model.base_model.state_dict().items())
-    weight = score_layer(model).weight.detach()
+    weight = get_score_layer(model).weight.detach()
     assert weight.shape == (1, 32)
     assert 0.25 * model.config.initializer_range < float(weight.std()) < 2 * model.config.initializer_range
     torch.manual_seed(1)  # what was drawn before must not matter
-    assert torch.equal(score_layer(load_classifier(name, seed=3)).weight, weight)
-    assert not torch.equal(score_layer(load_classifier(name, seed=4)).weight, weight)
-    assert not bool(score_layer(load_classifier(name, spread=0.0)).weight.any())
+    assert torch.equal(get_score_layer(load_classifier(name, seed=3)).weight, weight)
+    assert not torch.equal(get_score_layer(load_classifier(name, seed=4)).weight, weight)
+    assert not bool(get_score_layer(load_classifier(name, init_std=0.0)).weight.any())
 
 
 def test_a_saved_classifier_keeps_its_head(tmp_path: Path) -> None:
@@ -175,10 +175,13 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
     own.padding_side = side
     model = load_classifier(saved(tmp_path / "base", build(family)))
     model.config.pad_token_id = END
-    set_pad_token(model, own, stop_tokens(model, own))
-    groups = [recorded([5, 6, 7], [8, 9, 10, END], [8, END]), recorded([11], [12] * 9 + [END], [13, 14, END], index=1)]
+    set_pad_token(model, own, find_stop_token_ids(model, own))
+    groups = [
+        recorded_group([5, 6, 7], [8, 9, 10, END], [8, END]),
+        recorded_group([11], [12] * 9 + [END], [13, 14, END], index=1),
+    ]
     network = ValueNetwork(model)
-    learner = learner_on(network, RewardModel())
+    learner = make_learner(network, RewardModel())
     train_steps(learner, RewardModel(), groups, 3)
     learner.save(tmp_path / "policy", optimizer=False)
     own.save_pretrained(tmp_path / "policy" / "weights")
@@ -202,7 +205,7 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
 
 
 def test_a_saved_reward_model_continues_where_it_was(tmp_path: Path) -> None:
-    groups = [recorded([5, 6], [7, 8], [9])]
+    groups = [recorded_group([5, 6], [7, 8], [9])]
     options = TorchLearnerOptions(whole_groups=True, optimizer_kwargs={"lr": 1e-3})
     first = TorchLearner(ValueNetwork(build_classifier("llama")), Sampling(), options)
     train_steps(first, RewardModel(), groups, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strop.models.heads import Head, head_of, token_logprobs
+from strop.models.heads import LMHead, get_lm_head, token_logprobs
 from strop.sampling import Sampling
 from support.models import build
 
@@ -19,17 +19,17 @@ EXACT = 1e-12  # float64, the order of additions
 
 def problem(
     *, bias: bool, softcap: float | None = None, divisor: float = 1.0, multiplier: float = 1.0
-) -> tuple[Tensor, Tensor, Head]:
+) -> tuple[Tensor, Tensor, LMHead]:
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    head = Head(leaf(WORDS, WIDTH), leaf(WORDS) if bias else None, softcap=softcap, divisor=divisor, multiplier=multiplier)
+    head = LMHead(leaf(WORDS, WIDTH), leaf(WORDS) if bias else None, softcap=softcap, divisor=divisor, multiplier=multiplier)
     return leaf(ROWS, WIDTH), torch.randint(WORDS, (ROWS,), generator=generator), head
 
 
-def plainly(hidden: Tensor, target: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor]:
+def plainly(hidden: Tensor, target: Tensor, head: LMHead, temperature: float) -> tuple[Tensor, Tensor]:
     logits = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
     logits = logits / head.divisor * head.multiplier
     if head.softcap is not None:
@@ -107,7 +107,7 @@ def test_over_recorded_sets_values_and_gradients_are_those_of_the_softmax_over_e
     leaves = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
     found = token_logprobs(hidden, target, head, Sampling(temperature=0.7, top_k=2), chunk, candidates, kept)
 
-    logits = head.logits(hidden) / 0.7
+    logits = head.compute_logits(hidden) / 0.7
     logprobs, entropies, first = [], [], []
     for row, members in enumerate(kept.tolist()):
         present = [member for member in members if member >= 0]
@@ -153,7 +153,7 @@ def test_without_a_gradient_to_take_none_is_kept() -> None:
     hidden, target, head = problem(bias=False)
     with torch.no_grad():
         assert not token_logprobs(hidden, target, head, Sampling(), 7).logprobs.requires_grad
-    frozen = Head(head.weight.detach(), None)
+    frozen = LMHead(head.weight.detach(), None)
     (slope,) = torch.autograd.grad(token_logprobs(hidden, target, frozen, Sampling(), 7).logprobs.sum(), [hidden])
     (wanted,) = torch.autograd.grad(plainly(hidden, target, frozen, 1.0)[0].sum(), [hidden])
     assert torch.allclose(slope, wanted, atol=EXACT)
@@ -179,7 +179,7 @@ class Largest(TorchDispatchMode):
 def test_logits_of_more_than_a_chunk_never_exist_in_float32(softcap: float | None, autocast: bool) -> None:
     rows, words, chunk = 200, 1000, 16
     hidden = torch.randn(rows, WIDTH, requires_grad=True)
-    head = Head(torch.randn(words, WIDTH, requires_grad=True), None, softcap=softcap)
+    head = LMHead(torch.randn(words, WIDTH, requires_grad=True), None, softcap=softcap)
     with Largest() as largest:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = token_logprobs(hidden, torch.randint(words, (rows,)), head, Sampling(temperature=0.9), chunk)
@@ -192,12 +192,12 @@ def test_logits_of_more_than_a_chunk_never_exist_in_float32(softcap: float | Non
 def test_the_head_of_a_family_knows_what_it_does_to_logits() -> None:
     for family, softcap in (("llama", None), ("gemma2", 3.0), ("qwen2", None)):
         model = build(family)
-        head = head_of(model)
+        head = get_lm_head(model)
         assert head.softcap == softcap
         tokens = torch.arange(4, 20)[None]
         with torch.no_grad():
             hidden = model.get_decoder()(input_ids=tokens).last_hidden_state
-            assert torch.allclose(head.logits(hidden), model(input_ids=tokens).logits, atol=1e-5)
+            assert torch.allclose(head.compute_logits(hidden), model(input_ids=tokens).logits, atol=1e-5)
 
 
 def test_a_model_without_an_output_layer_is_refused_by_name() -> None:
@@ -208,4 +208,4 @@ def test_a_model_without_an_output_layer_is_refused_by_name() -> None:
             return None
 
     with pytest.raises(ValueError, match="Headless has no linear output layer"):
-        head_of(Headless())
+        get_lm_head(Headless())

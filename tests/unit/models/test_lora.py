@@ -13,22 +13,22 @@ from torch import Tensor
 
 from strop.models.adapters import (
     adapter_weights,
-    adapters_off,
+    disable_adapters,
     load_adapters,
-    low_rank_layers,
+    lora_layers,
     merged_weights,
-    read_config,
+    read_adapter_config,
     save_adapters,
 )
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer
-from strop.models.lora import LoraOptions, add_adapters, count_parameters, export_merged, main, target_layers
+from strop.models.lora import LoraOptions, add_adapters, count_parameters, export_merged_model, find_target_layers, main
 from strop.models.network import Network, disable_dropout
 from strop.models.value import ValueNetwork
 from strop.sampling import Sampling
-from support.lora import adapted, adapted_family, copy_of
+from support.lora import build_with_adapters, copy_weights, with_random_adapters
 from support.models import FAMILIES, build
-from support.rollouts import packed, simple_groups
+from support.rollouts import pack_grpo, simple_groups
 from support.tokenizer import build_tokenizer
 
 TOKENS = torch.arange(5, 29)[None]
@@ -63,18 +63,18 @@ def test_a_model_with_new_adapters_computes_what_it_did(family: str) -> None:
 def test_with_its_adapters_off_a_model_is_its_base_to_the_last_bit_and_afterwards_what_it_was(family: str) -> None:
     model = build(family)
     base = logits(model)
-    trained = logits(adapted(model))
+    trained = logits(with_random_adapters(model))
     assert float((trained - base).abs().max()) > 0.1
-    with adapters_off(model):
+    with disable_adapters(model):
         assert torch.equal(logits(model), base)
     assert torch.equal(logits(model), trained)
-    assert all(layer.down.requires_grad and layer.up.requires_grad for layer in low_rank_layers(model))
+    assert all(layer.down.requires_grad and layer.up.requires_grad for layer in lora_layers(model))
 
 
 def test_an_error_while_the_adapters_are_off_does_not_leave_them_off() -> None:
-    model = adapted_family("llama")
+    model = build_with_adapters("llama")
     trained = logits(model)
-    with pytest.raises(KeyError), adapters_off(model):
+    with pytest.raises(KeyError), disable_adapters(model):
         raise KeyError
     assert torch.equal(logits(model), trained)
 
@@ -83,8 +83,8 @@ def test_an_error_while_the_adapters_are_off_does_not_leave_them_off() -> None:
 def test_an_ordinary_model_with_the_merged_weights_computes_the_same(family: str) -> None:
     """Float64 where torch has it for the family; detours over float32 leave seven digits."""
     dtype = torch.float32 if family in ("mixtral", "qwen3_moe") else torch.float64
-    model, plain = adapted(build(family, dtype=dtype), spread=0.1), build(family, dtype=dtype)
-    before = copy_of(model)
+    model, plain = with_random_adapters(build(family, dtype=dtype), spread=0.1), build(family, dtype=dtype)
+    before = copy_weights(model)
     merged = dict(merged_weights(model))
     assert list(merged) == list(plain.state_dict())
     plain.load_state_dict(merged)
@@ -99,10 +99,10 @@ def test_the_merged_weights_of_an_ordinary_model_are_its_own() -> None:
 
 
 def test_merged_weights_of_a_bfloat16_model_keep_what_bfloat16_would_round_away() -> None:
-    model = adapted_family("llama", spread=1e-5)
+    model = build_with_adapters("llama", spread=1e-5)
     model.to(torch.bfloat16)
-    layer = low_rank_layers(model)[0]
-    change = layer.merged() - layer.base.weight.float()
+    layer = lora_layers(model)[0]
+    change = layer.merged_weight() - layer.base.weight.float()
     wanted = (layer.scale * layer.up.float() @ layer.down.float()).detach()
     assert float((change - wanted).norm() / wanted.norm()) < 1e-2
     kept = (layer.base.weight + wanted.bfloat16() != layer.base.weight).float().mean()
@@ -110,12 +110,12 @@ def test_merged_weights_of_a_bfloat16_model_keep_what_bfloat16_would_round_away(
 
 
 def test_only_adapters_are_trained_and_they_are_counted() -> None:
-    model = adapted_family("llama")
+    model = build_with_adapters("llama")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
     count = count_parameters(model)
     assert count.adapted_layers == 14
-    assert count.trained == sum(layer.down.numel() + layer.up.numel() for layer in low_rank_layers(model)) == 7424
+    assert count.trained == sum(layer.down.numel() + layer.up.numel() for layer in lora_layers(model)) == 7424
     assert str(count) == "7,424 of 42,592 parameters are trained (17.43%), in adapters on 14 layers"
     assert count_parameters(build("qwen2")).trained == count_parameters(build("qwen2")).total, "the tied head counts once"
 
@@ -127,17 +127,17 @@ def test_adapters_follow_from_the_seed_alone_and_leave_the_global_generator_wher
         state = torch.get_rng_state()
         add_adapters(model, LoraOptions(**options), base="base", seed=seed)
         assert torch.equal(torch.get_rng_state(), state)
-        return torch.cat([layer.down.detach().flatten() for layer in low_rank_layers(model)])
+        return torch.cat([layer.down.detach().flatten() for layer in lora_layers(model)])
 
     assert torch.equal(first(3, noise=1), first(3, noise=2))
     assert not torch.equal(first(3, noise=1), first(4, noise=1))
-    layers = low_rank_layers(adapted_family("llama", dim=16))
+    layers = lora_layers(build_with_adapters("llama", dim=16))
     fan = 32 + 16
     spread = torch.cat([layer.down.detach().flatten() for layer in layers if layer.down.shape[1] == 32]).std()
     assert float(spread) == pytest.approx((2 / fan) ** 0.5, rel=0.05), "xavier: a normal distribution"
     uniform = [
         layer.down.detach()
-        for layer in low_rank_layers(adapted_family("llama", initialiser="uniform"))
+        for layer in lora_layers(build_with_adapters("llama", initialiser="uniform"))
         if layer.down.shape[1] == 32
     ]
     bound = 32**-0.5
@@ -145,23 +145,23 @@ def test_adapters_follow_from_the_seed_alone_and_leave_the_global_generator_wher
 
 
 def test_the_scale_is_alpha_over_dim_or_over_its_root() -> None:
-    assert {layer.scale for layer in low_rank_layers(adapted_family("llama", dim=4, alpha=8))} == {2.0}
-    assert {layer.scale for layer in low_rank_layers(adapted_family("llama", dim=4, alpha=8, use_rslora=True))} == {4.0}
+    assert {layer.scale for layer in lora_layers(build_with_adapters("llama", dim=4, alpha=8))} == {2.0}
+    assert {layer.scale for layer in lora_layers(build_with_adapters("llama", dim=4, alpha=8, use_rslora=True))} == {4.0}
 
 
 def test_adapters_of_a_bfloat16_model_are_float32() -> None:
-    model = adapted(build("llama", dtype=torch.bfloat16))
-    assert {layer.up.dtype for layer in low_rank_layers(model)} == {torch.float32}
-    assert {layer.base.weight.dtype for layer in low_rank_layers(model)} == {torch.bfloat16}
+    model = with_random_adapters(build("llama", dtype=torch.bfloat16))
+    assert {layer.up.dtype for layer in lora_layers(model)} == {torch.float32}
+    assert {layer.base.weight.dtype for layer in lora_layers(model)} == {torch.bfloat16}
     network = Network(model, precision=torch.bfloat16)
-    outputs = network.outputs(packed(simple_groups((5, (4, 3)))), Sampling())
+    outputs = network.outputs(pack_grpo(simple_groups((5, (4, 3)))), Sampling())
     outputs.logprobs.sum().backward()
-    assert all(layer.up.grad is not None and layer.up.grad.dtype == torch.float32 for layer in low_rank_layers(model))
+    assert all(layer.up.grad is not None and layer.up.grad.dtype == torch.float32 for layer in lora_layers(model))
 
 
 def test_a_second_set_of_adapters_is_refused() -> None:
     with pytest.raises(ValueError, match="already has adapters"):
-        adapted(adapted_family("llama"))
+        with_random_adapters(build_with_adapters("llama"))
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_a_form_that_there_is_not_is_refused(options: dict[str, Any], message: s
 
 
 def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
-    names = target_layers(build("qwen2"), LoraOptions())
+    names = find_target_layers(build("qwen2"), LoraOptions())
     ends = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     ends += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert names == [f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ends]
-    model = adapted_family("qwen2")
+    model = build_with_adapters("qwen2")
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr(), "a tied head stays tied"
 
 
@@ -204,9 +204,9 @@ def test_every_linear_layer_but_the_head_gets_an_adapter() -> None:
 def test_patterns_name_layers(targets: list[str], excluded: list[str], wanted: set[str]) -> None:
     model = build("llama")
     options = LoraOptions(target_modules=targets, exclude_modules=excluded)
-    assert set(target_layers(model, options)) == {f"model.layers.{name}" for name in wanted}
+    assert set(find_target_layers(model, options)) == {f"model.layers.{name}" for name in wanted}
     add_adapters(model, options, base="base")
-    assert {layer.name for layer in low_rank_layers(model)} == {f"model.layers.{name}" for name in wanted}
+    assert {layer.name for layer in lora_layers(model)} == {f"model.layers.{name}" for name in wanted}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_patterns_name_layers(targets: list[str], excluded: list[str], wanted: s
 )
 def test_a_pattern_that_names_no_layer_is_an_error_that_says_what_there_is(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        target_layers(build("llama"), LoraOptions(**options))
+        find_target_layers(build("llama"), LoraOptions(**options))
 
 
 @pytest.mark.filterwarnings("default:the experts' weights:UserWarning")
@@ -237,13 +237,13 @@ def test_experts_that_are_no_linear_layers_are_named_when_they_are_left_out_and_
     with pytest.warns(
         UserWarning, match=r"model\.layers\.\*\.mlp\.experts\.gate_up_proj, model\.layers\.\*\.mlp\.experts\.down_proj"
     ):
-        names = target_layers(model, LoraOptions())
+        names = find_target_layers(model, LoraOptions())
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(ValueError, match=r"'gate_up_proj' matches the weight .*gate_up_proj, which is not a linear layer"):
-        target_layers(model, LoraOptions(target_modules=["gate_up_proj"]))
+        find_target_layers(model, LoraOptions(target_modules=["gate_up_proj"]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        target_layers(model, LoraOptions(target_modules=["q_proj"]))
+        find_target_layers(model, LoraOptions(target_modules=["q_proj"]))
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_experts_that_are_no_linear_layers_are_named_when_they_are_left_out_and_
 
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_adapter_dropout_acts_while_gradients_are_taken_and_nowhere_else(position: str) -> None:
-    plain, dropping = adapted_family("llama"), adapted_family("llama", dropout=0.5, dropout_position=position)
+    plain, dropping = build_with_adapters("llama"), build_with_adapters("llama", dropout=0.5, dropout_position=position)
     disable_dropout(dropping)
     for training in (False, True):
         dropping.train(training)
@@ -263,7 +263,7 @@ def test_adapter_dropout_acts_while_gradients_are_taken_and_nowhere_else(positio
 def test_what_is_dropped_is_what_an_adapter_adds_or_what_it_reads() -> None:
     x = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0))
     for position in ("pre", "post"):
-        layer = low_rank_layers(adapted_family("llama", dropout=0.25, dropout_position=position))[0]
+        layer = lora_layers(build_with_adapters("llama", dropout=0.25, dropout_position=position))[0]
         with torch.no_grad():
             whole = layer.module(x) - layer.base(x)
         added = (layer.module(x) - layer.base(x)).detach()
@@ -275,13 +275,13 @@ def test_what_is_dropped_is_what_an_adapter_adds_or_what_it_reads() -> None:
 def test_recomputed_activations_see_the_same_dropout() -> None:
     found = []
     for checkpointing in (False, True):
-        model = adapted_family("llama", dropout=0.5)
+        model = build_with_adapters("llama", dropout=0.5)
         model.train(checkpointing)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         torch.manual_seed(0)
         model(input_ids=TOKENS, use_cache=False).logits.square().mean().backward()
-        found.append(torch.cat([layer.up.grad.flatten() for layer in low_rank_layers(model)]))  # type: ignore[union-attr]
+        found.append(torch.cat([layer.up.grad.flatten() for layer in lora_layers(model)]))  # type: ignore[union-attr]
     assert torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-7)
     assert float(found[0].abs().max()) > 0
 
@@ -296,14 +296,14 @@ def test_peft_and_transformers_load_what_is_saved(family: str, tmp_path: Path) -
 
     base = build(family)
     base.save_pretrained(tmp_path / "base")
-    model = adapted(base, base=str(tmp_path / "base"), use_rslora=True)
+    model = with_random_adapters(base, base=str(tmp_path / "base"), use_rslora=True)
     save_adapters(model, tmp_path / "adapters")
     assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
         "base_config.json",
     ]
-    config = read_config(tmp_path / "adapters")
+    config = read_adapter_config(tmp_path / "adapters")
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert (config["peft_type"], config["task_type"], config["inference_mode"]) == ("LORA", "CAUSAL_LM", True)
     assert config["target_modules"] == sorted(config["target_modules"])
@@ -315,14 +315,14 @@ def test_peft_and_transformers_load_what_is_saved(family: str, tmp_path: Path) -
 
 
 def test_some_layers_of_a_kind_are_saved_by_their_whole_names(tmp_path: Path) -> None:
-    save_adapters(adapted_family("llama", target_modules=["*.1.*.q_proj"]), tmp_path)
-    assert read_config(tmp_path)["target_modules"] == ["model.layers.1.self_attn.q_proj"]
-    save_adapters(adapted_family("llama", target_modules=["q_proj"]), tmp_path)
-    assert read_config(tmp_path)["target_modules"] == ["q_proj"]
+    save_adapters(build_with_adapters("llama", target_modules=["*.1.*.q_proj"]), tmp_path)
+    assert read_adapter_config(tmp_path)["target_modules"] == ["model.layers.1.self_attn.q_proj"]
+    save_adapters(build_with_adapters("llama", target_modules=["q_proj"]), tmp_path)
+    assert read_adapter_config(tmp_path)["target_modules"] == ["q_proj"]
 
 
 def test_saved_adapters_are_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
-    trained, other = adapted_family("llama", seed=1), adapted_family("llama", seed=2)
+    trained, other = build_with_adapters("llama", seed=1), build_with_adapters("llama", seed=2)
     save_adapters(trained, tmp_path)
     held = {name: tensor.data_ptr() for name, tensor in adapter_weights(other).items()}
     load_adapters(other, tmp_path)
@@ -340,25 +340,25 @@ def test_saved_adapters_are_loaded_in_place_bit_for_bit(tmp_path: Path) -> None:
     ],
 )
 def test_adapters_of_another_form_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    save_adapters(adapted_family("llama"), tmp_path)
-    model = adapted_family("llama", **options)
-    before = copy_of(model)
+    save_adapters(build_with_adapters("llama"), tmp_path)
+    model = build_with_adapters("llama", **options)
+    before = copy_weights(model)
     with pytest.raises(ValueError, match=message):
         load_adapters(model, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_adapters_of_another_base_are_loaded_with_a_warning(tmp_path: Path) -> None:
-    save_adapters(adapted_family("llama", base="here/model"), tmp_path)
+    save_adapters(build_with_adapters("llama", base="here/model"), tmp_path)
     with pytest.warns(UserWarning, match="trained on here/model, and this run adds them to moved/model"):
-        load_adapters(adapted_family("llama", base="moved/model"), tmp_path)
+        load_adapters(build_with_adapters("llama", base="moved/model"), tmp_path)
 
 
 @pytest.mark.parametrize("command", [False, True])
 def test_a_folder_of_adapters_becomes_an_ordinary_one(command: bool, saved_base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = adapted(load_model(str(saved_base)), base=str(saved_base))
+    model = with_random_adapters(load_model(str(saved_base)), base=str(saved_base))
     save_adapters(model, tmp_path / "adapters")
     build_tokenizer().save_pretrained(tmp_path / "adapters")
     if command:
@@ -367,7 +367,7 @@ def test_a_folder_of_adapters_becomes_an_ordinary_one(command: bool, saved_base:
             == f"{tmp_path / 'merged'} holds the merged model"
         )
     else:
-        export_merged(tmp_path / "adapters", tmp_path / "merged")
+        export_merged_model(tmp_path / "adapters", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(merged), logits(model), atol=1e-4)
     assert {name for name, _ in merged.named_parameters()} == {name for name, _ in build("llama").named_parameters()}
@@ -378,27 +378,27 @@ def test_a_folder_of_adapters_becomes_an_ordinary_one(command: bool, saved_base:
 def test_a_folder_of_adapters_can_be_named_as_a_model_and_comes_merged(saved_base: Path, tmp_path: Path) -> None:
     """Trained under another configuration than the base's own, which lies beside the adapters."""
     overrides = {"rms_norm_eps": 0.5}
-    model = adapted(load_model(str(saved_base), overrides=overrides), base=str(saved_base))
+    model = with_random_adapters(load_model(str(saved_base), overrides=overrides), base=str(saved_base))
     save_adapters(model, tmp_path / "adapters")
     merged = load_model(str(tmp_path / "adapters"))
-    assert low_rank_layers(merged) == []
+    assert lora_layers(merged) == []
     assert torch.allclose(logits(merged), logits(model), atol=1e-4)
     assert all(parameter.requires_grad for parameter in merged.parameters())
-    again = adapted(merged, base=str(tmp_path / "adapters"), seed=7)
+    again = with_random_adapters(merged, base=str(tmp_path / "adapters"), seed=7)
     save_adapters(again, tmp_path / "further")
     assert torch.allclose(logits(load_model(str(tmp_path / "further"))), logits(again), atol=1e-4), "adapters upon adapters"
 
 
 def test_a_folder_without_adapters_is_not_merged(saved_base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no adapters"):
-        export_merged(saved_base, tmp_path / "merged")
+        export_merged_model(saved_base, tmp_path / "merged")
 
 
 # --- classifiers ----------------------------------------------------------------------------------------------------------
 
 
 def scores(model: Any) -> Tensor:
-    batch = packed(simple_groups((5, (6, 3)), (9, (4,))))
+    batch = pack_grpo(simple_groups((5, (6, 3)), (9, (4,))))
     classifier = copy.deepcopy(model)
     classifier.set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -411,28 +411,31 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
     from transformers import AutoModelForSequenceClassification
 
     build(family).save_pretrained(tmp_path / "base")
-    model = adapted(load_classifier(str(tmp_path / "base"), seed=1), base=str(tmp_path / "base"))
+    model = with_random_adapters(load_classifier(str(tmp_path / "base"), seed=1), base=str(tmp_path / "base"))
     model.config.pad_token_id = 3
     assert {name for name, weight in model.named_parameters() if weight.requires_grad and "lora" not in name} == {"score.weight"}
-    outputs = ValueNetwork(model).outputs(packed(simple_groups((5, (6, 3)))), Sampling())
+    outputs = ValueNetwork(model).outputs(pack_grpo(simple_groups((5, (6, 3)))), Sampling())
     outputs.values.sum().backward()
     assert model.score.weight.grad is not None
     with torch.no_grad():
         model.score.weight += 0.3 * torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(0))
 
     save_adapters(model, tmp_path / "adapters")
-    assert (read_config(tmp_path / "adapters")["task_type"], read_config(tmp_path / "adapters")["modules_to_save"]) == (
+    assert (
+        read_adapter_config(tmp_path / "adapters")["task_type"],
+        read_adapter_config(tmp_path / "adapters")["modules_to_save"],
+    ) == (
         "SEQ_CLS",
         ["score"],
     )
     loaded = PeftModel.from_pretrained(load_classifier(str(tmp_path / "base"), seed=2), str(tmp_path / "adapters"))
     model.set_attn_implementation("sdpa")
     assert torch.equal(logits(loaded), logits(model))
-    other = adapted(load_classifier(str(tmp_path / "base"), seed=3), base=str(tmp_path / "base"), seed=5)
+    other = with_random_adapters(load_classifier(str(tmp_path / "base"), seed=3), base=str(tmp_path / "base"), seed=5)
     load_adapters(other, tmp_path / "adapters")
     assert torch.equal(scores(other), scores(model))
 
-    export_merged(tmp_path / "adapters", tmp_path / "merged")
+    export_merged_model(tmp_path / "adapters", tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert (merged.config.num_labels, merged.config.pad_token_id) == (1, 3)
     assert torch.allclose(scores(merged), scores(model), atol=1e-4)
@@ -443,7 +446,7 @@ def test_a_classifier_trains_and_saves_its_score_layer_beside_the_adapters(famil
 
 
 def test_a_critic_can_begin_with_a_policy_that_was_trained_with_adapters(saved_base: Path, tmp_path: Path) -> None:
-    policy = adapted(load_model(str(saved_base)), base=str(saved_base))
+    policy = with_random_adapters(load_model(str(saved_base)), base=str(saved_base))
     save_adapters(policy, tmp_path)
     critic = load_classifier(str(tmp_path), seed=1)
     merged = load_model(str(tmp_path))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from strop.models.loading import ModelNotFound, load_model, load_tokenizer, stop_tokens
+from strop.models.loading import ModelNotFound, find_stop_token_ids, load_model, load_tokenizer
 from strop.models.network import Network, disable_dropout
 from strop.sampling import Sampling
 from support.models import FAMILIES, WINDOW, build
-from support.rollouts import packed, simple_groups
+from support.rollouts import pack_grpo, simple_groups
 
 FLOAT32 = 2e-5
 
@@ -46,8 +46,8 @@ def test_packed_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
     assert network.packed, network.fallback
     assert network.fallback is None
     with torch.no_grad():
-        shared = network.outputs(packed(simple_groups(*SHAPES)), Sampling()).logprobs
-        alone = network.outputs(packed(simple_groups(*SHAPES), share_prefixes=False), Sampling()).logprobs
+        shared = network.outputs(pack_grpo(simple_groups(*SHAPES)), Sampling()).logprobs
+        alone = network.outputs(pack_grpo(simple_groups(*SHAPES), share_prefixes=False), Sampling()).logprobs
         wanted = truth(family)
     assert float((shared - wanted).abs().max()) < FLOAT32
     assert float((alone - wanted).abs().max()) < FLOAT32
@@ -59,7 +59,7 @@ def test_padded_rows_give_the_log_probabilities_of_each_rollout_alone(family: st
     """Gemma 2 among them, whose soft cap Transformers' sdpa attention leaves out without a word."""
     network = Network(build(family), packed=False)
     with torch.no_grad():
-        found = network.outputs(packed(simple_groups(*SHAPES)), Sampling()).logprobs
+        found = network.outputs(pack_grpo(simple_groups(*SHAPES)), Sampling()).logprobs
     wanted = truth(family)
     assert float((found - wanted).abs().max()) < FLOAT32
 
@@ -69,7 +69,7 @@ def test_a_recurrent_model_falls_back_to_padded_rows_and_says_what_is_lost() -> 
         network = Network(build("mamba"))
     assert not network.packed
     assert network.fallback is not None
-    assert not network.takes_plans()
+    assert not network.supports_attention_plans()
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
@@ -112,7 +112,7 @@ def test_a_folder_is_loaded_in_float32_with_its_tokenizer(tiny_model_folder: Pat
     tokenizer = load_tokenizer(str(tiny_model_folder))
     assert tokenizer.decode(tokenizer("héllo")["input_ids"]) == "héllo"
     assert "<|im_start|>user" in tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    assert stop_tokens(model, tokenizer) == (2,)
+    assert find_stop_token_ids(model, tokenizer) == (2,)
     assert load_tokenizer(str(tiny_model_folder), chat_template="{{ 1 }}").chat_template == "{{ 1 }}"
 
 

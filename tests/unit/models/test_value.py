@@ -12,16 +12,16 @@ from torch import Tensor
 from strop.algorithms.reward_model import RewardModel
 from strop.algorithms.sft import SFT
 from strop.data.packing import pack
-from strop.models.value import ValueNetwork, scalar, score_layer
+from strop.models.value import ValueNetwork, apply_score_layer, get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group
-from support.models import build, exact
-from support.recorded import build_classifier, recorded
+from support.models import build, to_float64
+from support.recorded import build_classifier, recorded_group
 
 GROUPS = [
-    recorded([5, 6, 7], [8, 9, 10], [8, 9]),
-    recorded([11], [12] * 9, [13, 14], index=1),
-    recorded([15, 16], [], [17], index=2),
+    recorded_group([5, 6, 7], [8, 9, 10], [8, 9]),
+    recorded_group([11], [12] * 9, [13, 14], index=1),
+    recorded_group([15, 16], [], [17], index=2),
 ]
 
 
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_classifier_itself(family: str) -> None:
 
 
 def test_a_critic_has_a_value_at_every_sampled_token() -> None:
-    model = exact(build_classifier("llama", dtype=torch.float64))
+    model = to_float64(build_classifier("llama", dtype=torch.float64))
     network = ValueNetwork(model, precision=torch.float64)
     batch = pack(GROUPS, SFT())
     found = scores(network, batch)
@@ -65,7 +65,7 @@ def test_a_critic_has_a_value_at_every_sampled_token() -> None:
     for group in GROUPS:
         for rollout in group.rollouts:
             hidden = model.base_model(input_ids=rollout.tokens()[None], use_cache=False).last_hidden_state[0]
-            wanted = score_layer(model)(hidden).squeeze(-1)
+            wanted = get_score_layer(model)(hidden).squeeze(-1)
             first = len(rollout.prompt) - 1
             count = rollout.sampled_tokens
             assert torch.allclose(found[place : place + count], wanted[first : first + count].detach(), atol=1e-12)
@@ -79,7 +79,7 @@ def test_the_head_is_applied_in_float32_under_bfloat16() -> None:
     layer = torch.nn.Linear(3, 1, bias=True).bfloat16()
     hidden = torch.randn(5, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = scalar(layer, hidden)
+        found = apply_score_layer(layer, hidden)
     assert torch.allclose(found, hidden @ layer.weight.float()[0] + layer.bias.float())
 
 
@@ -93,4 +93,4 @@ def test_gradients_reach_the_head_and_the_trunk() -> None:
 
 def test_a_model_without_one_label_is_refused() -> None:
     with pytest.raises(ValueError, match="has no linear layer for one label; load it as a sequence classifier"):
-        score_layer(build("llama"))
+        get_score_layer(build("llama"))

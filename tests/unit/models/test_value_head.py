@@ -18,7 +18,7 @@ from strop.sampling import Sampling
 from strop.training.base import Learner, ValueColumn
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch
-from support.models import build, exact, gradients
+from support.models import build, copy_gradients, to_float64
 from support.rollouts import simple_groups
 
 
@@ -26,7 +26,7 @@ def batch_of(seed: int = 0) -> Batch:
     batch = pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), PPO())
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
-    return batch.with_extras({VALUES: torch.zeros(count), RETURNS: torch.randn(count, generator=generator)})
+    return batch.with_columns({VALUES: torch.zeros(count), RETURNS: torch.randn(count, generator=generator)})
 
 
 def learner_on(trunk: Network, **options: Any) -> TorchLearner:
@@ -66,7 +66,7 @@ def test_its_values_are_the_head_of_the_hidden_state_each_token_is_predicted_fro
 
 
 def test_packed_and_padded_rows_have_the_same_values() -> None:
-    model, found = exact(build("llama")), []
+    model, found = to_float64(build("llama")), []
     for packed in (True, False):
         network = ValueHead(Network(model, precision=torch.float64, packed=packed))
         assert network.packed == packed
@@ -84,7 +84,7 @@ def test_only_the_head_is_trained_and_the_policy_feels_nothing() -> None:
     losses = train(learner, 30)
     assert losses[-1] < 0.5 * losses[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in trunk.model.state_dict().items())
-    assert not any(tensor.any() for tensor in gradients(trunk.model).values())
+    assert not any(tensor.any() for tensor in copy_gradients(trunk.model).values())
 
 
 def test_the_policys_training_goes_on_beside_it() -> None:
@@ -96,7 +96,7 @@ def test_the_policys_training_goes_on_beside_it() -> None:
 
     async def both() -> tuple[torch.Tensor, torch.Tensor]:
         column = ValueColumn(VALUES, critic)
-        batch = PPO().credit(batch_of())
+        batch = PPO().token_credit(batch_of())
         before = (await column.columns(batch, []))[VALUES]
         await policy.forward_backward(batch, PPO().loss)
         await policy.step()

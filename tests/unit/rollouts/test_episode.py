@@ -112,7 +112,7 @@ def play(
 def test_a_single_turn_is_a_prompt_and_what_the_generator_returned():
     generator = says("12")
     rollout = play(Talk(), generator)
-    assert rollout.prompt.tolist() == TEMPLATE.prompt((user("guess"),)) == generator.requests[0].prompt
+    assert rollout.prompt.tolist() == TEMPLATE.encode_prompt((user("guess"),)) == generator.requests[0].prompt
     (turn,) = rollout.turns
     assert turn.sampled and turn.tokens.tolist() == [*TOKENIZER.convert_tokens_to_ids(["1", "2"]), END]
     assert turn.logprobs.tolist() == [-1 / 8, -2 / 8, -3 / 8] and turn.versions.tolist() == [0, 0, 0]
@@ -127,10 +127,10 @@ def test_several_turns_are_appended_as_tokens_and_never_tokenised_again():
     rollout = play(Talk(replies=("no 12", "34?")), generator, max_turns=3)
     assert [turn.author for turn in rollout.turns] == ["policy", "environment", "policy", "environment", "policy"]
     sampled = [[*TOKENIZER.convert_tokens_to_ids(list(text)), END] for text in ("12", "34", "th")]
-    between = [TEMPLATE.observation((user(text),), [END]) for text in ("no 12", "34?")]
+    between = [TEMPLATE.encode_observation((user(text),), [END]) for text in ("no 12", "34?")]
     expected = [*rollout.prompt.tolist(), *sampled[0], *between[0], *sampled[1], *between[1], *sampled[2]]
     assert rollout.tokens().tolist() == expected
-    assert rollout.tokens().tolist() != TEMPLATE.prompt(rollout.messages)[: len(expected)], "the text has other tokens"
+    assert rollout.tokens().tolist() != TEMPLATE.encode_prompt(rollout.messages)[: len(expected)], "the text has other tokens"
     for before, request in enumerate(generator.requests):
         parts = [rollout.prompt, *(turn.tokens for turn in rollout.turns[: 2 * before])]
         assert request.prompt == torch.cat(parts).tolist()
@@ -161,7 +161,7 @@ def test_a_turn_of_the_maximum_length_ends_the_rollout_and_asks_nobody():
 
 
 def test_a_turn_that_fills_the_context_ends_the_rollout():
-    prompt = len(TEMPLATE.prompt((user("guess"),)))
+    prompt = len(TEMPLATE.encode_prompt((user("guess"),)))
     generator = says("1234", end=False)
     rollout = play(Talk(replies=("no",)), generator, max_length=prompt + 3, max_turns=3)
     assert rollout.ending == Ending.CONTEXT and rollout.truncated and rollout.length == prompt + 3
@@ -169,21 +169,21 @@ def test_a_turn_that_fills_the_context_ends_the_rollout():
 
 
 def test_an_end_token_at_the_very_end_of_the_context_is_a_stop():
-    prompt = len(TEMPLATE.prompt((user("guess"),)))
+    prompt = len(TEMPLATE.encode_prompt((user("guess"),)))
     rollout = play(Talk(), says("12"), max_length=prompt + 3)
     assert rollout.ending == Ending.STOP
 
 
 @pytest.mark.parametrize(("room", "turns", "ending"), [(0, 1, Ending.CONTEXT), (1, 3, Ending.CONTEXT), (2, 3, Ending.STOP)])
 def test_an_observation_needs_room_for_a_turn_after_it(room, turns, ending):
-    before = len(TEMPLATE.prompt((user("guess"),))) + 2 + len(TEMPLATE.observation((user("no"),), [END]))
+    before = len(TEMPLATE.encode_prompt((user("guess"),))) + 2 + len(TEMPLATE.encode_observation((user("no"),), [END]))
     rollout = play(Talk(replies=("no",)), says("1", "2"), max_length=before + room, max_turns=2)
     assert (len(rollout.turns), rollout.ending) == (turns, ending)
     assert rollout.length <= before + room
 
 
 def test_an_observation_that_does_not_fit_is_not_appended():
-    before = len(TEMPLATE.prompt((user("guess"),))) + 2
+    before = len(TEMPLATE.encode_prompt((user("guess"),))) + 2
     rollout = play(Talk(replies=("a long observation",)), says("1"), max_length=before + 5, max_turns=2)
     assert rollout.ending == Ending.CONTEXT and len(rollout.turns) == 1 and rollout.reward == 2.0
 
@@ -239,14 +239,14 @@ def test_an_engine_that_raises_is_recorded():
     assert rollout.error == "RuntimeError: out of memory" and rollout.ending == Ending.ERROR
 
 
-RECORDING = Sampling(max_new_tokens=20, top_k=3, record_kept=True)
+RECORDING = Sampling(max_new_tokens=20, top_k=3, record_sampling_mask=True)
 
 
 def test_a_turn_carries_what_its_tokens_were_drawn_from():
     class Recording(FakeGenerator):
         async def generate(self, prompt: Any, *, sampling: Sampling, **rest: Any) -> Completion:
             found = await super().generate(prompt, sampling=sampling, **rest)
-            return replace(found, kept=found.tokens[:, None].int()) if sampling.records else found
+            return replace(found, kept=found.tokens[:, None].int()) if sampling.records_sampling_mask else found
 
     scripted = says("12", "3")
     rollout = play(Talk(replies=("no",)), Recording(TOKENIZER, scripted.script), max_turns=2, sampling=RECORDING)
@@ -276,7 +276,7 @@ def test_a_response_that_is_no_list_of_messages_is_recorded():
 def test_a_prompt_that_is_too_long_is_recorded_with_what_to_change(rules):
     generator = says("1")
     rollout = play(Talk(), generator, **rules)
-    length = len(TEMPLATE.prompt((user("guess"),)))
+    length = len(TEMPLATE.encode_prompt((user("guess"),)))
     limit = 5 if "max_prompt_length" in rules else 9
     assert rollout.error is not None
     assert rollout.error.startswith(f"PromptTooLong: the prompt of task 't' has {length} tokens, and at most {limit} fit")
@@ -284,7 +284,7 @@ def test_a_prompt_that_is_too_long_is_recorded_with_what_to_change(rules):
 
 
 def test_a_prompt_of_exactly_the_limit_fits():
-    length = len(TEMPLATE.prompt((user("guess"),)))
+    length = len(TEMPLATE.encode_prompt((user("guess"),)))
     assert play(Talk(), says("1"), max_prompt_length=length).error is None
     assert play(Talk(), says("1", end=False), max_length=length + 1).ending == Ending.CONTEXT
 

@@ -15,18 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loop.fakes import virtually
-from strop.rollouts.order import DropTooOld, Fifo, Held, Order, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, renewed
+from loop.fakes import run_virtually
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, PendingGroup, Windowed
+from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, requeue_stale
 from strop.types import Group, Rollout, Task
 from support.sweep import sweep
 
 
-def held(*groups: tuple[int, int, int | None]) -> list[Held]:
-    return [Held(*group) for group in groups]
+def held(*groups: tuple[int, int, int | None]) -> list[PendingGroup]:
+    return [PendingGroup(*group) for group in groups]
 
 
-def chosen(order: Order, groups: Sequence[Held], *, now: int = 0, taken: int = 0) -> int | None:
+def chosen(order: GroupOrder, groups: Sequence[PendingGroup], *, now: int = 0, taken: int = 0) -> int | None:
     found = order.choose(groups, now=now, taken=taken)
     return None if found is None else found.index
 
@@ -63,7 +63,7 @@ def test_a_group_is_not_overtaken_where_it_would_miss_its_deadline():
 def test_a_window_of_one_is_fifo():
     draw = random.Random(0)
     for _ in range(500):
-        groups = [Held(index, index // 3, draw.choice([None, index])) for index in range(draw.randint(1, 9))]
+        groups = [PendingGroup(index, index // 3, draw.choice([None, index])) for index in range(draw.randint(1, 9))]
         assert chosen(Windowed(window=1, groups_per_step=3, max_staleness=2), groups) == chosen(Fifo(), groups)
 
 
@@ -74,7 +74,7 @@ def can_all_be_trained(versions: Sequence[int], *, now: int, taken: int, per_ste
 
 
 @st.composite
-def moments(draw: st.DrawFn) -> tuple[Windowed, list[Held], int, int]:
+def moments(draw: st.DrawFn) -> tuple[Windowed, list[PendingGroup], int, int]:
     """A moment in which every deadline can still be met."""
     per_step, k, now = draw(st.integers(1, 4)), draw(st.integers(0, 4)), draw(st.integers(0, 5))
     taken = draw(st.integers(0, per_step - 1))
@@ -86,7 +86,7 @@ def moments(draw: st.DrawFn) -> tuple[Windowed, list[Held], int, int]:
     versions = versions or [now]
     indices = draw(st.permutations(range(len(versions))))
     finished = draw(st.lists(st.one_of(st.none(), st.integers(0, 99)), min_size=len(versions), max_size=len(versions)))
-    groups = [Held(index, versions[index], finished[index]) for index in sorted(indices)]
+    groups = [PendingGroup(index, versions[index], finished[index]) for index in sorted(indices)]
     window = draw(st.integers(1, len(groups) + 1))
     return Windowed(window=window, groups_per_step=per_step, max_staleness=k), groups, now, taken
 
@@ -100,7 +100,7 @@ def assert_the_oldest_feasible_group_is_chosen(moment):
     windowed, groups, now, taken = moment
     oldest = sorted(groups, key=lambda group: (group.version, group.index))[: windowed.window]
 
-    def feasible(gone: Held) -> bool:
+    def feasible(gone: PendingGroup) -> bool:
         rest = [group.version for group in groups if group is not gone]
         return can_all_be_trained(rest, now=now, taken=taken + 1, per_step=windowed.groups_per_step, k=windowed.max_staleness)
 
@@ -156,7 +156,7 @@ class Schedule:
         slots = (self.k + 1) * self.per_step
         self.slots = draw.randint(self.per_step, 2 * slots if self.kind == "drop_too_old" else slots)
         window = draw.randint(1, slots + 2)
-        self.order: Order = {
+        self.order: GroupOrder = {
             "fifo": Fifo(),
             "windowed": Windowed(window=window, groups_per_step=self.per_step, max_staleness=self.k),
             "drop_too_old": DropTooOld(),
@@ -172,7 +172,7 @@ class Schedule:
             slots=self.slots,
             size=self.size,
             state=state,
-            ahead=True,
+            refill_on_release=True,
             order=self.order,
             version=lambda: world.version,
         )
@@ -187,7 +187,7 @@ class Schedule:
                 except EndOfTasks:
                     return False
                 age = world.version - group.version
-                why = "error" if group.errors else "stale" if self.order.drops and age > self.k else None
+                why = "error" if group.errors else "stale" if self.order.drops_stale and age > self.k else None
                 why = why or ("filtered" if self.draw.random() < self.filtered else None)
                 if why:
                     self.dropped[why] += 1
@@ -198,7 +198,7 @@ class Schedule:
                     self.staleness.append(age)
             await asyncio.sleep(self.draw.expovariate(1 / self.training))
             if self.drains:
-                await stream.drained()
+                await stream.drain()
                 assert world.running == 0
             world.version += 1
             self.trained += step
@@ -228,7 +228,7 @@ class Schedule:
 
 
 def renewed_indices(schedule: Schedule, state: StreamState, step: int) -> tuple[list[int], tuple[int, ...]]:
-    fresh = renewed(state, step=step, groups_per_step=schedule.per_step, max_staleness=schedule.k, order=schedule.order)
+    fresh = requeue_stale(state, step=step, groups_per_step=schedule.per_step, max_staleness=schedule.k, order=schedule.order)
     return [group.index for group in fresh.finished], fresh.unfinished
 
 
@@ -239,7 +239,7 @@ def test_no_schedule_trains_on_what_is_too_old_or_loses_a_group_or_waits_forever
     reached, dropped = 0, Counter[str]()
     for seed in range(count):
         schedule = Schedule(seed, kind)
-        state = virtually(asyncio.wait_for(schedule.play(), 1e6))
+        state = run_virtually(asyncio.wait_for(schedule.play(), 1e6))
         assert max(schedule.staleness, default=0) <= schedule.k, f"seed {seed}"
         buffered = [group.index for group in state.finished]
         seen = [*schedule.trained, *schedule.gone, *buffered, *state.unfinished]
@@ -253,7 +253,7 @@ def test_no_schedule_trains_on_what_is_too_old_or_loses_a_group_or_waits_forever
     assert dropped["error"] and dropped["filtered"]
 
 
-def steps_in(order: Order, *, slots: int, per_step: int, training: float, until: float) -> int:
+def steps_in(order: GroupOrder, *, slots: int, per_step: int, training: float, until: float) -> int:
     """How many steps a run makes by a time, where every seventh group takes very long."""
 
     async def run_group(index: int) -> Group:
@@ -265,12 +265,12 @@ def steps_in(order: Order, *, slots: int, per_step: int, training: float, until:
     state: dict[str, Any] = {"version": 0}
 
     async def play() -> None:
-        stream = RolloutStream(run_group, slots=slots, ahead=True, order=order, version=lambda: state["version"])
+        stream = RolloutStream(run_group, slots=slots, refill_on_release=True, order=order, version=lambda: state["version"])
         while True:
             kept = 0
             while kept < per_step:
                 group = await stream.next()
-                if order.drops and state["version"] - group.version > 3:
+                if order.drops_stale and state["version"] - group.version > 3:
                     stream.release(1)
                 else:
                     kept += 1
@@ -279,7 +279,7 @@ def steps_in(order: Order, *, slots: int, per_step: int, training: float, until:
             stream.release(per_step)
 
     with pytest.raises(TimeoutError):
-        virtually(asyncio.wait_for(play(), until))
+        run_virtually(asyncio.wait_for(play(), until))
     return int(state["version"])
 
 

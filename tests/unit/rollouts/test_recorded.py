@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.examples import Conversation, Judged, Preference
-from strop.rollouts.recorded import RecordedRules, demonstration, judgement, preference_pair
+from strop.data.examples import Conversation, Preference, UnpairedPreference
+from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
 from strop.rollouts.template import ChatTemplate
 from strop.types import Ending, Group, Message, Rollout, assistant, system, user
-from support.chat_templates import FAMILIES, GEMMA, GLM, LLAMA3, QWEN3, Family, tokenizer_of
-from support.rollouts import packed
+from support.chat_templates import FAMILIES, GEMMA, GLM, LLAMA3, QWEN3, Family, make_tokenizer
+from support.rollouts import pack_grpo
 
 CHATML = FAMILIES["chatml"]
 RULES = RecordedRules(max_length=512)
@@ -20,7 +20,7 @@ PROMPT = (system("Add."), user("12 + 7?"))
 
 
 def template_of(family: Family = CHATML) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(family))
+    return ChatTemplate(make_tokenizer(family))
 
 
 def talk(*messages: Message) -> Conversation:
@@ -33,8 +33,8 @@ def pair(
     return Preference(id="rows:0", prompt=prompt, chosen=(assistant(chosen),), rejected=(assistant(rejected),), margin=margin)
 
 
-def verdict(said: str, *, desirable: bool = True, id: str = "rows:0") -> Judged:
-    return Judged(id=id, prompt=PROMPT, completion=(assistant(said),), desirable=desirable)
+def verdict(said: str, *, desirable: bool = True, id: str = "rows:0") -> UnpairedPreference:
+    return UnpairedPreference(id=id, prompt=PROMPT, completion=(assistant(said),), desirable=desirable)
 
 
 def written(rollout: Rollout, template: ChatTemplate) -> str:
@@ -50,10 +50,10 @@ def error_of(group: Group) -> str:
 def test_a_demonstration_teaches_every_reply_and_reads_the_rest():
     template = template_of()
     example = talk(user("12 + 7?"), assistant("19"), user("sure?"), assistant("yes"))
-    group = demonstration(3, "data", example, template, RULES)
+    group = demonstration_group(3, "data", example, template, RULES)
     (rollout,) = group.rollouts
     assert (group.index, group.environment, group.task, group.errors) == (3, "data", example, ())
-    assert rollout.prompt.tolist() == template.prompt(example.messages[:1])
+    assert rollout.prompt.tolist() == template.encode_prompt(example.messages[:1])
     assert [turn.author for turn in rollout.turns] == ["policy", "environment", "policy"]
     assert [turn.text for turn in rollout.policy_turns] == ["19", "yes"]
     assert written(rollout, template).endswith(
@@ -63,7 +63,7 @@ def test_a_demonstration_teaches_every_reply_and_reads_the_rest():
 
 
 def test_nobody_sampled_a_taught_token():
-    (rollout,) = demonstration(0, "data", talk(*PROMPT, assistant("19")), template_of(), RULES).rollouts
+    (rollout,) = demonstration_group(0, "data", talk(*PROMPT, assistant("19")), template_of(), RULES).rollouts
     (turn,) = rollout.turns
     assert not turn.logprobs.any() and turn.versions.tolist() == [-1] * len(turn.tokens)
     assert turn.tokens.dtype == torch.int64 and turn.logprobs.dtype == torch.float32 and turn.versions.dtype == torch.int32
@@ -72,39 +72,39 @@ def test_nobody_sampled_a_taught_token():
 def test_the_final_turn_alone_can_be_taught():
     template = template_of()
     example = talk(user("12 + 7?"), assistant("19"), user("sure?"), assistant("yes"))
-    (rollout,) = demonstration(0, "data", example, template, RecordedRules(max_length=512, final_turn_only=True)).rollouts
+    (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, final_turn_only=True)).rollouts
     assert [turn.text for turn in rollout.turns] == ["yes"]
-    assert rollout.prompt.tolist() == template.prompt(example.messages[:3])
+    assert rollout.prompt.tolist() == template.encode_prompt(example.messages[:3])
 
 
 def test_what_follows_the_last_reply_is_left_out():
     example = talk(user("12 + 7?"), assistant("19"), user("thanks"))
-    (rollout,) = demonstration(0, "data", example, template_of(), RULES).rollouts
+    (rollout,) = demonstration_group(0, "data", example, template_of(), RULES).rollouts
     assert rollout.messages == example.messages[:2] and rollout.turns[-1].sampled
 
 
 def test_a_template_that_drops_earlier_reasoning_needs_the_final_turn_alone():
     example = talk(user("12 + 7?"), assistant("<think>\nhm\n</think>\n\n19"), user("sure?"), assistant("yes"))
     template = template_of(QWEN3)
-    assert "sft.only_unmask_final=true" in error_of(demonstration(0, "data", example, template, RULES))
-    (rollout,) = demonstration(0, "data", example, template, RecordedRules(max_length=512, final_turn_only=True)).rollouts
+    assert "sft.only_unmask_final=true" in error_of(demonstration_group(0, "data", example, template, RULES))
+    (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, final_turn_only=True)).rollouts
     assert "hm" not in written(rollout, template)
 
 
 def test_a_pair_shares_its_prompt_and_its_rewards_say_which_is_better():
     template = template_of()
-    group = preference_pair(0, "data", pair(margin=2.0), template, RULES)
+    group = preference_group(0, "data", pair(margin=2.0), template, RULES)
     chosen, rejected = group.rollouts
-    assert chosen.prompt is rejected.prompt and chosen.prompt.tolist() == template.prompt(PROMPT)
+    assert chosen.prompt is rejected.prompt and chosen.prompt.tolist() == template.encode_prompt(PROMPT)
     assert (chosen.text, rejected.text, chosen.sample, rejected.sample) == ("19", "20", 0, 1)
     assert group.rewards.tolist() == [2.0, 0.0]
-    assert preference_pair(0, "data", pair(), template, RULES).rewards.tolist() == [1.0, 0.0]
+    assert preference_group(0, "data", pair(), template, RULES).rewards.tolist() == [1.0, 0.0]
 
 
 def test_a_packed_pair_reads_its_prompt_once():
-    group = preference_pair(0, "data", pair("the answer is 19", "no"), template_of(), RULES)
+    group = preference_group(0, "data", pair("the answer is 19", "no"), template_of(), RULES)
     prompt, (chosen, rejected) = len(group.rollouts[0].prompt), group.rollouts
-    batch = packed([group])
+    batch = pack_grpo([group])
     assert len(batch.tokens) == prompt + chosen.sampled_tokens + rejected.sampled_tokens - 2
     assert batch.totals.tokens == chosen.sampled_tokens + rejected.sampled_tokens
 
@@ -112,15 +112,15 @@ def test_a_packed_pair_reads_its_prompt_once():
 def test_only_completions_are_taught_where_the_prompt_holds_replies():
     prompt = (user("12 + 7?"), assistant("19"), user("sure?"))
     template = template_of()
-    chosen, rejected = preference_pair(0, "data", pair("yes", "no", prompt=prompt), template, RULES).rollouts
+    chosen, rejected = preference_group(0, "data", pair("yes", "no", prompt=prompt), template, RULES).rollouts
     assert [turn.text for turn in chosen.turns] == ["yes"] and [turn.text for turn in rejected.turns] == ["no"]
-    assert chosen.prompt.tolist() == template.prompt(prompt)
+    assert chosen.prompt.tolist() == template.encode_prompt(prompt)
 
 
 def test_completions_of_several_turns_are_taught_turn_by_turn():
     long = (assistant("19"), user("sure?"), assistant("yes"))
     example = Preference(id="rows:0", prompt=PROMPT, chosen=long, rejected=(assistant("20"),))
-    chosen, rejected = preference_pair(0, "data", example, template_of(), RULES).rollouts
+    chosen, rejected = preference_group(0, "data", example, template_of(), RULES).rollouts
     assert [turn.sampled for turn in chosen.turns] == [True, False, True] and len(rejected.turns) == 1
     assert chosen.prompt is rejected.prompt and chosen.messages == (*PROMPT, *long)
 
@@ -128,7 +128,9 @@ def test_completions_of_several_turns_are_taught_turn_by_turn():
 @pytest.mark.parametrize(("desirable", "reward"), [(True, 1.0), (False, 0.0)])
 def test_a_judged_completion_stands_beside_an_unrelated_one_after_the_same_prompt(desirable, reward):
     template = template_of()
-    group = judgement(0, "data", verdict("19", desirable=desirable), verdict("Paris", id="rows:9"), template, RULES)
+    group = unpaired_preference_group(
+        0, "data", verdict("19", desirable=desirable), verdict("Paris", id="rows:9"), template, RULES
+    )
     own, unrelated = group.rollouts
     assert own.prompt is unrelated.prompt and (own.text, unrelated.text) == ("19", "Paris")
     assert group.rewards.tolist() == [reward, 0.0] and group.task.id == "rows:0"
@@ -138,9 +140,9 @@ def test_a_judged_completion_stands_beside_an_unrelated_one_after_the_same_promp
 @pytest.mark.parametrize(
     "make",
     [
-        lambda template, rules: demonstration(0, "data", talk(*PROMPT, assistant("19")), template, rules),
-        lambda template, rules: preference_pair(0, "data", pair(), template, rules),
-        lambda template, rules: judgement(0, "data", verdict("19"), verdict("20"), template, rules),
+        lambda template, rules: demonstration_group(0, "data", talk(*PROMPT, assistant("19")), template, rules),
+        lambda template, rules: preference_group(0, "data", pair(), template, rules),
+        lambda template, rules: unpaired_preference_group(0, "data", verdict("19"), verdict("20"), template, rules),
     ],
 )
 def test_what_fits_exactly_is_kept_and_what_does_not_is_an_error_with_its_length(make):
@@ -153,23 +155,25 @@ def test_what_fits_exactly_is_kept_and_what_does_not_is_an_error_with_its_length
 
 
 def test_whatever_a_template_raises_is_recorded():
-    assert "System role not supported" in error_of(preference_pair(0, "data", pair(), template_of(GEMMA), RULES))
+    assert "System role not supported" in error_of(preference_group(0, "data", pair(), template_of(GEMMA), RULES))
 
 
 def test_a_pair_with_one_side_too_long_is_dropped_whole():
     rules = RecordedRules(max_length=120)
-    assert not preference_pair(0, "data", pair(), template_of(), rules).errors
-    assert "at most 120 fit" in error_of(preference_pair(0, "data", pair(rejected="20 " * 100), template_of(), rules))
+    assert not preference_group(0, "data", pair(), template_of(), rules).errors
+    assert "at most 120 fit" in error_of(preference_group(0, "data", pair(rejected="20 " * 100), template_of(), rules))
 
 
 def test_a_prompt_without_tokens_is_an_error():
     with pytest.warns(UserWarning, match="no chat template"):
         template = ChatTemplate(without_template())
-    assert "its prompt has no tokens" in error_of(demonstration(0, "data", talk(user(""), assistant("19")), template, RULES))
+    assert "its prompt has no tokens" in error_of(
+        demonstration_group(0, "data", talk(user(""), assistant("19")), template, RULES)
+    )
 
 
 def without_template():
-    tokenizer = tokenizer_of(CHATML)
+    tokenizer = make_tokenizer(CHATML)
     tokenizer.chat_template = None
     return tokenizer
 
@@ -178,9 +182,9 @@ def test_a_plain_conversation_ends_with_the_end_of_the_sequence():
     with pytest.warns(UserWarning, match="no chat template"):
         template = ChatTemplate(without_template())
     example = talk(user("1+1="), assistant("2"), user("2+2="), assistant("4"))
-    (rollout,) = demonstration(0, "data", example, template, RULES).rollouts
+    (rollout,) = demonstration_group(0, "data", example, template, RULES).rollouts
     assert written(rollout, template) == "1+1=2\n2+2=\n4<|im_end|>"
-    (bare,) = demonstration(0, "data", example, template, RecordedRules(max_length=512, add_eos=False)).rollouts
+    (bare,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, add_eos=False)).rollouts
     assert written(bare, template) == "1+1=2\n2+2=\n4"
 
 
@@ -190,7 +194,7 @@ def test_a_stop_token_is_added_only_where_the_template_ends_with_none():
     example = talk(*PROMPT, assistant("19"))
 
     def end(**options) -> list[int]:
-        (rollout,) = demonstration(0, "data", example, template, RecordedRules(max_length=512, **options)).rollouts
+        (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, **options)).rollouts
         return rollout.turns[-1].tokens.tolist()[-2:]
 
     assert end(stop_ids=(eos, eot))[-1] == eot and end(stop_ids=(eos, eot))[-2] not in (eos, eot)
@@ -202,7 +206,7 @@ def test_a_stop_token_that_opens_the_next_turn_is_said_by_the_policy():
     template = template_of(GLM)
     asks, ends = template.tokenizer.convert_tokens_to_ids(["<|user|>", "<|im_end|>"])
     example = talk(user("a"), assistant("b"), user("c"), assistant("d"))
-    (rollout,) = demonstration(0, "data", example, template, RecordedRules(max_length=512, stop_ids=(ends, asks))).rollouts
+    (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=512, stop_ids=(ends, asks))).rollouts
     first, between, last = rollout.turns
     assert first.tokens.tolist()[-1] == asks and last.tokens.tolist()[-1] == ends
     assert asks not in between.tokens.tolist()
@@ -213,8 +217,8 @@ def test_without_any_stop_token_there_is_nothing_to_end_with():
     template = template_of()
     template.tokenizer.eos_token = None
     example = talk(user("a"), assistant("b"))
-    assert "data.add_eos=false" in error_of(demonstration(0, "data", example, template, RULES))
-    assert not demonstration(0, "data", example, template, RecordedRules(max_length=512, add_eos=False)).errors
+    assert "data.add_eos=false" in error_of(demonstration_group(0, "data", example, template, RULES))
+    assert not demonstration_group(0, "data", example, template, RecordedRules(max_length=512, add_eos=False)).errors
 
 
 @pytest.mark.parametrize("length", [1, 0, -5])
@@ -233,7 +237,7 @@ texts = st.text(st.sampled_from("the answer 12\n7."), min_size=1, max_size=12)
 def test_a_rollout_joins_to_the_rendering_up_to_the_last_taught_token(turns, name, final):
     template = TEMPLATES[name]
     example = talk(*(message for question, answer in turns for message in (user(question), assistant(answer))))
-    (rollout,) = demonstration(0, "data", example, template, RecordedRules(max_length=4096, final_turn_only=final)).rollouts
+    (rollout,) = demonstration_group(0, "data", example, template, RecordedRules(max_length=4096, final_turn_only=final)).rollouts
     dicts = [message.as_dict() for message in example.messages]
     whole = template.tokenizer.apply_chat_template(dicts, tokenize=False)
     end = FAMILIES[name].end.strip()

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from strop.data.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask, RewardError, score
-from strop.environments.hosted import EnvironmentHost, HostedDescription, Link, connect
+from strop.environments.base import Environment, EnvironmentConfigError, PromptedTask, RewardError, compute_rewards
+from strop.environments.hosted import EnvironmentDescription, EnvironmentServer, Transport, connect
 from strop.environments.registry import make_environment
 from strop.rollouts.template import ChatTemplate
 from strop.training.torch.reward_scorer import RewardScorer, ScorerLimits
 from strop.types import Message, Messages, Rollout, assistant, user
 from support.models import build
 from support.recorded import build_classifier
-from support.rollouts import rollout_of, sampled
+from support.rollouts import make_rollout, sampled_turn
 
 TALKS: list[Messages] = [
     (user("1+1="), assistant("2")),
@@ -54,7 +54,7 @@ def wanted(folder: Path, messages: Messages, *, trailing: bool = False) -> float
 
 
 def rollout(messages: Messages) -> Rollout:
-    return replace(rollout_of([1, 2], sampled([3])), messages=messages)
+    return replace(make_rollout([1, 2], sampled_turn([3])), messages=messages)
 
 
 TASK = PromptedTask(id="a", question="q", messages=())
@@ -62,7 +62,7 @@ TASK = PromptedTask(id="a", question="q", messages=())
 
 def scores(environment: Environment[Any], talks: list[Messages]) -> list[float]:
     async def run() -> list[float]:
-        found = await asyncio.gather(*(environment.rewarded(TASK, rollout(talk)) for talk in talks))
+        found = await asyncio.gather(*(environment.score_rollout(TASK, rollout(talk)) for talk in talks))
         return [each.rewards["score"] for each in found]
 
     return asyncio.run(run())
@@ -78,15 +78,15 @@ def test_the_reward_is_the_score_that_transformers_gives_the_whole_conversation(
 def test_concurrent_requests_are_read_together_within_the_limits(folder: Path) -> None:
     for limits, batches in (({}, 1), ({"batch_size": 3}, 2), ({"batch_tokens": 1}, 4)):
         environment = environment_of(folder, wait_ms=500.0, **limits)
-        before = environment.judge().scorer.batches
+        before = environment.load_scorer().scorer.batches
         found = scores(environment, TALKS)
-        assert environment.judge().scorer.batches - before == batches, limits
+        assert environment.load_scorer().scorer.batches - before == batches, limits
         assert found == pytest.approx([wanted(folder, talk) for talk in TALKS], abs=1e-5)
 
 
 def test_copies_of_the_environment_share_one_model(folder: Path) -> None:
     one, other = environment_of(folder), environment_of(folder, scale=2.0)
-    assert one.judge() is other.judge()
+    assert one.load_scorer() is other.load_scorer()
     assert scores(other, TALKS[:1])[0] == pytest.approx(2 * scores(one, TALKS[:1])[0], rel=1e-5)
 
 
@@ -103,9 +103,9 @@ def test_a_conversation_that_is_too_long_loses_its_beginning_and_that_is_said(
 ) -> None:
     environment = environment_of(folder, max_length=9, wait_ms=1.0)
     (found,) = scores(environment, [TALKS[1]])
-    judge = environment.judge()
-    tokens = judge.template.whole(TALKS[1], trailing=False)
-    assert found == pytest.approx(float(judge.scorer.read([tokens[-9:]])[0]), abs=1e-5)
+    judge = environment.load_scorer()
+    tokens = judge.template.encode_conversation(TALKS[1], trailing=False)
+    assert found == pytest.approx(float(judge.scorer.score_batch([tokens[-9:]])[0]), abs=1e-5)
     assert "is truncated on the left" in caplog.text
 
 
@@ -114,18 +114,18 @@ def test_it_runs_in_a_process_of_its_own_as_here(folder: Path, tmp_path: Path) -
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"problem": f"{number}?", "answer": ""}) + "\n" for number in range(3)))
     options = {"model_name": str(folder), "precision": "float32", "device": "cpu"}
-    description = HostedDescription(
+    description = EnvironmentDescription(
         alias="rm", name="reward_model", options=options, sources=(DataSource(dataset_name=str(data)),)
     )
-    host = EnvironmentHost(description)
-    remote = connect(description, [Link(host_call(host), lambda method, given: asyncio.run(host.answer(method, given)))])
+    host = EnvironmentServer(description)
+    remote = connect(description, [Transport(host_call(host), lambda method, given: asyncio.run(host.answer(method, given)))])
     task = remote.tasks(description.sources[0])[1]
     talk = (user("1?"), assistant("2"))
-    scored = asyncio.run(remote.rewarded(task, rollout(talk)))
+    scored = asyncio.run(remote.score_rollout(task, rollout(talk)))
     assert scored.reward == pytest.approx(wanted(folder, talk), abs=1e-5)
 
 
-def host_call(host: EnvironmentHost) -> Any:
+def host_call(host: EnvironmentServer) -> Any:
     async def call(method: Any, arguments: Any) -> Any:
         return await host.answer(method, arguments)
 
@@ -148,9 +148,9 @@ def test_a_classifier_with_several_labels_and_a_missing_folder_are_refused(tmp_p
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(EnvironmentConfigError, match=r"^the reward model: model_name: .*3 labels"):
-        environment_of(tmp_path).judge()
+        environment_of(tmp_path).load_scorer()
     with pytest.raises(EnvironmentConfigError, match="model_name"):
-        environment_of(tmp_path / "nowhere").judge()
+        environment_of(tmp_path / "nowhere").load_scorer()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_caller_that_went_away_is_passed_over() -> None:
         gone.cancel()
         return await stays
 
-    assert asyncio.run(run()) == pytest.approx(float(scorer.read([[5, 6]])[0]), abs=1e-6)
+    assert asyncio.run(run()) == pytest.approx(float(scorer.score_batch([[5, 6]])[0]), abs=1e-6)
 
 
 def test_an_error_of_the_model_names_the_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +198,6 @@ def test_an_error_of_the_model_names_the_reward(folder: Path, monkeypatch: pytes
     def fail(self: ChatTemplate, messages: Messages, *, trailing: bool = True) -> list[int]:
         raise KeyError("no such role")
 
-    monkeypatch.setattr(ChatTemplate, "whole", fail)
+    monkeypatch.setattr(ChatTemplate, "encode_conversation", fail)
     with pytest.raises(RewardError, match=r"RewardModelEnvironment\.score raised KeyError"):
-        asyncio.run(score(environment, TASK, rollout(TALKS[0])))
+        asyncio.run(compute_rewards(environment, TASK, rollout(TALKS[0])))

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from loop.fakes import virtually
+from loop.fakes import run_virtually
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
-from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, renewed
+from strop.rollouts.stream import EndOfTasks, RolloutStream, StreamState, requeue_stale
 from strop.types import Group, Rollout, Task
 
 
@@ -87,12 +87,12 @@ def test_no_schedule_exceeds_the_slots_or_the_staleness_and_groups_come_in_order
         world = World(slots=(k + 1) * per_step, draw=draw)
 
         async def play(world=world, per_step=per_step, drop=drop):
-            stream = RolloutStream(world.run_group, slots=world.slots, ahead=k > 0)
+            stream = RolloutStream(world.run_group, slots=world.slots, refill_on_release=k > 0)
             handed, staleness = await train(world, stream, steps=8, per_step=per_step, k=k, drop=drop)
             await stream.close()
             return handed, staleness
 
-        handed, staleness = virtually(play())
+        handed, staleness = run_virtually(play())
         assert handed == list(range(len(handed)))
         assert world.most == world.slots, "every slot is used"
         observed.update(staleness)
@@ -110,14 +110,14 @@ def test_a_synchronous_stream_begins_nothing_before_it_is_asked():
         await asyncio.sleep(100)
         return list(world.begun)
 
-    assert virtually(play()) == [0, 1, 2]
+    assert run_virtually(play()) == [0, 1, 2]
 
 
 def test_an_asynchronous_stream_fills_a_slot_the_moment_it_is_free():
     world = World(slots=6, draw=random.Random(0))
 
     async def play():
-        stream = RolloutStream(world.run_group, slots=6, ahead=True)
+        stream = RolloutStream(world.run_group, slots=6, refill_on_release=True)
         for _ in range(3):
             await stream.next()
         world.release(stream, 3)
@@ -126,7 +126,7 @@ def test_an_asynchronous_stream_fills_a_slot_the_moment_it_is_free():
         await stream.close()
         return begun
 
-    assert virtually(play()) == list(range(9))
+    assert run_virtually(play()) == list(range(9))
 
 
 def test_a_dropped_group_frees_its_slot():
@@ -140,7 +140,7 @@ def test_a_dropped_group_frees_its_slot():
             world.release(stream, 1)
         return indices
 
-    assert virtually(play()) == list(range(20))
+    assert run_virtually(play()) == list(range(20))
 
 
 def test_asking_while_every_slot_is_held_is_an_error_and_not_the_end_of_the_tasks():
@@ -153,7 +153,7 @@ def test_asking_while_every_slot_is_held_is_an_error_and_not_the_end_of_the_task
         with pytest.raises(RuntimeError, match="every slot is held"):
             await stream.next()
 
-    virtually(play())
+    run_virtually(play())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -161,7 +161,7 @@ def test_the_tasks_end_after_the_last_one(ahead):
     world = World(slots=6, draw=random.Random(1))
 
     async def play():
-        stream = RolloutStream(world.run_group, slots=6, size=8, ahead=ahead)
+        stream = RolloutStream(world.run_group, slots=6, size=8, refill_on_release=ahead)
         indices = []
         for _ in range(8):
             indices.append((await stream.next()).index)
@@ -171,7 +171,7 @@ def test_the_tasks_end_after_the_last_one(ahead):
                 await stream.next()
         return indices
 
-    assert virtually(play()) == list(range(8))
+    assert run_virtually(play()) == list(range(8))
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
@@ -184,13 +184,13 @@ def test_a_restored_stream_hands_out_every_group_once_and_runs_no_finished_one_a
 
         async def play(draw=draw, per_step=per_step, slots=slots):
             first = World(slots=slots, draw=draw)
-            stream = RolloutStream(first.run_group, slots=slots, ahead=k > 0)
+            stream = RolloutStream(first.run_group, slots=slots, refill_on_release=k > 0)
             before, _ = await train(first, stream, steps=3, per_step=per_step, k=k, drop=0.3)
             state = stream.state()
             await stream.close()
 
             second = World(slots=slots, draw=draw, version=first.version, restored=len(state.finished))
-            resumed = RolloutStream(second.run_group, slots=slots, ahead=k > 0, state=state)
+            resumed = RolloutStream(second.run_group, slots=slots, refill_on_release=k > 0, state=state)
             assert resumed.state() == state
             after, _ = await train(second, resumed, steps=4, per_step=per_step, k=k, drop=0.3)
             await resumed.close()
@@ -198,7 +198,7 @@ def test_a_restored_stream_hands_out_every_group_once_and_runs_no_finished_one_a
             assert second.begun[: len(state.unfinished)] == list(state.unfinished)
             return before + after, len(state.finished)
 
-        handed, finished = virtually(play())
+        handed, finished = run_virtually(play())
         assert handed == list(range(len(handed)))
         kept_finished += finished
     assert (kept_finished > 0) == (k > 0), "an asynchronous stream had groups ready, a synchronous one never"
@@ -216,12 +216,12 @@ def test_closing_cancels_what_runs():
         return group_of(index, 0)
 
     async def play():
-        stream = RolloutStream(slower_and_slower, slots=4, ahead=True)
+        stream = RolloutStream(slower_and_slower, slots=4, refill_on_release=True)
         await stream.next()
         await stream.next()
         await stream.close()
 
-    virtually(play())
+    run_virtually(play())
     assert cancelled == [2, 3]
 
 
@@ -241,7 +241,7 @@ def test_a_group_that_raises_is_raised_to_the_loop_and_begun_again_after_a_resta
         await stream.close()
         return state
 
-    state = virtually(play())
+    state = run_virtually(play())
     assert state.unfinished == (1,)
     assert [group.index for group in state.finished] == [2]
 
@@ -252,20 +252,20 @@ def test_settings_that_did_not_change_renew_nothing():
         world = World(slots=4, draw=draw)
 
         async def play(world=world):
-            stream = RolloutStream(world.run_group, slots=4, ahead=True)
+            stream = RolloutStream(world.run_group, slots=4, refill_on_release=True)
             await train(world, stream, steps=3, per_step=2, k=1, drop=0.2)
             state = stream.state()
             await stream.close()
             return state
 
-        state = virtually(play())
-        assert renewed(state, step=world.version, groups_per_step=2, max_staleness=1) == state
+        state = run_virtually(play())
+        assert requeue_stale(state, step=world.version, groups_per_step=2, max_staleness=1) == state
 
 
 def test_a_resume_with_less_staleness_begins_the_groups_again_that_would_be_too_old():
     finished = tuple(group_of(index, version) for index, version in [(4, 1), (5, 2), (7, 2)])
     state = StreamState(next_index=8, unfinished=(6,), finished=finished)
-    fresh = renewed(state, step=2, groups_per_step=2, max_staleness=0)
+    fresh = requeue_stale(state, step=2, groups_per_step=2, max_staleness=0)
     assert fresh.unfinished == (4, 6, 7) and [group.index for group in fresh.finished] == [5]
     assert fresh.next_index == 8
     stream = RolloutStream(World(slots=2, draw=random.Random(0)).run_group, slots=2, state=fresh)
@@ -276,15 +276,15 @@ def test_a_stream_is_drained_when_nothing_runs_and_keeps_what_finished_meanwhile
     world = World(slots=6, draw=random.Random(3))
 
     async def play():
-        stream = RolloutStream(world.run_group, slots=6, ahead=True)
+        stream = RolloutStream(world.run_group, slots=6, refill_on_release=True)
         await stream.next()
         assert len(world.finished) < 6
-        await stream.drained()
-        await stream.drained()
+        await stream.drain()
+        await stream.drain()
         assert sorted(world.finished) == list(range(6)), "and nothing new was begun"
         return [(await stream.next()).index for _ in range(5)], [group.index for group in stream.state().finished]
 
-    assert virtually(play()) == ([1, 2, 3, 4, 5], [])
+    assert run_virtually(play()) == ([1, 2, 3, 4, 5], [])
 
 
 def test_draining_leaves_an_exception_to_the_turn_of_its_group():
@@ -295,14 +295,14 @@ def test_draining_leaves_an_exception_to_the_turn_of_its_group():
         return group_of(index, 0)
 
     async def play():
-        stream = RolloutStream(fail, slots=3, ahead=True)
+        stream = RolloutStream(fail, slots=3, refill_on_release=True)
         await stream.next()
-        await stream.drained()
+        await stream.drain()
         with pytest.raises(KeyError, match="a table"):
             await stream.next()
         await stream.close()
 
-    virtually(play())
+    run_virtually(play())
 
 
 def test_the_state_has_finished_groups_in_the_order_in_which_they_finished():
@@ -311,17 +311,17 @@ def test_the_state_has_finished_groups_in_the_order_in_which_they_finished():
         return group_of(index, 0)
 
     async def play():
-        stream = RolloutStream(backwards, slots=4, ahead=True, order=DropTooOld())
+        stream = RolloutStream(backwards, slots=4, refill_on_release=True, order=DropTooOld())
         first = await stream.next()
         await asyncio.sleep(1.5)
         state = stream.state()
         await stream.close()
-        resumed = RolloutStream(backwards, slots=4, ahead=True, order=DropTooOld(), state=state)
+        resumed = RolloutStream(backwards, slots=4, refill_on_release=True, order=DropTooOld(), state=state)
         again = [(await resumed.next()).index for _ in range(2)]
         await resumed.close()
         return first.index, [group.index for group in state.finished], state.unfinished, again
 
-    first, finished, unfinished, again = virtually(play())
+    first, finished, unfinished, again = run_virtually(play())
     assert (first, finished, unfinished) == (3, [2], (0, 1))
     assert again[0] == 2
 
@@ -336,7 +336,7 @@ def test_an_order_that_never_chooses_is_an_error_and_not_a_hang():
         with pytest.raises(RuntimeError, match="Undecided chose none of 2 groups, although all are finished"):
             await stream.next()
 
-    virtually(play())
+    run_virtually(play())
 
 
 def test_many_slots_cost_little():
@@ -348,7 +348,7 @@ def test_many_slots_cost_little():
     async def play():
         nonlocal version
         order = Windowed(window=per_step, groups_per_step=per_step, max_staleness=3)
-        stream = RolloutStream(at_once, slots=3 * per_step, ahead=True, order=order, version=lambda: version)
+        stream = RolloutStream(at_once, slots=3 * per_step, refill_on_release=True, order=order, version=lambda: version)
         for _ in range(2):
             for _ in range(per_step):
                 await stream.next()
@@ -357,5 +357,5 @@ def test_many_slots_cost_little():
         await stream.close()
 
     started = time.perf_counter()
-    virtually(play())
+    run_virtually(play())
     assert time.perf_counter() - started < 8, "some milliseconds a group, on a busy machine"

@@ -10,11 +10,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from strop.tracking.base import Silent
-from strop.tracking.columns import brief, duration, number, phases
+from strop.tracking.base import NullTracker
+from strop.tracking.columns import format_duration, format_number, format_seconds, phase_times
 from strop.tracking.console import PlainConsole, open_console
 from strop.tracking.live import LiveConsole, sparkline
-from strop.tracking.pace import Pace
+from strop.tracking.pace import Progress
 
 METRICS = {
     "train/reward": 0.531,
@@ -55,18 +55,18 @@ def last_drawing(console: Console) -> str:
 
 
 def test_a_phase_list_accounts_for_the_whole_step() -> None:
-    parts = phases(METRICS)
+    parts = phase_times(METRICS)
     assert [part.name for part in parts] == ["generation", "training", "weights", "other"]
     assert sum(part.seconds for part in parts) == pytest.approx(4.0)
 
 
 def test_phases_of_a_step_without_timings_are_none() -> None:
-    assert phases({"train/loss": 1.0}) == ()
-    assert phases({"timing/train/generation": math.nan, "timing/train/logprobs": 0.0}) == ()
+    assert phase_times({"train/loss": 1.0}) == ()
+    assert phase_times({"timing/train/generation": math.nan, "timing/train/logprobs": 0.0}) == ()
 
 
 def test_an_unknown_phase_is_shown_by_its_name_after_the_known_ones() -> None:
-    parts = phases({"timing/train/value_training": 1.0, "timing/train/generation": 1.0})
+    parts = phase_times({"timing/train/value_training": 1.0, "timing/train/generation": 1.0})
     assert [part.name for part in parts] == ["generation", "value training"]
 
 
@@ -76,36 +76,36 @@ def test_an_unknown_phase_is_shown_by_its_name_after_the_known_ones() -> None:
      (-math.inf, "-inf"), (2.5e9, "2.5e+09"), (-123456.0, "-123,456")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, written: str) -> None:
-    assert number(value) == written and len(written) <= 8
+    assert format_number(value) == written and len(written) <= 8
 
 
 def test_durations_are_written_as_people_read_them() -> None:
-    assert [duration(value) for value in (0, 62, 3723, 183845, math.nan)] == ["0:00", "1:02", "1:02:03", "2d 3:04:05", "?"]
-    assert [brief(value) for value in (0.42, 4.2, 42.0, 200.0)] == ["0.42 s", "4.2 s", "42 s", "3:20"]
+    assert [format_duration(value) for value in (0, 62, 3723, 183845, math.nan)] == ["0:00", "1:02", "1:02:03", "2d 3:04:05", "?"]
+    assert [format_seconds(value) for value in (0.42, 4.2, 42.0, 200.0)] == ["0.42 s", "4.2 s", "42 s", "3:20"]
 
 
 def test_time_left_is_known_from_the_first_step_and_follows_the_wall_clock() -> None:
     clock = Clock()
-    pace = Pace(10, clock)
-    assert math.isnan(pace.left)
+    pace = Progress(10, clock)
+    assert math.isnan(pace.eta_seconds)
     pace.log(1, {"timing/train/total_step_time": 4.0})
-    assert pace.left == pytest.approx(36.0)
+    assert pace.eta_seconds == pytest.approx(36.0)
     clock.now += 6.0  # a validation lies between the steps
     pace.log(2, {"timing/train/total_step_time": 4.0})
-    assert pace.left == pytest.approx(48.0)
+    assert pace.eta_seconds == pytest.approx(48.0)
     clock.now += 5.0
-    assert pace.left == pytest.approx(43.0)
+    assert pace.eta_seconds == pytest.approx(43.0)
 
 
 def test_time_left_of_a_continued_run_counts_only_its_own_steps() -> None:
     clock = Clock()
-    pace = Pace(100, clock)
+    pace = Progress(100, clock)
     pace.resume(90)
     clock.now = 2.0
     pace.log(91, {})
     clock.now = 4.0
     pace.log(92, {})
-    assert pace.left == pytest.approx(16.0)
+    assert pace.eta_seconds == pytest.approx(16.0)
 
 
 def test_a_plain_console_writes_one_aligned_ascii_line_a_step() -> None:
@@ -150,7 +150,7 @@ def test_a_plain_console_survives_an_output_that_knows_only_ascii() -> None:
 def test_a_redirected_output_gets_plain_lines_and_none_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert isinstance(open_console(), PlainConsole)
-    assert type(open_console("none")) is Silent
+    assert type(open_console("none")) is NullTracker
     assert isinstance(open_console("live"), LiveConsole)
 
 
@@ -178,7 +178,7 @@ def test_the_live_console_shows_what_matters() -> None:
         clock.now += 5.0
         console.log(step, METRICS)
     console.progress("generating 12/32 groups")
-    text = "".join(part.text for part in screen.render(console._board))
+    text = "".join(part.text for part in screen.render(console._dashboard))
     expected = [
         *("addition", "step 12/60", "20%", "left", "generating 12/32 groups"),
         *("0.531", "-0.0123", "0.831", "1.2e-05", "1.0003", "1,234", "accuracy     0.120", "@0"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.tracking.ratios import LARGEST
-from strop.tracking.rollouts import RolloutRecord, RolloutStore, by_rollout, records_of
-from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation
+from strop.tracking.ratios import MAX_TOKENS
+from strop.tracking.rollouts import RolloutRecord, RolloutStore, make_records, split_by_rollout
+from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 
 
 def policy_turn(*tokens: int, text: str = "4") -> Turn:
@@ -36,7 +36,7 @@ def a_group(index: int = 7, error: str | None = None) -> Group:
     )  # fmt: skip
     long = replace(
         start.with_turn(policy_turn(6, text="5"), Message("assistant", "5"))
-        .with_turn(observation([8, 9], " wrong "), Message("user", "wrong"))
+        .with_turn(observation_turn([8, 9], " wrong "), Message("user", "wrong"))
         .with_turn(policy_turn(10, 11, 12, text="früh 4 \u2028\n"), Message("assistant", "4")),
         sample=1, ending=Ending.LENGTH, reward=0.1, rewards={"format": 0.1}, error=error,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def a_group(index: int = 7, error: str | None = None) -> Group:
 
 
 def some_records(step: int = 12) -> list[RolloutRecord]:
-    return records_of(
+    return make_records(
         step,
         [a_group(7), a_group(8, error="sandbox died")],
         advantages={(7, 0): 0.7071067811865475, (7, 1): -0.7071067811865475},
@@ -69,19 +69,19 @@ def test_a_record_says_what_was_read_written_earned_and_thought() -> None:
 
 
 def test_the_prompt_can_be_shown_as_the_model_read_it() -> None:
-    record = records_of(1, [a_group()], decode=lambda tokens: f"<{tokens}>")[0]
+    record = make_records(1, [a_group()], decode=lambda tokens: f"<{tokens}>")[0]
     assert record.prompt == "<[1, 2, 3]>"
 
 
 def test_learner_logprobs_of_the_wrong_length_are_an_error() -> None:
     with pytest.raises(ValueError, match="3 learner log-probs for a rollout of 2 tokens"):
-        records_of(1, [a_group()], learner_logprobs={(7, 0): torch.zeros(3)})
+        make_records(1, [a_group()], learner_logprobs={(7, 0): torch.zeros(3)})
 
 
 def test_a_rollout_that_failed_before_its_first_turn_has_a_record() -> None:
     group = a_group()
     empty = replace(group.rollouts[0], turns=(), messages=group.rollouts[0].messages[:3], ending=Ending.ERROR, error="no prompt")
-    record = records_of(1, [replace(group, rollouts=(empty,))], dropped={7: "error"})[0]
+    record = make_records(1, [replace(group, rollouts=(empty,))], dropped={7: "error"})[0]
     assert record.tokens == () and record.error == "no prompt" and record.prompt.endswith("2 + 2?")
 
 
@@ -144,20 +144,20 @@ def test_a_write_that_fails_leaves_the_step_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         store.write(1, [*some_records(1)[:1], replace(some_records(1)[1], reward=object())])  # type: ignore[arg-type]
     assert store.read(1) == some_records(1)
-    assert store.ratios(1)[0].step == 1 and len(list(store.folder.iterdir())) == 2
+    assert store.read_ratios(1)[0].step == 1 and len(list(store.folder.iterdir())) == 2
 
 
 def test_the_table_of_ratios_has_the_tokens_that_differ_most_with_what_stands_before_them(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path, "jsonl", decode=lambda tokens: "".join(chr(96 + token) for token in tokens))
     store.write(12, some_records())
-    first, second = store.ratios(12)[:2]
+    first, second = store.read_ratios(12)[:2]
     assert (first.log_ratio, first.learner_logprob) == (-math.inf, -math.inf)
     assert (first.text, first.context, first.position, first.turn, first.version) == ("k", "abcfhij", 3, 2, 3)
     assert (first.task_id, first.group, first.sample, first.step) == ("sum-7", 7, 1, 12)
     assert (second.token, second.position, second.turn) == (6, 1, 1)
     assert second.log_ratio == pytest.approx(1.9) and second.sampler_logprob == -2.0
-    assert all(abs(left.log_ratio) >= abs(right.log_ratio) for left, right in pairwise(store.ratios(12)))
-    assert {row.group for row in store.ratios(12)} == {7}, "the learner never saw the dropped group"
+    assert all(abs(left.log_ratio) >= abs(right.log_ratio) for left, right in pairwise(store.read_ratios(12)))
+    assert {row.group for row in store.read_ratios(12)} == {7}, "the learner never saw the dropped group"
 
 
 def test_the_table_of_ratios_is_bounded_and_goes_where_there_is_nothing_to_say(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_the_table_of_ratios_is_bounded_and_goes_where_there_is_nothing_to_say(t
         learner_logprobs=(*([-1.0] * 50), float("nan"), *([0.5] * 49)),
     )  # fmt: skip
     store.write(12, [many])
-    rows = store.ratios(12)
-    assert len(rows) == LARGEST and math.isnan(rows[0].log_ratio) and [row.token for row in rows[1:4]] == [0, 1, 2]
+    rows = store.read_ratios(12)
+    assert len(rows) == MAX_TOKENS and math.isnan(rows[0].log_ratio) and [row.token for row in rows[1:4]] == [0, 1, 2]
     store.write(12, [replace(record, learner_logprobs=record.sampler_logprobs)])
-    assert store.ratios(12) == [] and store.steps() == [12]
+    assert store.read_ratios(12) == [] and store.steps() == [12]
 
 
 def test_none_stores_nothing(tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ def test_a_column_of_the_batch_is_cut_into_rollouts() -> None:
     sequence = torch.tensor([0, 0, 1, 1, 1, 1])
     batch = Batch(
         tokens=torch.arange(9), positions=torch.arange(9), segment_start=torch.tensor([0]), segment_parent=torch.tensor([-1]),
-        source=torch.arange(6), target=torch.arange(6), sequence=sequence, sampler_logprobs=torch.zeros(6),
+        source=torch.arange(6), target=torch.arange(6), sequence=sequence, rollout_logprobs=torch.zeros(6),
         versions=torch.zeros(6, dtype=torch.int32), advantages=torch.zeros(6), mask=torch.ones(6), leaf=torch.zeros(2).long(),
         group=torch.zeros(2).long(), rewards=torch.zeros(2), totals=Totals(tokens=6, sequences=2, groups=1),
     )  # fmt: skip
-    parts = by_rollout(torch.arange(6.0), batch, [a_group()])
+    parts = split_by_rollout(torch.arange(6.0), batch, [a_group()])
     assert {key: part.tolist() for key, part in parts.items()} == {(7, 0): [0.0, 1.0], (7, 1): [2.0, 3.0, 4.0, 5.0]}
-    assert records_of(1, [a_group()], learner_logprobs=parts)[1].learner_logprobs == (2.0, 0.0, 0.0, 3.0, 4.0, 5.0)
+    assert make_records(1, [a_group()], learner_logprobs=parts)[1].learner_logprobs == (2.0, 0.0, 0.0, 3.0, 4.0, 5.0)
     with pytest.raises(ValueError, match="pass the groups that it was packed from"):
-        by_rollout(torch.arange(6.0), batch, [a_group(), a_group(8)])
+        split_by_rollout(torch.arange(6.0), batch, [a_group(), a_group(8)])

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from strop.tracking.base import Silent, Trackers
+from strop.tracking.base import CompositeTracker, NullTracker
 
 
-class Recorder(Silent):
+class Recorder(NullTracker):
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
@@ -29,7 +29,7 @@ class Recorder(Silent):
         self.calls.append(("close",))
 
 
-class Broken(Silent):
+class Broken(NullTracker):
     def __init__(self, error: BaseException) -> None:
         self.error, self.calls = error, 0
 
@@ -40,7 +40,7 @@ class Broken(Silent):
 
 def test_every_tracker_hears_everything_in_order() -> None:
     one, two = Recorder(), Recorder()
-    trackers = Trackers([one, two])
+    trackers = CompositeTracker([one, two])
     trackers.resume(3)
     trackers.log(4, {"train/loss": 1.0})
     trackers.note("saved")
@@ -51,7 +51,7 @@ def test_every_tracker_hears_everything_in_order() -> None:
 
 def test_a_tracker_that_fails_is_warned_about_once_and_off_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     broken, healthy = Broken(ConnectionError("no network")), Recorder()
-    trackers = Trackers([broken, healthy])
+    trackers = CompositeTracker([broken, healthy])
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {})
         trackers.log(2, {})
@@ -63,7 +63,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_off_from_then_on(caplog: 
 
 def test_ctrl_c_inside_a_tracker_is_not_swallowed() -> None:
     with pytest.raises(KeyboardInterrupt):
-        Trackers([Broken(KeyboardInterrupt())]).log(1, {})
+        CompositeTracker([Broken(KeyboardInterrupt())]).log(1, {})
 
 
 def loaded_by(module: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.tracking.base import Trackers
+from strop.tracking.base import CompositeTracker
 from strop.tracking.tensorboard import TensorBoardTracker
 from strop.tracking.wandb import ID_FILE, WandbTracker
 
@@ -149,7 +149,7 @@ def test_a_service_that_goes_away_does_not_stop_the_run(
 ) -> None:
     service = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", service)
-    trackers = Trackers([WandbTracker(tmp_path, project="test")])
+    trackers = CompositeTracker([WandbTracker(tmp_path, project="test")])
 
     def refuse(**options: Any) -> Any:
         raise ConnectionError("the network is down")

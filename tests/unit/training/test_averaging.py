@@ -84,7 +84,7 @@ def test_the_average_of_bfloat16_weights_is_of_their_masters_in_float32() -> Non
     """1,000 steps of 1e-4 from 1 with decay 0.99: 99 steps behind 0.9, which bfloat16 could not tell from other numbers."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     masters = MasterWeights([("a", weight)])
-    average = AveragedWeights(masters.named, decay=0.99)
+    average = AveragedWeights(masters.named_parameters, decay=0.99)
     for _ in range(1000):
         with torch.no_grad():
             masters.parameters[0].sub_(1e-4)
@@ -98,12 +98,12 @@ def test_the_average_of_bfloat16_weights_is_of_their_masters_in_float32() -> Non
 def test_the_average_is_swapped_in_and_the_weights_come_back_exactly(dtype: torch.dtype) -> None:
     named = weights(dtype)
     masters = MasterWeights(named)
-    average = AveragedWeights(masters.named, decay=0.5)
-    move(masters.named, 0)
+    average = AveragedWeights(masters.named_parameters, decay=0.5)
+    move(masters.named_parameters, 0)
     masters.write_back()
     average.update()
     before, places = values(named), [parameter.data_ptr() for _, parameter in named]
-    with average.swapped_in(named):
+    with average.swap_in(named):
         assert same(values(named), [tensor.to(dtype) for tensor in averages(average)])
         assert not same(values(named), before)
         assert [parameter.data_ptr() for _, parameter in named] == places, "in place"
@@ -115,9 +115,9 @@ def test_the_weights_come_back_after_an_error_too() -> None:
     average = AveragedWeights(named, decay=0.5)
     move(named, 0)
     before = values(named)
-    with pytest.raises(KeyError), average.swapped_in(named):
+    with pytest.raises(KeyError), average.swap_in(named):
         raise KeyError
-    with pytest.raises(KeyError), average.swapped_in([*named, ("unknown", nn.Parameter(torch.ones(1)))]):
+    with pytest.raises(KeyError), average.swap_in([*named, ("unknown", nn.Parameter(torch.ones(1)))]):
         pass
     assert same(values(named), before)
 
@@ -151,7 +151,7 @@ def test_a_restart_begins_at_the_weights_of_that_moment() -> None:
     move(named, 0)
     average.update()
     move(named, 1)
-    average.restart()
+    average.reset()
     assert same(averages(average), values(named)) and average.steps == 0
 
 

@@ -15,7 +15,7 @@ from strop.sampling import Sampling
 from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
 from support.algorithms import grpo
-from support.models import build, exact, gradients, largest_difference
+from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import simple_groups
 
 SCHEDULE = (
@@ -127,9 +127,9 @@ def test_the_logged_rate_is_the_one_the_step_was_taken_with() -> None:
 def test_gradients_accumulate_until_a_step_and_not_beyond() -> None:
     learner = make_learner()
     asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
-    once = gradients(learner.model)
+    once = copy_gradients(learner.model)
     asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
-    twice = gradients(learner.model)
+    twice = copy_gradients(learner.model)
     assert largest_difference({name: 2 * tensor for name, tensor in once.items()}, twice) < 1e-5
     asyncio.run(learner.step())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
@@ -140,11 +140,11 @@ def test_activation_checkpointing_gives_the_same_gradient(packed: bool) -> None:
     """Computing activations again must not change them: float64, 1e-12."""
     found = []
     for checkpointing in (False, True):
-        model = exact(build("llama"))
+        model = to_float64(build("llama"))
         network = Network(model, precision=torch.float64, packed=packed)
         learner = TorchLearner(network, Sampling(), TorchLearnerOptions(activation_checkpointing=checkpointing, train_tokens=25))
         result = asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
-        found.append((gradients(model), result.outputs.logprobs))
+        found.append((copy_gradients(model), result.outputs.logprobs))
     assert largest_difference(found[0][0], found[1][0]) < 1e-12
     assert torch.equal(found[0][1], found[1][1])
 

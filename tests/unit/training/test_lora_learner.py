@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.kl import REFERENCE
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.sft import SFT
 from strop.checkpointing.base import RunState
-from strop.checkpointing.folders import CheckpointError, CheckpointFolders
+from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.data.packing import pack
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.lora import LoraOptions, add_adapters
 from strop.models.network import Network
@@ -29,9 +29,9 @@ from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearne
 from strop.training.torch.reference import AdapterOffScorer
 from strop.types import Batch
 from support.algorithms import grpo
-from support.lora import adapted, adapted_family, base_weights, copy_of
-from support.models import build, exact, gradients, largest_difference
-from support.rollouts import GroupShape, batch_shapes, groups_of, simple_groups, with_columns
+from support.lora import build_with_adapters, copy_base_weights, copy_weights, with_random_adapters
+from support.models import build, copy_gradients, largest_difference, to_float64
+from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
 
 SAMPLING = Sampling(temperature=0.8)
 EXACT = 1e-9
@@ -70,8 +70,8 @@ class Bench:
     """One float64 model with adapters behind a packed and a padded network."""
 
     def __init__(self) -> None:
-        self.model = adapted(exact(build("llama")), spread=0.1)
-        assert {layer.down.dtype for layer in low_rank_layers(self.model)} == {torch.float64}
+        self.model = with_random_adapters(to_float64(build("llama")), spread=0.1)
+        assert {layer.down.dtype for layer in lora_layers(self.model)} == {torch.float64}
 
     def network(self, packed: bool = True) -> Network:
         return Network(self.model, precision=torch.float64, chunk=5, packed=packed)
@@ -89,13 +89,13 @@ class Bench:
         learner = TorchLearner(self.network(packed), SAMPLING, options)
         asyncio.run(learner.forward_backward(batch, grpo(kl_penalty=0.3).loss))
         self.model.gradient_checkpointing_disable()
-        return gradients(self.model)
+        return copy_gradients(self.model)
 
     def batch(self, shapes: list[GroupShape], seed: int, *, share_prefixes: bool = True) -> Batch:
-        algorithm, groups = grpo(kl_penalty=0.3), groups_of(shapes, seed)
+        algorithm, groups = grpo(kl_penalty=0.3), make_groups(shapes, seed)
         with torch.no_grad():
             logprobs = self.network().outputs(pack(groups, algorithm), SAMPLING).logprobs
-        return algorithm.credit(with_columns(pack(groups, algorithm, share_prefixes=share_prefixes), logprobs))
+        return algorithm.token_credit(with_columns(pack(groups, algorithm, share_prefixes=share_prefixes), logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +125,19 @@ def test_activation_checkpointing_gives_the_same_gradient_down_to_the_first_laye
     wanted = bench.gradient(batch, packed=packed)
     found = bench.gradient(batch, packed=packed, checkpointing=True)
     assert largest_difference(found, wanted) < 1e-12
-    first = low_rank_layers(bench.model)[0]
+    first = lora_layers(bench.model)[0]
     assert float(found[f"{first.name}.lora_A.default.weight"].abs().max()) > 0
 
 
 def test_the_optimizer_knows_adapters_alone_and_the_base_does_not_move() -> None:
     learner = make_learner()
-    before = base_weights(learner.model)
+    before = copy_base_weights(learner.model)
     assert sum(parameter.numel() for group in learner.optimizer.param_groups for parameter in group["params"]) == 7424
     for step in range(3):
         train(learner, batch_of(step))
-    after = base_weights(learner.model)
+    after = copy_base_weights(learner.model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert all(float(layer.up.detach().abs().max()) > 0 for layer in low_rank_layers(learner.model))
+    assert all(float(layer.up.detach().abs().max()) > 0 for layer in lora_layers(learner.model))
 
 
 # --- the reference --------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_the_adapters_off_are_a_frozen_copy_of_the_base_to_the_last_bit(
     family: str, precision: torch.dtype, packed: bool
 ) -> None:
     base = FrozenScorer(Network(build(family), precision=precision, packed=packed), SAMPLING, score_tokens=13)
-    network = Network(adapted_family(family), precision=precision, packed=packed)
+    network = Network(build_with_adapters(family), precision=precision, packed=packed)
     learner = TorchLearner(network, SAMPLING, TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=20))
     reference = AdapterOffScorer(network, SAMPLING, score_tokens=13)
     for step in range(3):
@@ -185,8 +185,8 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
         algorithm = grpo(kl_penalty=weight)
         batch = batch_of(0, kl_penalty=weight)
         before = score(learner, batch).logprobs
-        batch = batch.with_extra(REFERENCE, score(reference, batch).logprobs)
-        assert torch.equal(batch.extras[REFERENCE], before)
+        batch = batch.with_column(REFERENCE_LOGPROBS, score(reference, batch).logprobs)
+        assert torch.equal(batch.columns[REFERENCE_LOGPROBS], before)
         for _ in range(6):
             train(learner, batch, algorithm.loss)
         moved = score(learner, batch).logprobs - before
@@ -210,7 +210,7 @@ def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_i
     learner = make_learner(model, optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None)
     batch = pack(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
-    measured = [asyncio.run(learner.measure(batch, SFT().loss)).metrics["loss"].value for _ in range(2)]
+    measured = [asyncio.run(learner.evaluate_loss(batch, SFT().loss)).metrics["loss"].value for _ in range(2)]
     assert measured[0] == measured[1] < losses[-1] < losses[0] / 4
 
 
@@ -249,7 +249,7 @@ def test_a_killed_learner_goes_on_bit_for_bit(weights: torch.dtype, tmp_path: Pa
     resumed.load(tmp_path / "policy")
     for step in range(3, 6):
         assert train(straight, batch_of(step)) == train(resumed, batch_of(step))
-    own, other = copy_of(straight.model), copy_of(resumed.model)
+    own, other = copy_weights(straight.model), copy_weights(resumed.model)
     assert all(torch.equal(own[name], other[name]) for name in own)
     left, right = optimizer_state(straight), optimizer_state(resumed)
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
@@ -266,16 +266,16 @@ def test_the_same_adapters_are_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_adapters_is_one_that_folders_save_and_load(tmp_path: Path) -> None:
-    folders = CheckpointFolders(folder=tmp_path, config_text="", save_tokenizer=lambda folder: None)
+    folders = FolderCheckpointer(folder=tmp_path, config_text="", save_tokenizer=lambda folder: None)
     learner = make_learner()
     train(learner, batch_of(0))
     state = RunState(step=1, stream=StreamState(next_index=2, unfinished=(), finished=()), logged={})
     folders.save(state, {"policy": learner})
     other = make_learner()
-    newest = folders.newest()
+    newest = folders.find_newest()
     assert newest is not None
     assert folders.load(newest, {"policy": other}).step == 1
-    assert all(torch.equal(copy_of(other.model)[name], tensor) for name, tensor in copy_of(learner.model).items())
+    assert all(torch.equal(copy_weights(other.model)[name], tensor) for name, tensor in copy_weights(learner.model).items())
     (newest / "policy" / "weights" / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is missing"):
         folders.load(newest, {"policy": other})
@@ -309,7 +309,7 @@ def test_the_average_of_adapters_is_a_folder_of_adapters(tmp_path: Path) -> None
 
 
 def test_weights_are_merged_under_ordinary_names_and_adapters_come_under_pefts() -> None:
-    learner = make_learner(adapted_family("llama"))
+    learner = make_learner(build_with_adapters("llama"))
     weights, adapters = dict(learner.weights()), dict(learner.adapters())
     plain = build("llama")
     assert list(weights) == list(plain.state_dict())
@@ -348,5 +348,5 @@ def test_a_reward_model_trains_adapters_and_its_score_layer_and_goes_on_bit_for_
     resumed = fresh(5)
     resumed.load(tmp_path / "value")
     assert train(straight, batch_of(1), loss) == train(resumed, batch_of(1), loss)
-    own, other = copy_of(straight.model), copy_of(resumed.model)
+    own, other = copy_weights(straight.model), copy_weights(resumed.model)
     assert all(torch.equal(own[name], other[name]) for name in own)

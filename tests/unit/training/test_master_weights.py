@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from strop.training.torch.master import MasterWeights, round_weights
+from strop.training.torch.master import MasterWeights, cast_weights
 from strop.training.torch.optimizers import make_optimizer
 from support.models import build
 
@@ -55,7 +55,7 @@ def test_a_thousand_small_updates_are_not_lost_as_they_are_in_bfloat16_alone(nam
     alone, kept = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
     plain = make_optimizer(name, [("weight", alone)], kwargs)
     masters = MasterWeights([("weight", kept)])
-    stepped = make_optimizer(name, masters.named, kwargs)
+    stepped = make_optimizer(name, masters.named_parameters, kwargs)
     for _ in range(1000):
         for weight, optimizer in ((alone, plain), (kept, stepped)):
             weight.sum().backward()  # a gradient of 1
@@ -74,8 +74,8 @@ def test_the_module_holds_bfloat16_and_the_optimizer_steps_float32() -> None:
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in masters.parameters} == {torch.float32}
     assert {parameter.grad.dtype for parameter in masters.parameters if parameter.grad is not None} == {torch.float32}
-    assert [name for name, _ in masters.named] == [name for name, _ in module.named_parameters()]
-    for (_, master), parameter in zip(masters.named, module.parameters(), strict=True):
+    assert [name for name, _ in masters.named_parameters] == [name for name, _ in module.named_parameters()]
+    for (_, master), parameter in zip(masters.named_parameters, module.parameters(), strict=True):
         assert torch.equal(master.to(torch.bfloat16), parameter)
         assert parameter.grad is None, "it moved to the master"
 
@@ -111,7 +111,7 @@ def test_clipping_the_masters_clips_the_summed_gradient() -> None:
     flat = torch.cat([master.grad.flatten() for master in masters.parameters if master.grad is not None])
     norm = nn.utils.clip_grad_norm_(masters.parameters, 0.5)
     assert norm.item() == pytest.approx(flat.double().norm().item(), rel=1e-5)
-    make_optimizer("torch.optim.SGD", masters.named, {"lr": 1.0}).step()
+    make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1.0}).step()
     moved = torch.cat([(master.detach() - start).flatten() for master, start in zip(masters.parameters, before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -131,7 +131,7 @@ def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
     exact.load_state_dict(start.state_dict())
     masters = masters_of(kept)
     kwargs = {"lr": 1e-4, "weight_decay": 0.0}
-    ours = [list(exact.named_parameters()), masters.named, list(alone.named_parameters())]
+    ours = [list(exact.named_parameters()), masters.named_parameters, list(alone.named_parameters())]
     optimizers = [make_optimizer("torch.optim.AdamW", named, kwargs) for named in ours]
     for step in range(300):
         for place, rows in enumerate(zip(*ours, strict=True)):
@@ -158,11 +158,11 @@ def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
 def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
     through = layer()
     masters = masters_of(through)
-    train(through, masters, make_optimizer(name, masters.named, {"lr": 1e-3}), 0, 6)
+    train(through, masters, make_optimizer(name, masters.named_parameters, {"lr": 1e-3}), 0, 6)
 
     first = layer()
     saved = masters_of(first)
-    optimizer = make_optimizer(name, saved.named, {"lr": 1e-3})
+    optimizer = make_optimizer(name, saved.named_parameters, {"lr": 1e-3})
     train(first, saved, optimizer, 0, 3)
     torch.save({"masters": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
 
@@ -170,7 +170,7 @@ def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
     second.load_state_dict(first.state_dict())
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = masters_of(second)
-    again = make_optimizer(name, resumed.named, {"lr": 1e-3})
+    again = make_optimizer(name, resumed.named_parameters, {"lr": 1e-3})
     resumed.load_state_dict(state["masters"])
     again.load_state_dict(state["optimizer"])
     train(second, resumed, again, 3, 6)
@@ -182,7 +182,7 @@ def test_without_its_masters_a_run_would_not_continue_exactly() -> None:
     """What the masters hold below bfloat16's precision is not in the weights."""
     module = layer()
     masters = masters_of(module)
-    train(module, masters, make_optimizer("torch.optim.SGD", masters.named, {"lr": 1e-4}), 0, 3)
+    train(module, masters, make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1e-4}), 0, 3)
     assert not equal(masters.state_dict(), masters_of(module).state_dict())
 
 
@@ -220,7 +220,7 @@ def test_frozen_weights_have_no_master_and_float32_ones_among_them_are_their_own
     module[0].requires_grad_(False)
     module[2] = nn.Linear(5, 3).float()
     masters = masters_of(module)
-    assert [name for name, _ in masters.named] == ["2.weight", "2.bias"]
+    assert [name for name, _ in masters.named_parameters] == ["2.weight", "2.bias"]
     assert all(master is parameter for master, parameter in zip(masters.parameters, module[2].parameters(), strict=True))
     assert masters.state_dict() == {}
 
@@ -239,21 +239,21 @@ def test_a_second_learner_on_the_same_parameters_is_refused_at_its_first_gradien
     first, second = masters_of(module), masters_of(module)
     with pytest.raises(RuntimeError, match="two learners have master weights of the same parameters"):
         backward(module, 0)
-    assert first.named and second.named
+    assert first.named_parameters and second.named_parameters
 
 
 def test_a_tied_weight_has_one_master_with_both_of_its_gradients() -> None:
     """Qwen2's output layer is its embedding."""
     exact, rounded = build("qwen2"), build("qwen2")
     for model in (exact, rounded):
-        round_weights(model, torch.bfloat16)
+        cast_weights(model, torch.bfloat16)
     exact.float()
     masters = masters_of(rounded)
-    assert "lm_head.weight" not in dict(masters.named)
+    assert "lm_head.weight" not in dict(masters.named_parameters)
     tokens = torch.arange(12)[None]
     for model in (exact, rounded):
         model(input_ids=tokens).logits.float().square().mean().backward()
-    rounded_gradient = dict(masters.named)["model.embed_tokens.weight"].grad
+    rounded_gradient = dict(masters.named_parameters)["model.embed_tokens.weight"].grad
     wanted = exact.get_input_embeddings().weight.grad
     assert rounded_gradient is not None and bool((rounded_gradient[20:] != 0).any()), "the output layer's part"
     assert torch.nn.functional.cosine_similarity(rounded_gradient.flatten(), wanted.flatten(), dim=0) > 0.999
@@ -265,7 +265,7 @@ def test_rounding_leaves_buffers_and_what_the_model_wants_in_float32_alone() -> 
     model._keep_in_fp32_modules_strict = {"norm"}
     frequencies = model.model.rotary_emb.inv_freq.clone()
     places = {name: parameter for name, parameter in model.named_parameters()}
-    round_weights(model, torch.bfloat16)
+    cast_weights(model, torch.bfloat16)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     assert model.model.norm.weight.dtype == torch.float32

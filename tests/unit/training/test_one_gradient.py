@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.clip_cov import CovarianceClip
 from strop.algorithms.gdpo import DecoupledRewards
 from strop.algorithms.grpo import GRPO
@@ -26,14 +26,14 @@ from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient import PolicyGradient
 from strop.algorithms.top_entropy import TopEntropy
 from strop.algorithms.truncated import Tis
-from strop.data.packing import mini_batches, pack
+from strop.data.packing import pack, split_mini_batches
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
-from support.models import build, exact, gradients, largest_difference
-from support.rollouts import GroupShape, batch_shapes, groups_of, simple_groups, with_columns
+from support.models import build, copy_gradients, largest_difference, to_float64
+from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
 
 EXACT = 1e-9
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ CASES: dict[str, PolicyGradient] = {
     "positive_nll": GRPO(positive_nll=0.1),
     **{
         f"algorithm {name}": kind(**NEEDED.get(name, {}))
-        for name, kind in algorithms().items()
+        for name, kind in all_algorithms().items()
         if issubclass(kind, PolicyGradient)
     },
 }
@@ -80,7 +80,7 @@ class Bench:
 
     def __init__(self, family: str, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.model = exact(build(family))
+        self.model = to_float64(build(family))
         self.packed = Network(self.model, precision=torch.float64, chunk=5)
         assert self.packed.packed
 
@@ -94,7 +94,7 @@ class Bench:
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         learner = TorchLearner(self.network(packed), self.sampling, options)
         result = asyncio.run(learner.forward_backward(batch, algorithm.loss))
-        return gradients(self.model), result
+        return copy_gradients(self.model), result
 
     def batch(self, groups: Sequence[Group], algorithm: PolicyGradient, *, share_prefixes: bool = True) -> Batch:
         """With its columns and its credit, surveyed once as a whole."""
@@ -105,13 +105,13 @@ class Bench:
             outputs = self.packed.outputs(reference, self.sampling)
         batch = with_columns(batch, outputs.logprobs)
         noise = torch.Generator().manual_seed(7)
-        for name in sorted(algorithm.requires - set(batch.extras)):
+        for name in sorted(algorithm.requires - set(batch.columns)):
             column = outputs.logprobs.float() + 0.5 * torch.randn(len(batch.target), generator=noise)
-            batch = batch.with_extra(name, column)
+            batch = batch.with_column(name, column)
         sampler = outputs.logprobs.float() + 0.2 * torch.randn(len(batch.target), generator=noise)
-        batch = algorithm.credit(replace(batch, sampler_logprobs=sampler))
+        batch = algorithm.token_credit(replace(batch, rollout_logprobs=sampler))
         seen = TokenOutputs(outputs.logprobs.float(), outputs.entropy.float())
-        return algorithm.survey(batch, seen if algorithm.surveys else None)
+        return algorithm.prepare_step(batch, seen if algorithm.needs_step_outputs else None)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(
 ) -> None:
     if not trainable(algorithm, shapes):
         return
-    groups = [with_what_credit_may_want(group) for group in groups_of(shapes, seed)]
+    groups = [with_what_credit_may_want(group) for group in make_groups(shapes, seed)]
     shared, alone = bench.batch(groups, algorithm), bench.batch(groups, algorithm, share_prefixes=False)
     wanted, result = bench.gradient(alone, algorithm, packed=False)  # padded rows through the model's own attention
     layouts = {
@@ -201,8 +201,8 @@ def test_the_gradient_is_that_of_the_formula_written_out(bench: Bench) -> None:
             logs = (bench.model(input_ids=rollout.tokens()[None]).logits[0] / bench.sampling.temperature).log_softmax(-1)
             for place in range(len(rollout.prompt), rollout.length):
                 logprob = logs[place - 1, rollout.tokens()[place]]
-                old = batch.extras["policy_logprobs"][count].double()
-                reference = batch.extras["reference_logprobs"][count].double()
+                old = batch.columns["policy_logprobs"][count].double()
+                reference = batch.columns["reference_logprobs"][count].double()
                 ratio = torch.exp(logprob - old)
                 surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
                 kl = torch.exp(reference - logprob) - 1 - (reference - logprob)
@@ -212,7 +212,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(bench: Bench) -> None:
     loss.backward()
     assert count == len(batch.target) == 17
     assert result.metrics["loss"].value == pytest.approx(loss.item(), rel=1e-9)
-    assert largest_difference(found, gradients(bench.model)) < EXACT
+    assert largest_difference(found, copy_gradients(bench.model)) < EXACT
 
 
 @pytest.mark.parametrize("options", [{}, {"kl_penalty": 0.2}, {"overlong_filtering": True, "aggregation": "sequence_mean"}])
@@ -229,7 +229,7 @@ def test_reading_idle_rollouts_without_a_backward_pass_changes_nothing(
     algorithm = grpo(**options)
     batch = bench.batch(groups, algorithm)
     wanted, result = bench.gradient(batch, algorithm, budget=budget)
-    found, other = bench.gradient(replace(batch, idle=algorithm.idle(batch)), algorithm, budget=budget)
+    found, other = bench.gradient(replace(batch, idle=algorithm.zero_gradient(batch)), algorithm, budget=budget)
     assert largest_difference(found, wanted) < EXACT
     assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6)
     for name, metric in result.metrics.items():
@@ -243,7 +243,7 @@ def test_a_batch_that_is_all_idle_has_a_gradient_of_zero_and_still_steps_the_opt
     ]
     algorithm = grpo()
     batch = bench.batch(groups, algorithm)
-    found, result = bench.gradient(replace(batch, idle=algorithm.idle(batch)), algorithm)
+    found, result = bench.gradient(replace(batch, idle=algorithm.zero_gradient(batch)), algorithm)
     assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
     assert all(parameter.grad is not None for parameter in bench.model.parameters())
     assert result.metrics["loss"].value == 0
@@ -254,9 +254,9 @@ def test_a_mini_batch_divides_by_its_own_counts(bench: Bench) -> None:
     algorithm = grpo()
     groups = simple_groups((4, (3, 5)), (2, (6, 2)))
     whole = bench.batch(groups, algorithm)
-    for part, own in zip(mini_batches(whole, 2), groups, strict=True):
-        alone = algorithm.credit(pack([own], algorithm))
-        alone = alone.with_extra("policy_logprobs", part.batch.extras["policy_logprobs"])
+    for part, own in zip(split_mini_batches(whole, 2), groups, strict=True):
+        alone = algorithm.token_credit(pack([own], algorithm))
+        alone = alone.with_column("policy_logprobs", part.batch.columns["policy_logprobs"])
         found, _ = bench.gradient(part.batch, algorithm, budget=7)
         wanted, _ = bench.gradient(alone, algorithm)
         assert largest_difference(found, wanted) < EXACT

@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Algorithm, LossFn
-from strop.algorithms.distillation import TEACHER, Distillation, ReverseKl
+from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.gae import VALUES, Gae
-from strop.algorithms.kl import REFERENCE, Kl
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.ppo import PPO
 from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.vapo import VAPO
-from strop.data.packing import micro_batches, pack
+from strop.data.packing import pack, split_micro_batches
 from strop.models.network import Network
 from strop.models.value import ValueNetwork
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group
-from support.models import VOCABULARY, build, exact, gradients, largest_difference
+from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier
-from support.rollouts import GroupShape, batch_shapes, groups_of, simple_groups
+from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups
 
 EXACT = 1e-9
 POLICY: dict[str, Algorithm] = {
@@ -58,16 +58,16 @@ def complete(batch: Batch, algorithm: Algorithm, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
     columns = {
-        "policy_logprobs": batch.sampler_logprobs + 0.1 * torch.randn(count, generator=generator),
-        REFERENCE: batch.sampler_logprobs + torch.randn(count, generator=generator),
-        TEACHER: batch.sampler_logprobs + torch.randn(count, generator=generator),
+        "policy_logprobs": batch.rollout_logprobs + 0.1 * torch.randn(count, generator=generator),
+        REFERENCE_LOGPROBS: batch.rollout_logprobs + torch.randn(count, generator=generator),
+        TEACHER_LOGPROBS: batch.rollout_logprobs + torch.randn(count, generator=generator),
         VALUES: torch.randn(count, generator=generator),
         CANDIDATES: torch.rand(count, VOCABULARY, generator=generator).topk(4).indices,
         TEACHER_CANDIDATES: torch.randn(count, VOCABULARY, generator=generator).log_softmax(-1)[:, :4],
     }
     if not isinstance(algorithm, TopKDistillation):
         columns = {name: column for name, column in columns.items() if name not in (CANDIDATES, TEACHER_CANDIDATES)}
-    return algorithm.survey(algorithm.credit(batch.with_extras(columns)), None)
+    return algorithm.prepare_step(algorithm.token_credit(batch.with_columns(columns)), None)
 
 
 class Bench:
@@ -82,7 +82,7 @@ class Bench:
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         learner = TorchLearner(self.network(packed), Sampling(temperature=0.8), options)
         result = asyncio.run(learner.forward_backward(batch, loss))
-        return gradients(self.model), result.metrics
+        return copy_gradients(self.model), result.metrics
 
     def compare(self, groups: Sequence[Group], algorithm: Algorithm, loss: LossFn, budget: int, seed: int) -> None:
         """Padded, packed and shared, whole and cut: one gradient, and the same metrics."""
@@ -101,17 +101,17 @@ class Bench:
 
 
 def language_model() -> Bench:
-    model = exact(build("llama"))
+    model = to_float64(build("llama"))
     return Bench(model, lambda packed: Network(model, precision=torch.float64, chunk=5, packed=packed))
 
 
 def critic() -> Bench:
-    model = exact(build_classifier("llama"))
+    model = to_float64(build_classifier("llama"))
     return Bench(model, lambda packed: ValueNetwork(model, precision=torch.float64, packed=packed))
 
 
 def value_head() -> Bench:
-    trunk, head = exact(build("llama")), ScalarHead(32)
+    trunk, head = to_float64(build("llama")), ScalarHead(32)
     torch.nn.init.normal_(head.score.weight, generator=torch.Generator().manual_seed(0))
     return Bench(head, lambda packed: ValueHead(Network(trunk, precision=torch.float64, packed=packed), head))
 
@@ -139,7 +139,7 @@ def test_the_policys_gradient_is_the_same_however_the_batch_is_cut(
     policy: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int
 ) -> None:
     if counts(algorithm, shapes):
-        policy.compare(groups_of(shapes, seed), algorithm, algorithm.loss, budget, seed)
+        policy.compare(make_groups(shapes, seed), algorithm, algorithm.loss, budget, seed)
 
 
 @pytest.mark.parametrize("algorithm", VALUE.values(), ids=VALUE)
@@ -149,13 +149,13 @@ def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(
     values: Bench, algorithm: PPO, shapes: list[GroupShape], budget: int, seed: int
 ) -> None:
     if counts(algorithm, shapes):
-        values.compare(groups_of(shapes, seed), algorithm, algorithm.value_loss, budget, seed)
+        values.compare(make_groups(shapes, seed), algorithm, algorithm.value_loss, budget, seed)
 
 
 @pytest.mark.parametrize("budget", [10**9, 25, 1])
 def test_whitened_credit_is_that_of_the_whole_batch_however_it_is_cut(budget: int) -> None:
     """Credit comes before any cut: no micro-batch whitens by itself."""
     batch = complete(pack(simple_groups((4, (3, 5, 1)), (2, (6, 2))), PPO()), PPO(), 0)
-    for part in micro_batches(batch, budget):
+    for part in split_micro_batches(batch, budget):
         assert torch.equal(part.batch.advantages, batch.advantages[part.index])
-        assert torch.equal(part.batch.extra("returns"), batch.extra("returns")[part.index])
+        assert torch.equal(part.batch.column("returns"), batch.column("returns")[part.index])

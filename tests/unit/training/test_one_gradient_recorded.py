@@ -19,7 +19,7 @@ from torch import Tensor
 from strop.algorithms.apo_down import APODown
 from strop.algorithms.apo_zero import APOZero
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.algorithms.catalogue import algorithms
+from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.cdpo import CDPO
 from strop.algorithms.dpo import DPO
 from strop.algorithms.ipo import IPO
@@ -36,9 +36,9 @@ from strop.models.value import ValueNetwork
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group
-from support.models import build, exact, gradients, largest_difference
-from support.recorded import build_classifier, pair_shapes, recorded
-from support.rollouts import GroupShape, groups_of, with_columns
+from support.models import build, copy_gradients, largest_difference, to_float64
+from support.recorded import build_classifier, pair_shapes, recorded_group
+from support.rollouts import GroupShape, make_groups, with_columns
 
 EXACT = 1e-9
 ALGORITHMS: dict[str, Algorithm] = {
@@ -69,16 +69,19 @@ class Bench:
     """A float64 language model and a float64 classifier, each behind a packed and a padded network."""
 
     def __init__(self, family: str) -> None:
-        self.models = {"tokens": exact(build(family)), "ends": exact(build_classifier(family, dtype=torch.float64))}
+        self.models = {
+            "tokens": to_float64(build(family)),
+            "last_token": to_float64(build_classifier(family, dtype=torch.float64)),
+        }
 
     def network(self, algorithm: Algorithm, packed: bool = True) -> Network:
-        kind = ValueNetwork if algorithm.places == "ends" else Network
-        return kind(self.models[algorithm.places], precision=torch.float64, chunk=5, packed=packed)
+        kind = ValueNetwork if algorithm.predict == "last_token" else Network
+        return kind(self.models[algorithm.predict], precision=torch.float64, chunk=5, packed=packed)
 
     def gradient(
         self, batch: Batch, algorithm: Algorithm, *, budget: int = 10**9, packed: bool = True
     ) -> tuple[dict[str, Tensor], Any]:
-        model = self.models[algorithm.places]
+        model = self.models[algorithm.predict]
         model.zero_grad(set_to_none=True)
         options = TorchLearnerOptions(
             optimizer="torch.optim.SGD",
@@ -88,17 +91,19 @@ class Bench:
         )
         learner = TorchLearner(self.network(algorithm, packed), Sampling(), options)
         result = asyncio.run(learner.forward_backward(batch, algorithm.losses(0)["policy"]))
-        return gradients(model), result
+        return copy_gradients(model), result
 
     def batches(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Batch]:
         """The groups with and without shared prefixes, with the same columns; the survey sees the whole step."""
         shared, alone = (pack(groups, algorithm, share_prefixes=share) for share in (True, False))
-        if algorithm.places == "ends":
+        if algorithm.predict == "last_token":
             return {"shared": shared, "alone": alone}
         outputs = self.outputs(shared, algorithm)
         columns = [with_columns(batch, outputs.logprobs) for batch in (shared, alone)]
-        prepared = [algorithm.survey(algorithm.credit(batch), outputs) for batch in columns]
-        return dict(zip(("shared", "alone"), (replace(batch, idle=algorithm.idle(batch)) for batch in prepared), strict=True))
+        prepared = [algorithm.prepare_step(algorithm.token_credit(batch), outputs) for batch in columns]
+        return dict(
+            zip(("shared", "alone"), (replace(batch, idle=algorithm.zero_gradient(batch)) for batch in prepared), strict=True)
+        )
 
     def outputs(self, batch: Batch, algorithm: Algorithm) -> TokenOutputs:
         with torch.no_grad():
@@ -111,7 +116,7 @@ def bench() -> Bench:
 
 
 def test_every_algorithm_of_recorded_data_is_here() -> None:
-    known = {kind for kind in algorithms().values() if kind.recorded}
+    known = {kind for kind in all_algorithms().values() if kind.recorded_data}
     assert known == {type(algorithm) for algorithm in ALGORITHMS.values()}
 
 
@@ -121,17 +126,17 @@ def test_every_algorithm_of_recorded_data_is_here() -> None:
 def test_the_gradient_is_the_same_however_the_batch_is_cut(
     bench: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int
 ) -> None:
-    assert_one_gradient(bench, algorithm, groups_of(shapes, seed), budget)
+    assert_one_gradient(bench, algorithm, make_groups(shapes, seed), budget)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo_with_sft", "kto", "orpo", "reward_model"])
 @pytest.mark.parametrize("budget", [1, 12, 10**9])
 def test_the_gradient_is_the_same_with_empty_completions_and_prefixes_of_each_other(bench: Bench, name: str, budget: int) -> None:
     groups = [
-        recorded([4, 5], [6, 7], [6, 7, 8]),
-        recorded([9], [10, 11, 12], [], rewards=(0.0, 0.0), index=1),
-        recorded([13, 14, 15], [], [16], index=2),
-        recorded([17], [18], [19], index=3),
+        recorded_group([4, 5], [6, 7], [6, 7, 8]),
+        recorded_group([9], [10, 11, 12], [], rewards=(0.0, 0.0), index=1),
+        recorded_group([13, 14, 15], [], [16], index=2),
+        recorded_group([17], [18], [19], index=3),
     ]
     assert_one_gradient(bench, ALGORITHMS[name], groups, budget)
 
@@ -139,7 +144,7 @@ def test_the_gradient_is_the_same_with_empty_completions_and_prefixes_of_each_ot
 @pytest.mark.parametrize("name", ["dpo_with_sft", "kto", "reward_model"])
 def test_the_gradient_is_the_same_for_another_family(name: str) -> None:
     """Mistral's window of 7 is shorter than these sequences."""
-    groups = [recorded([4, 5, 6, 7, 8], [6, 7] * 4, [6, 7, 8]), recorded([9], [10, 11, 12], [3] * 10, index=1)]
+    groups = [recorded_group([4, 5, 6, 7, 8], [6, 7] * 4, [6, 7, 8]), recorded_group([9], [10, 11, 12], [3] * 10, index=1)]
     for budget in (1, 20):
         assert_one_gradient(Bench("mistral"), ALGORITHMS[name], groups, budget)
 
@@ -165,7 +170,7 @@ def assert_one_gradient(bench: Bench, algorithm: Algorithm, groups: Sequence[Gro
 
 def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) -> None:
     """An oracle that knows no packing or totals: each completion through the model alone."""
-    groups = [recorded([4, 5], [6, 7], [6, 7, 8]), recorded([9], [10, 11, 12], [13], index=1)]
+    groups = [recorded_group([4, 5], [6, 7], [6, 7, 8]), recorded_group([9], [10, 11, 12], [13], index=1)]
     algorithm = DPO(beta=0.3)
     batch = bench.batches(groups, algorithm)["shared"]
     found, result = bench.gradient(batch, algorithm, budget=1)
@@ -173,7 +178,7 @@ def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) ->
     model = bench.models["tokens"]
     model.zero_grad(set_to_none=True)
     model.set_attn_implementation("sdpa")
-    reference = iter(batch.extras["reference_logprobs"].double().tolist())
+    reference = iter(batch.columns["reference_logprobs"].double().tolist())
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
         gaps = []
@@ -187,23 +192,23 @@ def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) ->
     loss = total / 2
     loss.backward()
     assert result.metrics["loss"].value == pytest.approx(loss.item(), rel=1e-9)
-    assert largest_difference(found, gradients(model)) < EXACT
+    assert largest_difference(found, copy_gradients(model)) < EXACT
 
 
 def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> None:
     """What the loop's survey gives, in float32 and cut into micro-batches, is what the whole step in float64 gives."""
-    groups = [recorded([4, 5], [6, 7], [6, 7, 8]), recorded([9], [10, 11, 12], [13], rewards=(0.0, 0.0), index=1)]
+    groups = [recorded_group([4, 5], [6, 7], [6, 7, 8]), recorded_group([9], [10, 11, 12], [13], rewards=(0.0, 0.0), index=1)]
     algorithm = KTO()
     batch = bench.batches(groups, algorithm)["shared"]
     options = TorchLearnerOptions(score_tokens=3)
     learner = TorchLearner(bench.network(algorithm), Sampling(), options)
-    surveyed = algorithm.survey(batch, asyncio.run(learner.score(batch)))  # type: ignore[arg-type]
-    wanted = batch.extra("kto_reference_point")
-    assert torch.allclose(surveyed.extra("kto_reference_point"), wanted, atol=1e-6)
+    surveyed = algorithm.prepare_step(batch, asyncio.run(learner.score(batch)))  # type: ignore[arg-type]
+    wanted = batch.column("kto_reference_point")
+    assert torch.allclose(surveyed.column("kto_reference_point"), wanted, atol=1e-6)
 
 
 def test_a_learner_that_cuts_pairs_is_told_so(bench: Bench) -> None:
-    batch = bench.batches([recorded([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
+    batch = bench.batches([recorded_group([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
     learner = TorchLearner(bench.network(DPO()), Sampling(), TorchLearnerOptions(train_tokens=4))
     with pytest.raises(ValueError, match="a learner must not split a group"):
         asyncio.run(learner.forward_backward(batch, DPO().loss))

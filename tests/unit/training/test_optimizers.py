@@ -12,9 +12,9 @@ from strop.training.torch.optimizers import (
     ParameterGroup,
     load_optimizer,
     make_optimizer,
+    make_parameter_groups,
     make_scheduler,
-    matches,
-    parameter_groups,
+    matches_any,
 )
 
 NAMES = (
@@ -171,7 +171,7 @@ def test_without_groups_there_is_one_group_with_every_parameter() -> None:
     ],
 )
 def test_a_pattern_is_a_part_of_the_name_or_a_shell_pattern_of_all_of_it(pattern: str, found: set[int]) -> None:
-    assert {place for place, name in enumerate(NAMES) if matches(name, [pattern])} == found
+    assert {place for place, name in enumerate(NAMES) if matches_any(name, [pattern])} == found
 
 
 def test_parameters_without_decay_are_not_decayed_and_the_others_are() -> None:
@@ -192,7 +192,7 @@ def test_a_parameter_is_of_the_first_group_that_matches_and_no_decay_goes_before
         ParameterGroup(match=["layers.0"], lr=0.01, weight_decay=0.2),
         ParameterGroup(match=["layers.*", "head"], lr=0.001),
     ]
-    found = members(parameter_groups(network(), groups, ["bias", "embed"]))
+    found = members(make_parameter_groups(network(), groups, ["bias", "embed"]))
     assert found == [
         ({"embed_tokens.weight"}, {"weight_decay": 0.0}),
         ({"layers.0.proj.weight", "layers.0.norm.weight"}, {"lr": 0.01, "weight_decay": 0.2}),

@@ -14,7 +14,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.cdpo import CDPO
 from strop.algorithms.dpo import DPO
 from strop.algorithms.ipo import IPO
-from strop.algorithms.kl import REFERENCE
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.kto import KTO
 from strop.algorithms.orpo import ORPO
 from strop.algorithms.reward_model import RewardModel
@@ -28,20 +28,20 @@ from strop.sampling import Sampling
 from strop.training.base import ColumnSource, LogprobColumn
 from strop.training.torch.learner import FrozenScorer
 from support.models import build
-from support.recorded import build_classifier, learner_on, random_groups, train_steps
+from support.recorded import build_classifier, make_learner, random_groups, train_steps
 
 PAIRS = random_groups(8)
 
 
 def trained(algorithm: Algorithm, steps: int, *, groups: int = 8, completions: int = 2) -> list[dict[str, float]]:
     """The metrics of steps on the same few groups, against a frozen copy where a reference is needed."""
-    model = build_classifier("llama") if algorithm.places == "ends" else build("llama")
-    network = ValueNetwork(model) if algorithm.places == "ends" else Network(model)
-    learner = learner_on(network, algorithm)
+    model = build_classifier("llama") if algorithm.predict == "last_token" else build("llama")
+    network = ValueNetwork(model) if algorithm.predict == "last_token" else Network(model)
+    learner = make_learner(network, algorithm)
     scorers: list[ColumnSource] = []
-    if REFERENCE in algorithm.requires:
+    if REFERENCE_LOGPROBS in algorithm.requires:
         frozen = Network(copy.deepcopy(model), packed=network.packed)
-        scorers = [LogprobColumn(REFERENCE, FrozenScorer(frozen, Sampling(), score_tokens=50))]
+        scorers = [LogprobColumn(REFERENCE_LOGPROBS, FrozenScorer(frozen, Sampling(), score_tokens=50))]
     return train_steps(learner, algorithm, random_groups(groups, completions), steps, scorers)
 
 

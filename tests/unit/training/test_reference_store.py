@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.base import Outputs
 from strop.algorithms.dpo import DPO
-from strop.algorithms.kl import REFERENCE
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.kto import KTO
 from strop.data.packing import pack
 from strop.models.network import Network
@@ -22,16 +22,16 @@ from strop.sampling import Sampling
 from strop.training.base import LogprobColumn
 from strop.training.torch.learner import FrozenScorer
 from strop.training.torch.reference_store import (
-    AT_ONCE,
+    GROUPS_PER_PACK,
     ReferenceStore,
-    fingerprint,
-    reference_store,
-    weights_fingerprint,
+    load_or_compute_reference,
+    model_fingerprint,
+    rollout_fingerprint,
 )
-from strop.types import Batch, Ending, Group, observation
-from support.models import build, exact
-from support.recorded import random_groups, recorded, taught
-from support.rollouts import group_of, rollout_of
+from strop.types import Batch, Ending, Group, observation_turn
+from support.models import build, to_float64
+from support.recorded import random_groups, recorded_group, recorded_turn
+from support.rollouts import make_group, make_rollout
 
 
 class Counting:
@@ -48,30 +48,30 @@ class Counting:
 
 def store_of(path: Path, groups: Sequence[Group], scorer: Any, **named: str) -> ReferenceStore:
     identity = {"weights": "w", "data": "d", **named}
-    return asyncio.run(reference_store(path, iter(groups), scorer, DPO(), **identity))
+    return asyncio.run(load_or_compute_reference(path, iter(groups), scorer, DPO(), **identity))
 
 
 def columns(source: Any, groups: Sequence[Group], algorithm: Any = None, *, share: bool = True) -> Tensor:
     batch = pack(groups, algorithm or DPO(), share_prefixes=share)
     found = asyncio.run(source.columns(batch, groups))
-    assert set(found) == {REFERENCE}
-    return found[REFERENCE]
+    assert set(found) == {REFERENCE_LOGPROBS}
+    return found[REFERENCE_LOGPROBS]
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_it_gives_the_numbers_that_scoring_on_the_fly_gives(tmp_path: Path, share: bool) -> None:
     """In float64, so that only the rounding to float32 at the end can differ, whatever is packed with what."""
-    scorer = FrozenScorer(Network(exact(build("llama")), precision=torch.float64), Sampling(), score_tokens=40)
+    scorer = FrozenScorer(Network(to_float64(build("llama")), precision=torch.float64), Sampling(), score_tokens=40)
     groups = random_groups(9)
     store = store_of(tmp_path / "reference.safetensors", groups, scorer)
     order = [groups[place] for place in (4, 0, 8, 3)]
     for algorithm in (DPO(), KTO()):
-        wanted = columns(LogprobColumn(REFERENCE, scorer), order, algorithm, share=share)
+        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer), order, algorithm, share=share)
         assert torch.allclose(columns(store, order, algorithm, share=share), wanted, atol=0, rtol=2e-7)
 
 
 def test_it_is_read_back_bit_for_bit_and_nothing_is_computed_again(tmp_path: Path) -> None:
-    path, groups, scorer = tmp_path / "logs" / "reference.safetensors", random_groups(AT_ONCE + 3), Counting()
+    path, groups, scorer = tmp_path / "logs" / "reference.safetensors", random_groups(GROUPS_PER_PACK + 3), Counting()
     first = store_of(path, groups, scorer)
     assert scorer.calls == 2, "groups are packed together by the chunk"
     assert [file.name for file in path.parent.iterdir()] == ["reference.safetensors"]
@@ -80,10 +80,10 @@ def test_it_is_read_back_bit_for_bit_and_nothing_is_computed_again(tmp_path: Pat
         raise AssertionError("the data need not be read again")
         yield
 
-    again = asyncio.run(reference_store(path, never(), scorer, DPO(), weights="w", data="d"))
+    again = asyncio.run(load_or_compute_reference(path, never(), scorer, DPO(), weights="w", data="d"))
     assert scorer.calls == 2
     assert torch.equal(columns(first, groups), columns(again, groups))
-    assert first.places == again.places
+    assert first.spans == again.spans
 
 
 def test_a_computation_that_was_interrupted_leaves_no_file(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_a_computation_that_was_interrupted_leaves_no_file(tmp_path: Path) -> No
 
     path = tmp_path / "reference.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        store_of(path, random_groups(AT_ONCE + 1), Dying())
+        store_of(path, random_groups(GROUPS_PER_PACK + 1), Dying())
     assert list(tmp_path.iterdir()) == []
-    assert len(store_of(path, random_groups(3), Counting()).places) == 6
+    assert len(store_of(path, random_groups(3), Counting()).spans) == 6
 
 
 def test_an_example_that_is_not_there_or_has_changed_is_an_error(tmp_path: Path) -> None:
@@ -108,22 +108,22 @@ def test_an_example_that_is_not_there_or_has_changed_is_an_error(tmp_path: Path)
     elsewhere = [replace(group, environment="other") for group in groups]
     with pytest.raises(LookupError, match="rollout 0 of data:0 in other was not among"):
         columns(store, elsewhere)
-    changed = recorded([4, 5], [6], [7], index=1)
+    changed = recorded_group([4, 5], [6], [7], index=1)
     with pytest.raises(LookupError, match=r"data:1 in data has other tokens than when .*Remove that file to compute them"):
         columns(store, [changed])
 
 
 def test_what_is_taught_is_part_of_the_fingerprint() -> None:
-    whole = rollout_of([4, 5], taught([6, 7, 8]))
+    whole = make_rollout([4, 5], recorded_turn([6, 7, 8]))
     others = [
-        rollout_of([4, 5, 6], taught([7, 8])),
-        rollout_of([4, 5], taught([6]), observation([7], ""), taught([8])),
-        rollout_of([4, 5], taught([6, 7]), taught([8])),
-        rollout_of([4, 5], taught([6, 7, 9])),
-        rollout_of([4, 5], taught([6, 7])),
+        make_rollout([4, 5, 6], recorded_turn([7, 8])),
+        make_rollout([4, 5], recorded_turn([6]), observation_turn([7], ""), recorded_turn([8])),
+        make_rollout([4, 5], recorded_turn([6, 7]), recorded_turn([8])),
+        make_rollout([4, 5], recorded_turn([6, 7, 9])),
+        make_rollout([4, 5], recorded_turn([6, 7])),
     ]
-    assert len({fingerprint(rollout) for rollout in (whole, *others)}) == 6
-    assert fingerprint(whole) == fingerprint(replace(whole, sample=3, reward=9.0, messages=()))
+    assert len({rollout_fingerprint(rollout) for rollout in (whole, *others)}) == 6
+    assert rollout_fingerprint(whole) == rollout_fingerprint(replace(whole, sample=3, reward=9.0, messages=()))
 
 
 def test_a_file_of_other_weights_or_data_is_refused(tmp_path: Path) -> None:
@@ -137,30 +137,30 @@ def test_a_file_of_other_weights_or_data_is_refused(tmp_path: Path) -> None:
 
 def test_examples_that_cannot_be_used_or_come_twice_are_left_out(tmp_path: Path) -> None:
     groups = random_groups(3)
-    failed = group_of(replace(rollout_of([]), ending=Ending.ERROR, error="too long"), index=9)
+    failed = make_group(replace(make_rollout([]), ending=Ending.ERROR, error="too long"), index=9)
     store = store_of(tmp_path / "reference.safetensors", [*groups, failed, *groups], Counting())
-    assert len(store.places) == 6
+    assert len(store.spans) == 6
     assert len(store.logprobs) == sum(rollout.sampled_tokens for group in groups for rollout in group.rollouts)
 
 
 def test_one_example_may_have_several_companions(tmp_path: Path) -> None:
     """KTO's unrelated completion may be another one in another epoch."""
-    first = recorded([4, 5], [6, 7], [8])
-    second = recorded([4, 5], [6, 7], [9, 10])
+    first = recorded_group([4, 5], [6, 7], [8])
+    second = recorded_group([4, 5], [6, 7], [9, 10])
     scorer = Counting()
     store = store_of(tmp_path / "reference.safetensors", [first, second], scorer)
     for group in (first, second):
-        wanted = columns(LogprobColumn(REFERENCE, scorer), [group])
+        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer), [group])
         assert torch.allclose(columns(store, [group]), wanted, atol=1e-5)
 
 
 def test_an_empty_completion_and_no_data_at_all_are_harmless(tmp_path: Path) -> None:
-    groups = [recorded([4, 5], [6, 7], []), recorded([8], [], [9], index=1)]
+    groups = [recorded_group([4, 5], [6, 7], []), recorded_group([8], [], [9], index=1)]
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
     assert len(columns(store, groups)) == 3
-    again = asyncio.run(reference_store(store.path, (), Counting(), DPO(), weights="w", data="d"))
+    again = asyncio.run(load_or_compute_reference(store.path, (), Counting(), DPO(), weights="w", data="d"))
     assert torch.equal(columns(again, groups), columns(store, groups))
-    assert not store_of(tmp_path / "nothing.safetensors", [], Counting()).places
+    assert not store_of(tmp_path / "nothing.safetensors", [], Counting()).spans
 
 
 def test_a_batch_that_asks_about_other_places_is_refused(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_a_batch_that_asks_about_other_places_is_refused(tmp_path: Path) -> None
 
 def test_the_fingerprint_of_weights_follows_from_their_values() -> None:
     one, same, other = build("llama"), build("llama"), build("llama", seed=1)
-    assert weights_fingerprint(one) == weights_fingerprint(same)
-    assert weights_fingerprint(one) != weights_fingerprint(other)
+    assert model_fingerprint(one) == model_fingerprint(same)
+    assert model_fingerprint(one) != model_fingerprint(other)
     with torch.no_grad():
         next(iter(same.parameters()))[0, 0] += 1e-3
-    assert weights_fingerprint(one) != weights_fingerprint(same)
+    assert model_fingerprint(one) != model_fingerprint(same)

@@ -16,7 +16,7 @@ from loop.fakes import FakeLearner
 from loop.tiny import tiny_tokenizer
 from strop.algorithms.base import TokenOutputs
 from strop.training.base import LogprobColumn
-from strop.training.threaded import LearnerThread, ThreadedColumns, ThreadedScorer, in_thread
+from strop.training.threaded import LearnerThread, ThreadedColumns, ThreadedScorer, wrap_in_thread
 from support.algorithms import grpo
 
 TOKENIZER = tiny_tokenizer()
@@ -70,7 +70,7 @@ def test_the_event_loop_goes_on_while_the_learner_computes():
                 ticks += 1
 
         ticking = asyncio.create_task(tick())
-        await in_thread(learner, LearnerThread()).score(batch())
+        await wrap_in_thread(learner, LearnerThread()).score(batch())
         ticking.cancel()
         return ticks
 
@@ -85,7 +85,7 @@ def test_every_call_runs_in_the_same_thread_one_after_another_with_the_callers_c
     async def play() -> None:
         thread = LearnerThread()
         SEEN.set("the run's")
-        learner, scorer = in_thread(first, thread), ThreadedScorer(second, thread)
+        learner, scorer = wrap_in_thread(first, thread), ThreadedScorer(second, thread)
         await asyncio.gather(*(each.score(batch()) for each in (learner, scorer, learner, scorer)))
         with torch.no_grad():
             await learner.score(batch())
@@ -110,21 +110,21 @@ def test_a_threaded_learner_learns_what_the_plain_one_does():
         stepped = await learner.step()
         return before.logprobs.tolist(), result.outputs.logprobs.tolist(), sorted(stepped), list(learner.weights())
 
-    assert asyncio.run(train(plain)) == asyncio.run(train(in_thread(inner, LearnerThread())))
+    assert asyncio.run(train(plain)) == asyncio.run(train(wrap_in_thread(inner, LearnerThread())))
     assert inner.steps == 1
 
 
 def test_saving_and_loading_reach_the_learner(tmp_path):
     inner = FakeLearner(shift=0.75, steps=3)
-    in_thread(inner, LearnerThread()).save(tmp_path)
+    wrap_in_thread(inner, LearnerThread()).save(tmp_path)
     other = FakeLearner()
-    in_thread(other, LearnerThread()).load(tmp_path)
+    wrap_in_thread(other, LearnerThread()).load(tmp_path)
     assert (other.shift, other.steps) == (0.75, 3)
 
 
 def test_a_column_whose_source_asks_a_learner_of_the_same_thread_does_not_wait_for_itself():
     thread, inner = LearnerThread(), Watched()
-    column = ThreadedColumns(LogprobColumn("reference", in_thread(inner, thread)), thread)
+    column = ThreadedColumns(LogprobColumn("reference", wrap_in_thread(inner, thread)), thread)
     found = asyncio.run(asyncio.wait_for(column.columns(batch(), ()), 5))
     assert list(found) == ["reference"] and inner.threads != [threading.get_ident()]
 
@@ -134,7 +134,7 @@ def test_an_exception_of_the_learner_is_raised_where_it_was_called():
         async def step(self) -> Any:
             raise FloatingPointError("the gradient is a pudding")
 
-    learner = in_thread(Broken(), LearnerThread())
+    learner = wrap_in_thread(Broken(), LearnerThread())
     with pytest.raises(FloatingPointError, match="pudding") as caught:
         asyncio.run(learner.step())
     assert any(frame.name == "step" and frame.path.name == "test_threaded.py" for frame in caught.traceback)
@@ -144,7 +144,7 @@ def test_a_cancelled_caller_waits_for_the_call_in_progress():
     learner = Watched(seconds=0.2)
 
     async def play() -> tuple[float, int]:
-        calling = asyncio.create_task(in_thread(learner, LearnerThread()).score(batch()))
+        calling = asyncio.create_task(wrap_in_thread(learner, LearnerThread()).score(batch()))
         await asyncio.sleep(0.05)
         started = time.perf_counter()
         calling.cancel()
@@ -160,7 +160,7 @@ def test_a_caller_that_is_cancelled_twice_does_not_wait():
     learner = Watched(seconds=1.0)
 
     async def play() -> float:
-        calling = asyncio.create_task(in_thread(learner, LearnerThread()).score(batch()))
+        calling = asyncio.create_task(wrap_in_thread(learner, LearnerThread()).score(batch()))
         await asyncio.sleep(0.05)
         started = time.perf_counter()
         calling.cancel()
@@ -176,7 +176,7 @@ def test_a_caller_that_is_cancelled_twice_does_not_wait():
 def test_the_thread_ends_with_its_last_user():
     def use() -> str:
         thread = LearnerThread("strop-short-lived")
-        asyncio.run(in_thread(FakeLearner(), thread).score(batch()))
+        asyncio.run(wrap_in_thread(FakeLearner(), thread).score(batch()))
         return next(each.name for each in threading.enumerate() if each.name.startswith("strop-short-lived"))
 
     name = use()
@@ -189,7 +189,7 @@ def test_the_thread_ends_with_its_last_user():
 
 def test_closing_ends_the_thread():
     thread = LearnerThread("strop-closed")
-    learner = in_thread(FakeLearner(), thread)
+    learner = wrap_in_thread(FakeLearner(), thread)
     asyncio.run(learner.score(batch()))
     thread.close()
     with pytest.raises(RuntimeError, match="after shutdown"):

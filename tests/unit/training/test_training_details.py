@@ -16,13 +16,13 @@ from strop.data.packing import pack
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.training.torch.master import round_weights
+from strop.training.torch.master import cast_weights
 from strop.training.torch.optimizers import ParameterGroup
 from strop.types import Batch
 from support.algorithms import grpo
-from support.engine import Request, answers, cached_runner, engine_on
+from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import FAMILIES, build
-from support.rollouts import group_of, packed, rollout_of, simple_groups, turn_of
+from support.rollouts import make_group, make_rollout, make_turn, pack_grpo, simple_groups
 
 EVERYTHING: dict[str, Any] = {
     "optimizer_kwargs": {"lr": 3e-3, "weight_decay": 0.1},
@@ -40,7 +40,7 @@ OTHER_GROUPS: dict[str, Any] = {"parameter_groups": (ParameterGroup(match=("mode
 def make_learner(family: str = "llama", *, rounded: bool = False, seed: int = 0, **options: Any) -> TorchLearner:
     network = Network(build(family, seed=seed), precision=torch.bfloat16 if rounded else torch.float32)
     if rounded:
-        round_weights(network.model, torch.bfloat16)
+        cast_weights(network.model, torch.bfloat16)
     return TorchLearner(network, Sampling(), TorchLearnerOptions(**{**EVERYTHING, **options}))
 
 
@@ -69,7 +69,7 @@ def weights_of(learner: TorchLearner) -> dict[str, Tensor]:
 def average_of(learner: TorchLearner) -> dict[str, Tensor]:
     """The weights with the average swapped in."""
     assert learner.average is not None
-    with learner.average.swapped_in(learner.trained):
+    with learner.average.swap_in(learner.trainable_parameters):
         return weights_of(learner)
 
 
@@ -154,7 +154,7 @@ def test_bfloat16_weights_are_trained_as_float32_ones_are() -> None:
     for learner in (exact, rounded):
         for step in range(20):
             train(learner, step)
-    masters = dict(rounded.masters.named)
+    masters = dict(rounded.masters.named_parameters)
     distance = sum((masters[name] - weight).square().sum().item() for name, weight in exact.model.named_parameters())
     moved = sum((start[name] - weight).square().sum().item() for name, weight in exact.model.named_parameters())
     assert (distance / moved) ** 0.5 < 0.3
@@ -167,9 +167,9 @@ def test_sampler_and_learner_agree_with_bfloat16_weights(family: str, prepack: b
     learner = make_learner(family, rounded=True, no_decay=(), parameter_groups=())
     sampling = Sampling(max_new_tokens=14)
     requests = [Request([5, 40, 200, 31, 7], sampling, seed=copy) for copy in range(3)]
-    completions = answers(engine_on(cached_runner(learner.network, prepack=prepack), stop_ids=(2,)), requests)
-    rollouts = [rollout_of(request.prompt, turn_of(found)) for request, found in zip(requests, completions, strict=True)]
-    batch = packed([group_of(*rollouts)])
+    completions = run_requests(make_engine(make_runner(learner.network, prepack=prepack), stop_ids=(2,)), requests)
+    rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
+    batch = pack_grpo([make_group(*rollouts)])
     outputs = asyncio.run(learner.score(batch))
     assert isinstance(outputs, TokenOutputs)
-    assert float((outputs.logprobs - batch.sampler_logprobs).abs().max()) < 0.05
+    assert float((outputs.logprobs - batch.rollout_logprobs).abs().max()) < 0.05

@@ -16,17 +16,17 @@ import pytest
 
 from strop import cli
 from strop.tracking.jsonl import JsonlTracker
-from strop.tracking.rollouts import RolloutStore, records_of
-from strop.watch.doctor import NoRun, diagnose, find_run, plain, show, tree
-from strop.watch.status import Said, Status, process_started, write_status
+from strop.tracking.rollouts import RolloutStore, make_records
+from strop.watch.doctor import RunNotFound, diagnose, find_run, format_plain, format_tree, print_diagnosis
+from strop.watch.status import LogEntry, Status, process_start_time, write_status
 from strop.watch.waits import Wait
-from support.rollouts import group_of, rollout_of, sampled
+from support.rollouts import make_group, make_rollout, sampled_turn
 
 ME = Status(
     state="running",
     pid=os.getpid(),
     host=socket.gethostname(),
-    process_started=process_started(os.getpid()),
+    process_started=process_start_time(os.getpid()),
     started=time.time() - 100,
     written=0.0,
     interval=5.0,
@@ -67,7 +67,7 @@ def test_a_run_without_troubles_is_running(tmp_path: Path) -> None:
     assert found.verdict == "running" and found.healthy and found.step == 3 and found.advice == ()
     assert found.since_step is not None and 59 < found.since_step < 90
     assert found.mismatch is not None and "1.0300 in step 3" in found.mismatch
-    text = plain(found)
+    text = format_plain(found)
     assert "generating: 3 of 8 groups" in text and "1:0" in text and "ago" in text
 
 
@@ -105,7 +105,7 @@ def test_a_run_elsewhere_is_judged_by_whether_it_still_writes(tmp_path: Path) ->
 def test_how_a_run_ended_is_told(tmp_path: Path, state: str, healthy: bool) -> None:
     found = diagnose(a_run(tmp_path, state=state, pid=1, error="ValueError: bad" if state == "failed" else None))
     assert found.verdict == state and found.healthy is healthy
-    assert ("ValueError: bad" in plain(found)) == (state == "failed")
+    assert ("ValueError: bad" in format_plain(found)) == (state == "failed")
 
 
 def test_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
@@ -117,15 +117,20 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_groups_that_failed_and_warnings_of_mismatch_are_told(tmp_path: Path) -> None:
-    notes = (Said(time.time(), "warning: mismatch: step 2: sampler and learner differ"), Said(time.time(), "checkpoint: x"))
+    notes = (
+        LogEntry(time.time(), "warning: mismatch: step 2: sampler and learner differ"),
+        LogEntry(time.time(), "checkpoint: x"),
+    )
     found = diagnose(a_run(tmp_path, values={"train/groups_dropped_for_errors": 2.0}, notes=notes))
     assert found.dropped == ("6 groups failed in the last 3 steps; last in step 3:",)
     assert found.mismatch is not None and found.mismatch.endswith("step 2: sampler and learner differ")
 
 
 def test_the_errors_of_dropped_groups_are_read_from_the_stored_rollouts(tmp_path: Path) -> None:
-    group = group_of(*(replace(rollout_of([1], sampled([5])), error=f"RewardError: sandbox {place % 2}") for place in range(4)))
-    RolloutStore(tmp_path, "jsonl").write(3, records_of(3, [group], dropped={0: "error"}))
+    group = make_group(
+        *(replace(make_rollout([1], sampled_turn([5])), error=f"RewardError: sandbox {place % 2}") for place in range(4))
+    )
+    RolloutStore(tmp_path, "jsonl").write(3, make_records(3, [group], dropped={0: "error"}))
     found = diagnose(a_run(tmp_path, values={"train/groups_dropped_for_errors": 1.0}))
     assert found.dropped[1:] == ("  RewardError: sandbox 0", "  RewardError: sandbox 1")
 
@@ -139,14 +144,14 @@ def test_without_a_status_the_metrics_are_all_there_is(tmp_path: Path) -> None:
 def test_a_run_is_found_by_its_folder_or_a_file_in_it_and_otherwise_said_where_to_look(tmp_path: Path) -> None:
     run = a_run(tmp_path / "logs" / "mine")
     assert find_run(run) == find_run(run / "metrics.jsonl") == find_run(run / "status.json") == run
-    with pytest.raises(NoRun, match=r"logger\.log_dir\); there are runs in it: mine"):
+    with pytest.raises(RunNotFound, match=r"logger\.log_dir\); there are runs in it: mine"):
         find_run(tmp_path / "logs")
-    with pytest.raises(NoRun, match="there is no"):
+    with pytest.raises(RunNotFound, match="there is no"):
         find_run(tmp_path / "nowhere")
 
 
 def test_many_waits_are_cut(tmp_path: Path) -> None:
-    lines = list(tree([wait(number) for number in range(100)]))
+    lines = list(format_tree([wait(number) for number in range(100)]))
     assert len(lines) == 41 and lines[-1] == "... and 60 more"
 
 
@@ -176,7 +181,7 @@ def test_a_run_is_named_by_its_configuration_too(tmp_path: Path, capsys: pytest.
 
 
 def test_on_a_terminal_it_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show(diagnose(a_run(tmp_path, waits=(wait(1),), troubles=("[bold] is no markup",))))
+    print_diagnosis(diagnose(a_run(tmp_path, waits=(wait(1),), troubles=("[bold] is no markup",))))
     text = capsys.readouterr().out
     assert "OVER ITS LIMIT" in text and "[bold] is no markup" in text
 

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from loop.fakes import FakeLearner, Letters, make_run, virtually
+from loop.fakes import FakeLearner, Letters, make_run, run_virtually
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
-from strop.loop import LIMITED, LoopOptions, Stopwatch, train
+from strop.loop import PHASE_KINDS, PhaseTimer, TrainOptions, train
 from strop.mismatch import MismatchGuard, MismatchLimits, MismatchTooLarge
 from strop.types import Messages, Rollout, Task
-from strop.watch.waits import open_waits, told
+from strop.watch.waits import describe_wait, snapshot_waits
 
 TOKENIZER = tiny_tokenizer()
 
 
-def options(**changes: Any) -> LoopOptions:
-    return LoopOptions(**{"max_steps": 2, "groups_per_step": 2, **changes})
+def options(**changes: Any) -> TrainOptions:
+    return TrainOptions(**{"max_steps": 2, "groups_per_step": 2, **changes})
 
 
 def innermost() -> str:
-    waits = open_waits()
-    (mine,) = [wait for wait in open_waits(loop=asyncio.get_running_loop()) if wait.running][-1:]
-    return told(mine, waits)
+    waits = snapshot_waits()
+    (mine,) = [wait for wait in snapshot_waits(loop=asyncio.get_running_loop()) if wait.running][-1:]
+    return describe_wait(mine, waits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,36 +60,36 @@ def test_every_call_of_an_environment_is_a_wait_with_its_chain(tmp_path):
     run, generator, _ = make_run(TOKENIZER, tmp_path, options(max_steps=1, groups_per_step=1), environment=environment, samples=1)
     engine: list[str] = []
     generator.latency = lambda seed: engine.append(innermost()) or 0.1
-    virtually(train(run))
+    run_virtually(train(run))
     chain = "training loop -> generation -> group 0 (task 0 of letters) -> sample 0 -> "
     calls = ["opening its session", "turn 1", "rewards", "closing its session"]
     assert environment.seen == [f"{chain}environment Telling, {call} (task 0)" for call in calls]
     assert engine == [f"{chain}engine, turn 1"]
-    assert open_waits() == ()
+    assert snapshot_waits() == ()
 
 
 def test_groups_that_were_begun_ahead_belong_to_the_step_that_waits_for_them(tmp_path):
     environment = Telling()
     run, _, _ = make_run(TOKENIZER, tmp_path, options(max_steps=4, max_staleness=1), environment=environment, samples=1)
-    virtually(train(run))
+    run_virtually(train(run))
     assert all(text.startswith(("training loop -> ", "generation -> group ")) for text in environment.seen)
     assert sum(text.startswith("training loop -> generation -> group ") for text in environment.seen) > 8
-    assert open_waits() == ()
+    assert snapshot_waits() == ()
 
 
 def test_an_episode_that_fails_leaves_no_wait_open(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(), environment=Letters(broken=(0,)))
     asyncio.run(train(run))
-    assert open_waits() == ()
+    assert snapshot_waits() == ()
 
 
 def test_phases_are_waits_with_the_limits_of_their_kind():
-    clock = Stopwatch()
-    for phase, kind in {"generation": "", "policy_training": "training", "weight_sync": "weight_sync", **LIMITED}.items():
+    clock = PhaseTimer()
+    for phase, kind in {"generation": "", "policy_training": "training", "weight_sync": "weight_sync", **PHASE_KINDS}.items():
         with clock(phase):
-            (wait,) = open_waits()
+            (wait,) = snapshot_waits()
             assert (wait.who, wait.on, wait.kind) == ("training loop", phase, kind)
-    assert open_waits() == () and set(clock.seconds) >= set(LIMITED)
+    assert snapshot_waits() == () and set(clock.seconds) >= set(PHASE_KINDS)
 
 
 def test_a_step_whose_sampler_and_learner_disagree_is_warned_of_and_ends_the_run_if_asked_to(tmp_path):
@@ -101,5 +101,5 @@ def test_a_step_whose_sampler_and_learner_disagree_is_warned_of_and_ends_the_run
     (warning,) = [note for note in tracker.notes if note.startswith("warning: mismatch")]
     assert "step 1: " in warning and "factor of 1.649" in warning
     assert tracker.steps[1]["train/token_mult_prob_error"] == pytest.approx(1.6487, abs=1e-3)
-    assert [row.log_ratio for row in run.rollouts.ratios(1)] == pytest.approx([0.5] * len(run.rollouts.ratios(1)))
-    assert len(run.rollouts.ratios(2)) > 0 and run.rollouts.ratios(3) == []
+    assert [row.log_ratio for row in run.rollouts.read_ratios(1)] == pytest.approx([0.5] * len(run.rollouts.read_ratios(1)))
+    assert len(run.rollouts.read_ratios(2)) > 0 and run.rollouts.read_ratios(3) == []

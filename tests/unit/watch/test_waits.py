@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from strop.watch.waits import Wait, chain, open_waits, told, waiting
+from strop.watch.waits import Wait, describe_wait, snapshot_waits, wait_chain, waiting
 
 
 def named(on: str) -> Wait:
-    (found,) = [wait for wait in open_waits() if wait.on == on]
+    (found,) = [wait for wait in snapshot_waits() if wait.on == on]
     return found
 
 
@@ -22,19 +22,19 @@ def test_a_wait_is_open_for_as_long_as_its_block_runs_also_when_it_raises() -> N
         assert (found.who, found.kind, found.detail) == ("learner", "training", "mini-batch 2") and found.parent is None
     with pytest.raises(ZeroDivisionError), waiting("learner", on="nothing"):
         _ = 1 / 0
-    assert open_waits() == ()
+    assert snapshot_waits() == ()
 
 
 def test_nested_waits_are_a_chain() -> None:
     with waiting("training loop", on="generation"), waiting("generation", on="group 87", detail="task xyz"):
         with waiting("sample 3", on="environment Sandbox, turn 2"):
-            waits = open_waits()
+            waits = snapshot_waits()
             innermost = named("environment Sandbox, turn 2")
-            assert told(innermost, waits) == (
+            assert describe_wait(innermost, waits) == (
                 "training loop -> generation -> group 87 (task xyz) -> sample 3 -> environment Sandbox, turn 2"
             )
         with waiting("sample 4", on="engine"):
-            assert [wait.on for wait in chain(named("engine"), open_waits())] == ["generation", "group 87", "engine"]
+            assert [wait.on for wait in wait_chain(named("engine"), snapshot_waits())] == ["generation", "group 87", "engine"]
 
 
 def test_tasks_and_threads_inherit_what_they_were_begun_in() -> None:
@@ -45,8 +45,8 @@ def test_tasks_and_threads_inherit_what_they_were_begun_in() -> None:
 
     def in_thread(name: str) -> list[str]:
         with waiting(f"{name}'s thread", on=f"{name}'s disk"):
-            waits = open_waits()
-            return [wait.on for wait in chain(named(f"{name}'s disk"), waits)]
+            waits = snapshot_waits()
+            return [wait.on for wait in wait_chain(named(f"{name}'s disk"), waits)]
 
     async def outer() -> list[list[str]]:
         with waiting("all", on="both"):
@@ -67,12 +67,12 @@ def test_what_was_begun_ahead_hangs_below_whoever_waits_for_it_by_name() -> None
             await asyncio.sleep(0)
         assert named("group 5").parent is None, "the step it was begun in is over"
         with waiting("training loop", on="generation"):
-            assert told(named("group 5"), open_waits()) == "training loop -> generation -> group 5"
+            assert describe_wait(named("group 5"), snapshot_waits()) == "training loop -> generation -> group 5"
         release.set()
         await task
 
     asyncio.run(run())
-    assert open_waits() == ()
+    assert snapshot_waits() == ()
 
 
 def test_waits_that_name_each_other_are_no_endless_chain() -> None:
@@ -85,9 +85,9 @@ def test_waits_that_name_each_other_are_no_endless_chain() -> None:
     for who, on in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "d")):
         threads.append(threading.Thread(target=wait_for, args=(who, on)))
         threads[-1].start()
-    while len(open_waits()) < 4:
+    while len(snapshot_waits()) < 4:
         time.sleep(0.001)
-    assert all(told(wait, open_waits()) for wait in open_waits())
+    assert all(describe_wait(wait, snapshot_waits()) for wait in snapshot_waits())
     release.set()
     for thread in threads:
         thread.join()
@@ -100,15 +100,15 @@ def test_limits_are_by_kind_or_a_waits_own_and_zero_is_none() -> None:
         waiting("c", on="z", limit=0.0, kind="environment"),
         waiting("d", on="w", kind="training"),
     ):
-        limits = {wait.who: wait.limit for wait in open_waits({"environment": 60.0, "training": 0.0})}
+        limits = {wait.who: wait.limit for wait in snapshot_waits({"environment": 60.0, "training": 0.0})}
     assert limits == {"a": 60.0, "b": 3.0, "c": None, "d": None}
 
 
 def test_a_wait_is_over_its_limit_when_it_has_lasted_longer() -> None:
     with waiting("a", on="x", limit=0.01):
-        assert not open_waits()[0].over
+        assert not snapshot_waits()[0].overdue
         time.sleep(0.02)
-        assert open_waits()[0].over and open_waits()[0].seconds >= 0.02
+        assert snapshot_waits()[0].overdue and snapshot_waits()[0].seconds >= 0.02
 
 
 def test_the_registry_survives_many_threads() -> None:
@@ -126,9 +126,9 @@ def test_the_registry_survives_many_threads() -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        for wait in open_waits():
+        for wait in snapshot_waits():
             assert wait.who == "thread"
-    assert not failures and open_waits() == ()
+    assert not failures and snapshot_waits() == ()
 
 
 def test_a_wait_costs_microseconds() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from strop.watch.status import read_status
-from strop.watch.trouble import Limits, longest, report_of, troubles
-from strop.watch.waits import Wait, open_waits, waiting
-from strop.watch.watchdog import Backoff, Stuck, Watchdog
+from strop.watch.trouble import WaitLimits, find_stalls, format_report, select_longest_waits
+from strop.watch.waits import Wait, snapshot_waits, waiting
+from strop.watch.watchdog import Backoff, Watchdog, WatchdogTimeout
 
 LOOP = 1
 
@@ -36,9 +36,9 @@ def stuck_environment(number: int, parent: int | None = None, seconds: float = 9
 def test_of_nested_waits_over_their_limits_the_innermost_is_to_blame() -> None:
     waits = [wait(0, "training loop", "weight_sync", kind="weight_sync", limit=5.0, seconds=9.0),
              wait(1, "weight sync", "engine 1", kind="weight_sync", limit=5.0, seconds=8.0, parent=0)]  # fmt: skip
-    (found,) = troubles(waits, Limits(), loop_thread=LOOP)
+    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
     assert [found.kind, found.limit, [wait.number for wait in found.waits]] == ["weight_sync", 5.0, [1]]
-    assert report_of(found, waits, 12) == (
+    assert format_report(found, waits, 12) == (
         "step 12 waits longer than the limit of 5 s (watchdog.weight_sync_seconds): "
         "training loop -> weight_sync -> weight sync -> engine 1, for 8.0 s"
     )
@@ -47,37 +47,37 @@ def test_of_nested_waits_over_their_limits_the_innermost_is_to_blame() -> None:
 def test_a_wait_over_its_limit_is_told_down_to_what_it_waits_for_itself() -> None:
     waits = [wait(0, "training loop", "policy_training", kind="training", limit=5.0, seconds=9.0),
              wait(1, "learner", "rank 3", parent=0), wait(2, "rank 3", "all-reduce", parent=1)]  # fmt: skip
-    (found,) = troubles(waits, Limits(), loop_thread=LOOP)
-    assert "learner -> rank 3 -> all-reduce, for 9.0 s" in report_of(found, waits, 1)
+    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+    assert "learner -> rank 3 -> all-reduce, for 9.0 s" in format_report(found, waits, 1)
 
 
 def test_many_waits_of_a_kind_are_one_report() -> None:
     waits = [stuck_environment(number, seconds=100.0 + number) for number in range(50)]
-    (found,) = troubles(waits, Limits(), loop_thread=LOOP)
-    lines = report_of(found, waits, 3).splitlines()
+    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+    lines = format_report(found, waits, 3).splitlines()
     assert "sample 49" in lines[0] and len(lines) == 6 and lines[-1] == "  and 45 more"
 
 
 def test_while_the_event_loop_stands_still_only_who_holds_it_is_to_blame() -> None:
     waits = [stuck_environment(0), stuck_environment(1, running=True), stuck_environment(2, thread=2)]
-    found = troubles(waits, Limits(), loop_thread=LOOP, silent=88.0)
+    found = find_stalls(waits, WaitLimits(), loop_thread=LOOP, loop_blocked=88.0)
     assert [[wait.number for wait in trouble.waits] for trouble in found] == [[2], [1]]
-    assert "blocked the event loop for 88.0 s" in report_of(found[1], waits, 1)
+    assert "blocked the event loop for 88.0 s" in format_report(found[1], waits, 1)
 
 
 def test_a_loop_that_is_held_within_its_limit_is_no_trouble() -> None:
     training = wait(1, "training loop", "policy_training", kind="training", limit=3600.0, seconds=500.0, running=True)
-    assert troubles([stuck_environment(0), training], Limits(), loop_thread=LOOP, silent=500.0) == []
+    assert find_stalls([stuck_environment(0), training], WaitLimits(), loop_thread=LOOP, loop_blocked=500.0) == []
 
 
 def test_a_loop_that_is_held_by_something_without_a_limit_has_the_event_loops() -> None:
     packing = wait(1, "training loop", "packing", seconds=500.0, running=True)
-    assert troubles([packing], Limits(event_loop=600.0), loop_thread=LOOP, silent=500.0) == []
-    (found,) = troubles([packing], Limits(event_loop=300.0), loop_thread=LOOP, silent=500.0)
-    assert "(watchdog.event_loop_seconds): training loop -> packing" in report_of(found, [packing], 1)
-    (nobody,) = troubles([], Limits(), loop_thread=LOOP, silent=500.0)
-    assert "the event loop" in report_of(nobody, [], 1)
-    assert troubles([packing], Limits(event_loop=0.0), loop_thread=LOOP, silent=500.0) == []
+    assert find_stalls([packing], WaitLimits(event_loop=600.0), loop_thread=LOOP, loop_blocked=500.0) == []
+    (found,) = find_stalls([packing], WaitLimits(event_loop=300.0), loop_thread=LOOP, loop_blocked=500.0)
+    assert "(watchdog.event_loop_seconds): training loop -> packing" in format_report(found, [packing], 1)
+    (nobody,) = find_stalls([], WaitLimits(), loop_thread=LOOP, loop_blocked=500.0)
+    assert "the event loop" in format_report(nobody, [], 1)
+    assert find_stalls([packing], WaitLimits(event_loop=0.0), loop_thread=LOOP, loop_blocked=500.0) == []
 
 
 def test_reports_come_at_growing_intervals() -> None:
@@ -87,7 +87,7 @@ def test_reports_come_at_growing_intervals() -> None:
 
 def test_status_keeps_the_longest_waits_with_what_they_are_part_of() -> None:
     waits = [wait(0, "loop", "generation"), *(stuck_environment(number, 0, float(number)) for number in range(1, 300))]
-    kept = longest(waits, 10)
+    kept = select_longest_waits(waits, 10)
     assert [wait.number for wait in kept] == [0, *range(290, 300)]
 
 
@@ -113,11 +113,11 @@ def test_a_stuck_wait_is_named_within_its_limit_with_the_stacks(tmp_path: Path, 
             await asyncio.sleep(0.4)
 
     async def work(watchdog: Watchdog) -> None:
-        watchdog.diary.log(11, {})
+        watchdog.status_tracker.log(11, {})
         with waiting("training loop", on="generation"):
             await sandbox()
 
-    notes = watched(tmp_path, work, limits=Limits(environment=0.1))
+    notes = watched(tmp_path, work, limits=WaitLimits(environment=0.1))
     assert "step 12 waits longer than the limit of 0.1 s (watchdog.environment_seconds)" in notes[0]
     assert "training loop -> generation -> sample 3 -> environment Sandbox, turn 2 (task xyz), for 0." in notes[0]
     assert 1 <= len(notes) <= 3, "at 0.1 and 0.2 s, and once more on a slow machine"
@@ -147,7 +147,7 @@ def test_a_blocked_event_loop_is_found_out_and_its_holder_named(tmp_path: Path, 
         await asyncio.gather(innocent(), holder())
 
     with caplog.at_level(logging.WARNING):
-        watched(tmp_path, work, limits=Limits(environment=0.2))
+        watched(tmp_path, work, limits=WaitLimits(environment=0.2))
     assert "environment Blocking" in caplog.text and "blocked the event loop" in caplog.text
     assert "environment Fine" not in caplog.text
     (stacks,) = tmp_path.glob("stacks_*.txt")
@@ -158,9 +158,9 @@ def test_the_status_follows_the_run_and_ends_with_it(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     async def work(watchdog: Watchdog) -> None:
-        watchdog.diary.log(4, {"train/reward": 1.0})
-        watchdog.diary.note("checkpoint: results/step_4")
-        watchdog.diary.progress("generating: 1 of 4 groups")
+        watchdog.status_tracker.log(4, {"train/reward": 1.0})
+        watchdog.status_tracker.note("checkpoint: results/step_4")
+        watchdog.status_tracker.progress("generating: 1 of 4 groups")
         with waiting("training loop", on="generation"), waiting("generation", on="group 7", limit=0.01):
             await asyncio.sleep(0.1)
             seen.append(read_status(tmp_path))
@@ -168,7 +168,7 @@ def test_the_status_follows_the_run_and_ends_with_it(tmp_path: Path) -> None:
     watched(tmp_path, work, checkpoints="results")
     (running,) = seen
     assert (running.state, running.step, running.doing) == ("running", 4, "generating: 1 of 4 groups")
-    assert [wait.on for wait in running.waits] == ["generation", "group 7"] and running.waits[1].over
+    assert [wait.on for wait in running.waits] == ["generation", "group 7"] and running.waits[1].overdue
     assert "group 7" in running.troubles[0] and running.notes[-1].text == "checkpoint: results/step_4"
     assert abs(running.written - time.time()) < 5 and running.versions["strop"] and Path(running.checkpoints).is_absolute()
     finished = read_status(tmp_path)
@@ -198,8 +198,8 @@ def test_a_run_that_waits_too_long_is_ended(tmp_path: Path) -> None:
             await asyncio.sleep(60)
 
     started = time.monotonic()
-    with pytest.raises(Stuck, match=r"watchdog\.stop_after_seconds = 0\.3: .*environment Sandbox"):
-        watched(tmp_path, work, limits=Limits(environment=0.1), stop_after=0.3)
+    with pytest.raises(WatchdogTimeout, match=r"watchdog\.stop_after_seconds = 0\.3: .*environment Sandbox"):
+        watched(tmp_path, work, limits=WaitLimits(environment=0.1), stop_after=0.3)
     assert time.monotonic() - started < 10
     status = read_status(tmp_path)
     assert status is not None and status.state == "failed" and "environment Sandbox" in str(status.error)
@@ -232,9 +232,9 @@ def test_a_look_at_ten_thousand_waits_is_quick(tmp_path: Path) -> None:
         one.__enter__()
     try:
         started = time.perf_counter()
-        waits = open_waits(Limits().by_kind())
-        troubles(waits, Limits(), loop_thread=LOOP)
-        longest(waits, 100)
+        waits = snapshot_waits(WaitLimits().by_kind())
+        find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+        select_longest_waits(waits, 100)
         assert time.perf_counter() - started < 2
     finally:
         for one in reversed(held):

@@ -16,7 +16,17 @@ import torch.distributed as dist
 
 from strop.weights.base import TransportError
 from strop.weights.broadcast import BroadcastAddress, BroadcastSender, _nccl_group
-from support.transports import CPU, Failure, child, manifests, model, receive_on_demand, received, send_once, sent
+from support.transports import (
+    CPU,
+    Failure,
+    expected_fingerprints,
+    make_manifest,
+    make_tensors,
+    receive_fingerprints,
+    receive_on_demand,
+    send_once,
+    spawn_child,
+)
 
 SMALL = 64 << 10
 
@@ -27,7 +37,7 @@ def receive_beside_another_group(pipe: Connection, address: BroadcastAddress, in
     receiver = address.connect(index, CPU)
     pipe.send("connected")
     while (manifest := pipe.recv()) is not None:
-        pipe.send(received(receiver, manifest))
+        pipe.send(receive_fingerprints(receiver, manifest))
         number = torch.tensor([index])
         dist.all_reduce(number)
         assert number.item() == index
@@ -38,33 +48,33 @@ def receive_beside_another_group(pipe: Connection, address: BroadcastAddress, in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_receivers_get_every_publish_bit_for_bit_beside_groups_of_their_own(dtype: torch.dtype | None, tmp_path: Path) -> None:
     sender = BroadcastSender(2, bucket_size=SMALL, timeout=60)
-    manifest = manifests(dtype)
+    manifest = make_manifest(dtype)
     with ExitStack() as stack:
         children = [
-            stack.enter_context(child(receive_beside_another_group, sender.address, index, str(tmp_path / str(index))))
+            stack.enter_context(spawn_child(receive_beside_another_group, sender.address, index, str(tmp_path / str(index))))
             for index in range(2)
         ]
         for seed in range(3):
-            tensors = model(seed)
+            tensors = make_tensors(seed)
             for each in children:
                 each.pipe.send(manifest)
             sender.send(manifest, tensors)
             for each in children:
                 if seed == 0:
                     assert each.answer() == "connected"
-                assert each.answer() == sent(tensors, manifest)
+                assert each.answer() == expected_fingerprints(tensors, manifest)
     assert [each.process.exitcode for each in children] == [0, 0]
     sender.close()
 
 
 def test_a_sender_that_was_killed_is_noticed_and_a_new_one_works() -> None:
     make = functools.partial(BroadcastSender, 2, bucket_size=SMALL, timeout=30.0)
-    manifest = manifests()
+    manifest = make_manifest()
     with ExitStack() as stack:
         for seed, stop in ((1, "layers.9.weight"), (2, "")):
-            first = stack.enter_context(child(send_once, make, manifest, seed, stop))
+            first = stack.enter_context(spawn_child(send_once, make, manifest, seed, stop))
             address = first.answer()
-            children = [stack.enter_context(child(receive_on_demand, address, index)) for index in range(2)]
+            children = [stack.enter_context(spawn_child(receive_on_demand, address, index)) for index in range(2)]
             for each in children:
                 assert each.answer() == "connected"
                 each.pipe.send(manifest)
@@ -77,13 +87,16 @@ def test_a_sender_that_was_killed_is_noticed_and_a_new_one_works() -> None:
                     assert isinstance(found, Failure)
                     assert "went away" in found.text
                 else:
-                    assert found == sent(model(seed), manifest)
+                    assert found == expected_fingerprints(make_tensors(seed), manifest)
 
 
 def test_a_receiver_that_was_killed_is_named() -> None:
     sender = BroadcastSender(2, bucket_size=SMALL, timeout=30.0)
-    manifest = manifests()
-    with child(receive_on_demand, sender.address, 0, 0.05) as slow, child(receive_on_demand, sender.address, 1) as other:
+    manifest = make_manifest()
+    with (
+        spawn_child(receive_on_demand, sender.address, 0, 0.05) as slow,
+        spawn_child(receive_on_demand, sender.address, 1) as other,
+    ):
         for each in (slow, other):
             assert each.answer() == "connected"
             each.pipe.send(manifest)
@@ -91,23 +104,23 @@ def test_a_receiver_that_was_killed_is_named() -> None:
         killer.start()
         started = time.monotonic()
         with pytest.raises(TransportError, match=rf"receiver 0 \(process {slow.process.pid}\) went away"):
-            sender.send(manifest, model(1))
+            sender.send(manifest, make_tensors(1))
         killer.join(20)
         assert time.monotonic() - started < 20
         assert isinstance(other.answer(40), Failure)
     with pytest.raises(TransportError, match="this channel broke before"):
-        sender.send(manifest, model(1))
+        sender.send(manifest, make_tensors(1))
     sender.close()
 
 
 def test_a_learner_that_fails_ends_the_publish_at_once_and_says_why() -> None:
     sender = BroadcastSender(1, bucket_size=SMALL, timeout=30.0)
-    manifest = manifests()
-    with child(receive_on_demand, sender.address, 0) as other:
+    manifest = make_manifest()
+    with spawn_child(receive_on_demand, sender.address, 0) as other:
         assert other.answer() == "connected"
         other.pipe.send(manifest)
         with pytest.raises(ValueError, match="but nothing came"):
-            sender.send(manifest, model(1)[:12])
+            sender.send(manifest, make_tensors(1)[:12])
         failure = other.answer(20)
         assert isinstance(failure, Failure)
         assert "but nothing came" in failure.text
@@ -119,10 +132,10 @@ def test_other_manifests_are_refused_on_both_sides() -> None:
     sender = BroadcastSender(1, timeout=20)
     receiver = sender.address.connect(0, CPU)
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(received(receiver, manifests(None))))
+    thread = threading.Thread(target=lambda: found.append(receive_fingerprints(receiver, make_manifest(None))))
     thread.start()
     with pytest.raises(TransportError, match="receiver 0: its manifest is not the sender's"):
-        sender.send(manifests(), model(1))
+        sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "its manifest is not the sender's" in found[0].text
@@ -133,12 +146,12 @@ def test_other_manifests_are_refused_on_both_sides() -> None:
 def test_who_does_not_come_in_time_is_named() -> None:
     sender = BroadcastSender(2, timeout=0.3)
     with pytest.raises(TransportError, match=r"receiver 0, 1 of 2 did not begin to receive within 0.3 s"):
-        sender.send(manifests(), model(0))
+        sender.send(make_manifest(), make_tensors(0))
     sender.close()
     sender = BroadcastSender(1, timeout=0.3)
     receiver = sender.address.connect(0, CPU)
     with pytest.raises(TransportError, match=r"the sender did not begin to send within 0.3 s"):
-        list(receiver.receive(manifests()))
+        list(receiver.receive(make_manifest()))
     sender.close()
 
 

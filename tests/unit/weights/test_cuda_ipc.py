@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from strop.weights.cuda_ipc import CudaIpcAddress, CudaIpcSender, _Handle
+from strop.weights.cuda_ipc import CudaIpcAddress, CudaIpcSender, _IpcHandle
 
 
 def test_both_ends_are_gpus() -> None:
@@ -20,7 +20,7 @@ def test_both_ends_are_gpus() -> None:
 
 def test_a_handle_is_opened_under_the_number_that_the_gpu_has_here() -> None:
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    handle = _Handle("uuid", tuple(names))
-    found = dict(zip(names, handle.on(3), strict=True))
+    handle = _IpcHandle("uuid", tuple(names))
+    found = dict(zip(names, handle.rebuild_arguments(3), strict=True))
     assert found.pop("storage_device") == 3
     assert all(name == value for name, value in found.items())

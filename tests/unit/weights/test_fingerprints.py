@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.weights import fingerprints
-from strop.weights.fingerprints import MODULUS, combine, fingerprint
+from strop.weights.fingerprints import MODULUS, combine_fingerprints, fingerprint
 
 DTYPES = (
     torch.float32,
@@ -33,7 +33,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 def by_hand(tensor: Tensor) -> int:
     """The formula, in Python's integers."""
-    table = fingerprints._table(tensor)
+    table = fingerprints._byte_table(tensor)
     a = fingerprints._row_coefficients(0, table.shape[0], torch.device("cpu")).tolist()
     b = fingerprints._column_coefficients(0, table.shape[1], torch.device("cpu")).tolist()
     rows = table.tolist()
@@ -55,9 +55,11 @@ def test_it_is_the_sum_that_it_is_said_to_be(case: tuple[int, int, torch.dtype, 
 @settings(max_examples=40, deadline=None)
 def test_the_fast_way_and_the_plain_way_agree(case: tuple[int, int, torch.dtype, int]) -> None:
     rows, columns, dtype, seed = case
-    table = fingerprints._table(bits((rows, columns), dtype, seed))
+    table = fingerprints._byte_table(bits((rows, columns), dtype, seed))
     coefficients = fingerprints._row_coefficients(seed, rows, torch.device("cpu"))
-    found = {way(table, columns, coefficients) % MODULUS for way in (fingerprints._by_definition, fingerprints._by_product)}
+    found = {
+        way(table, columns, coefficients) % MODULUS for way in (fingerprints._sum_by_definition, fingerprints._sum_by_matmul)
+    }
     assert len(found) == 1
 
 
@@ -73,9 +75,9 @@ def test_shards_of_rows_and_columns_add_up(case: tuple[int, int, torch.dtype, in
         for i, j in ((0, top), (top, rows))
         for k, m in ((0, left), (left, columns))
     ]
-    assert combine(parts) == fingerprint(tensor)
+    assert combine_fingerprints(parts) == fingerprint(tensor)
     copies = [fingerprint(tensor[:top].clone()), fingerprint(tensor[top:].clone(), rows=top)]
-    assert combine(copies) == fingerprint(tensor)
+    assert combine_fingerprints(copies) == fingerprint(tensor)
 
 
 @given(cases, st.data())
@@ -126,14 +128,14 @@ def test_zeros_of_both_signs_differ_and_so_do_nans() -> None:
 
 def test_vectors_are_sharded_by_rows_like_the_matrix_they_belong_to() -> None:
     vector = bits((1000,), torch.bfloat16, 3)
-    assert combine(fingerprint(vector[i : i + 300], rows=i) for i in range(0, 1000, 300)) == fingerprint(vector)
+    assert combine_fingerprints(fingerprint(vector[i : i + 300], rows=i) for i in range(0, 1000, 300)) == fingerprint(vector)
 
 
 def test_a_cut_of_an_inner_dimension_adds_up_from_its_columns() -> None:
     experts = bits((4, 3, 10), torch.bfloat16, 5)
     parts = [fingerprint(experts[:, a, lo:hi], columns=a * 10 + lo) for a in range(3) for lo, hi in ((0, 4), (4, 10))]
-    assert combine(parts) == fingerprint(experts)
-    assert combine(fingerprint(experts[e : e + 1], rows=e) for e in range(4)) == fingerprint(experts)
+    assert combine_fingerprints(parts) == fingerprint(experts)
+    assert combine_fingerprints(fingerprint(experts[e : e + 1], rows=e) for e in range(4)) == fingerprint(experts)
 
 
 def test_how_the_memory_is_laid_out_does_not_matter() -> None:
@@ -149,10 +151,12 @@ def test_how_the_memory_is_laid_out_does_not_matter() -> None:
 
 def test_rows_wider_than_one_product_and_more_rows_than_one_chunk() -> None:
     wide = bits((2, 150_001), torch.bfloat16, 2)
-    assert fingerprint(wide) == combine((fingerprint(wide[:, :100_000]), fingerprint(wide[:, 100_000:], columns=100_000)))
+    assert fingerprint(wide) == combine_fingerprints(
+        (fingerprint(wide[:, :100_000]), fingerprint(wide[:, 100_000:], columns=100_000))
+    )
     tall = bits((9000, 40), torch.float32, 2)
-    assert fingerprint(tall) == combine((fingerprint(tall[:1]), fingerprint(tall[1:], rows=1)))
-    extreme = torch.full((1, fingerprints._WIDEST), -128, dtype=torch.int8)  # the largest sums there are
+    assert fingerprint(tall) == combine_fingerprints((fingerprint(tall[:1]), fingerprint(tall[1:], rows=1)))
+    extreme = torch.full((1, fingerprints._MAX_COLUMNS), -128, dtype=torch.int8)  # the largest sums there are
     assert fingerprint(extreme) == by_hand(extreme)
 
 
@@ -165,7 +169,7 @@ def test_any_shape_and_dtype_has_one(value: Tensor) -> None:
 
 
 def test_nothing_has_the_fingerprint_zero() -> None:
-    assert fingerprint(torch.zeros(0, 5)) == fingerprint(torch.zeros(5, 0)) == combine([]) == 0
+    assert fingerprint(torch.zeros(0, 5)) == fingerprint(torch.zeros(5, 0)) == combine_fingerprints([]) == 0
 
 
 def test_numbers_stay_what_they_are_from_version_to_version() -> None:

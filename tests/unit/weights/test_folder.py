@@ -16,7 +16,17 @@ import torch
 from strop.weights import folder
 from strop.weights.base import TransportError
 from strop.weights.folder import FolderSender
-from support.transports import CPU, Failure, child, manifests, model, receive_on_demand, received, send_once, sent
+from support.transports import (
+    CPU,
+    Failure,
+    expected_fingerprints,
+    make_manifest,
+    make_tensors,
+    receive_fingerprints,
+    receive_on_demand,
+    send_once,
+    spawn_child,
+)
 
 SMALL = 64 << 10
 
@@ -31,15 +41,15 @@ def in_thread(function: functools.partial[object]) -> tuple[threading.Thread, li
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | None, tmp_path: Path) -> None:
     sender = FolderSender(tmp_path / "sync", 2, file_size=SMALL, timeout=60)
-    manifest = manifests(dtype)
+    manifest = make_manifest(dtype)
     receivers = [sender.address.connect(index, CPU) for index in range(2)]
     for seed in range(3):
-        tensors = model(seed)
-        runs = [in_thread(functools.partial(received, receiver, manifest)) for receiver in receivers]
+        tensors = make_tensors(seed)
+        runs = [in_thread(functools.partial(receive_fingerprints, receiver, manifest)) for receiver in receivers]
         sender.send(manifest, tensors)
         for thread, found in runs:
             thread.join(20)
-            assert found == [sent(tensors, manifest)]
+            assert found == [expected_fingerprints(tensors, manifest)]
         assert [path.name for path in sender.channel.iterdir()] == ["owner.json"]
     sender.close()
     assert list((tmp_path / "sync").iterdir()) == []
@@ -47,10 +57,10 @@ def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | No
 
 def test_a_sender_that_was_killed_is_noticed_and_the_next_one_cleans_up(tmp_path: Path) -> None:
     make = functools.partial(FolderSender, tmp_path, 1, file_size=SMALL, timeout=30.0)
-    manifest = manifests()
+    manifest = make_manifest()
     with ExitStack() as stack:
-        first = stack.enter_context(child(send_once, make, manifest, 1, "layers.9.weight"))
-        receiver = stack.enter_context(child(receive_on_demand, first.answer(), 0))
+        first = stack.enter_context(spawn_child(send_once, make, manifest, 1, "layers.9.weight"))
+        receiver = stack.enter_context(spawn_child(receive_on_demand, first.answer(), 0))
         assert receiver.answer() == "connected"
         receiver.pipe.send(manifest)
         assert first.answer() == "stopped"
@@ -61,10 +71,10 @@ def test_a_sender_that_was_killed_is_noticed_and_the_next_one_cleans_up(tmp_path
         (left,) = tmp_path.iterdir()
         second = make()
         assert not left.exists()
-        thread, found = in_thread(functools.partial(received, second.address.connect(0, CPU), manifest))
-        second.send(manifest, model(2))
+        thread, found = in_thread(functools.partial(receive_fingerprints, second.address.connect(0, CPU), manifest))
+        second.send(manifest, make_tensors(2))
         thread.join(20)
-        assert found == [sent(model(2), manifest)]
+        assert found == [expected_fingerprints(make_tensors(2), manifest)]
 
 
 def test_the_folder_of_a_sender_elsewhere_is_left_alone(tmp_path: Path) -> None:
@@ -76,35 +86,35 @@ def test_the_folder_of_a_sender_elsewhere_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_publish_that_was_given_up_is_not_taken_for_the_next(tmp_path: Path) -> None:
     sender = FolderSender(tmp_path, 1, file_size=SMALL, timeout=20)
-    manifest = manifests()
+    manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from model(1)[:12]
+        yield from make_tensors(1)[:12]
         raise ArithmeticError("the learner broke")
 
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
     with pytest.raises(ArithmeticError):
         sender.send(manifest, failing())
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "aborted publish 1: ArithmeticError: the learner broke" in found[0].text
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
-    sender.send(manifest, model(3))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    sender.send(manifest, make_tensors(3))
     thread.join(20)
-    assert found == [sent(model(3), manifest)]
+    assert found == [expected_fingerprints(make_tensors(3), manifest)]
 
 
 def test_who_does_not_come_in_time_is_named(tmp_path: Path) -> None:
     sender = FolderSender(tmp_path, 2, timeout=0.2)
     with pytest.raises(TransportError, match=r"receiver 0, 1 of 2 did not read .* within 0.2 s"):
-        sender.send(manifests(), model(0))
+        sender.send(make_manifest(), make_tensors(0))
     receiver = sender.address.connect(1, CPU)
     with pytest.raises(TransportError, match=r"did not publish anything within 0\.2 s"):
-        list(receiver.receive(manifests()))
+        list(receiver.receive(make_manifest()))
     sender.close()
     with pytest.raises(TransportError, match="went away"):
-        list(receiver.receive(manifests()))
+        list(receiver.receive(make_manifest()))
     with pytest.raises(TransportError, match="no sender's folder"):
         sender.address.connect(0, CPU)
 
@@ -112,20 +122,20 @@ def test_who_does_not_come_in_time_is_named(tmp_path: Path) -> None:
 def test_other_manifests_and_indexes_are_refused(tmp_path: Path) -> None:
     sender = FolderSender(tmp_path, 1, timeout=20)
     receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(received, receiver, manifests(None)))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest(None)))
     with pytest.raises(TransportError, match="receiver 0: its manifest is not that of"):
-        sender.send(manifests(), model(1))
+        sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
     assert "its manifest is not that of" in found[0].text
-    thread, found = in_thread(functools.partial(next, receiver.receive(manifests())))
+    thread, found = in_thread(functools.partial(next, receiver.receive(make_manifest())))
     with pytest.raises(TransportError, match="receiver 0: its reader stopped"):
-        sender.send(manifests(), model(1))
+        sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
-    thread, found = in_thread(functools.partial(received, receiver, manifests()))
-    sender.send(manifests(), model(2))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest()))
+    sender.send(make_manifest(), make_tensors(2))
     thread.join(20)
-    assert found == [sent(model(2), manifests())]
+    assert found == [expected_fingerprints(make_tensors(2), make_manifest())]
     with pytest.raises(ValueError, match="receiver 1 of 1"):
         sender.address.connect(1, CPU)
     with pytest.raises(ValueError, match="found 0 receivers"):
@@ -141,8 +151,8 @@ def test_a_file_that_is_not_whole_is_no_publish(tmp_path: Path, monkeypatch: pyt
         path.write_bytes(path.read_bytes()[:-100])
 
     monkeypatch.setattr(folder, "_write_file", cut_short)
-    thread, found = in_thread(functools.partial(received, sender.address.connect(0, CPU), manifests()))
+    thread, found = in_thread(functools.partial(receive_fingerprints, sender.address.connect(0, CPU), make_manifest()))
     with pytest.raises(TransportError, match=r"receiver 0: .* cannot be read"):
-        sender.send(manifests(), model(1))
+        sender.send(make_manifest(), make_tensors(1))
     thread.join(20)
     assert isinstance(found[0], Failure)

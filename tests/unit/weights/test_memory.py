@@ -22,10 +22,21 @@ from hypothesis import strategies as st
 
 from strop.weights.base import Manifest, TransportError
 from strop.weights.fingerprints import fingerprint
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import build_manifest
 from strop.weights.memory import MemorySender
-from strop.weights.ring import Ring
-from support.transports import CPU, Failure, child, manifests, model, open_files, receive_on_demand, received, send_once, sent
+from strop.weights.ring import RingBuffer
+from support.transports import (
+    CPU,
+    Failure,
+    expected_fingerprints,
+    make_manifest,
+    make_tensors,
+    open_files,
+    receive_fingerprints,
+    receive_on_demand,
+    send_once,
+    spawn_child,
+)
 
 SMALL = 64 << 10  # bytes of a bucket: many of them, and tensors larger than one
 
@@ -47,33 +58,33 @@ def in_thread(function: functools.partial[object]) -> tuple[threading.Thread, li
 @given(st.lists(st.integers(0, 50), max_size=60), st.data())
 @settings(deadline=None)
 def test_places_in_the_ring_never_overlap(sizes: list[int], data: st.DataObject) -> None:
-    ring = Ring(100)
+    ring = RingBuffer(100)
     for size in sizes:
-        while (start := ring.place(size)) is None:
+        while (start := ring.allocate(size)) is None:
             assert ring.used, "an empty ring holds anything that fits"
-            ring.free()
+            ring.free_oldest()
         assert start + size <= 100
         held = [(span.start, span.end) for span in ring.used if span.size]
         assert all(a_end <= b or b_end <= a for i, (a, a_end) in enumerate(held) for b, b_end in held[i + 1 :])
         if ring.used and data.draw(st.booleans()):
-            ring.free()
+            ring.free_oldest()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | None) -> None:
     sender = MemorySender(2, bucket_size=SMALL, slots=3, timeout=60)
-    manifest = manifests(dtype)
+    manifest = make_manifest(dtype)
     with ExitStack() as stack:
-        children = [stack.enter_context(child(receive_on_demand, sender.address, index)) for index in range(2)]
+        children = [stack.enter_context(spawn_child(receive_on_demand, sender.address, index)) for index in range(2)]
         for seed in range(3):
-            tensors = model(seed)
+            tensors = make_tensors(seed)
             for each in children:
                 each.pipe.send(manifest)
             sender.send(manifest, tensors)
             for each in children:
                 if seed == 0:
                     assert each.answer() == "connected"
-                assert each.answer() == sent(tensors, manifest)
+                assert each.answer() == expected_fingerprints(tensors, manifest)
     assert [each.process.exitcode for each in children] == [0, 0]
     sender.close()
 
@@ -81,7 +92,7 @@ def test_several_receivers_get_every_publish_bit_for_bit(dtype: torch.dtype | No
 def test_receivers_read_where_the_sender_wrote(sender: MemorySender) -> None:
     """Zero copies: what is written into a yielded tensor is in the sender's memory."""
     tensors = [("a", torch.ones(4))]
-    manifest = manifest_of(tensors, None)
+    manifest = build_manifest(tensors, None)
     receiver = sender.address.connect(0, CPU)
     thread, _ = in_thread(functools.partial(sender.send, manifest, tensors))
     for _, tensor in receiver.receive(manifest):
@@ -93,19 +104,19 @@ def test_receivers_read_where_the_sender_wrote(sender: MemorySender) -> None:
 
 def test_a_model_smaller_than_the_ring_has_no_larger_segment(sender: MemorySender) -> None:
     for tensors in ([("a", torch.ones(40))], [("a", torch.ones(40)), ("b", torch.ones(SMALL))]):  # and it grows when it has to
-        manifest = manifest_of(tensors, None)
+        manifest = build_manifest(tensors, None)
         receiver = sender.address.connect(0, CPU)
-        thread, found = in_thread(functools.partial(received, receiver, manifest))
+        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
         sender.send(manifest, tensors)
         thread.join(20)
-        assert found == [sent(tensors, manifest)]
+        assert found == [expected_fingerprints(tensors, manifest)]
         assert sender._memory is not None
         assert sender._memory.numel() == 256 * len(tensors) + (4 * SMALL - 256 if len(tensors) == 2 else 0)
 
 
 def test_a_receiver_needs_no_engine_and_no_models(sender: MemorySender) -> None:
     """And leaves no warning of a resource tracker behind."""
-    manifest = manifests()
+    manifest = make_manifest()
     code = (
         "import sys, pickle, torch\n"
         "address, manifest = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
@@ -117,20 +128,20 @@ def test_a_receiver_needs_no_engine_and_no_models(sender: MemorySender) -> None:
     )
     argument = pickle.dumps((sender.address, manifest)).hex()
     process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    sender.send(manifest, model(4))
+    sender.send(manifest, make_tensors(4))
     output, errors = process.communicate(timeout=60)
-    assert output.split("\n")[:2] == [str(sum(sent(model(4), manifest).values())), "[]"]
+    assert output.split("\n")[:2] == [str(sum(expected_fingerprints(make_tensors(4), manifest).values())), "[]"]
     assert errors == ""
 
 
 def test_nothing_is_left_of_a_sender_that_was_killed_and_a_new_one_works() -> None:
     make = functools.partial(MemorySender, 2, bucket_size=SMALL, slots=2, timeout=30.0)
-    manifest = manifests()
+    manifest = make_manifest()
     before = set(os.listdir("/dev/shm"))
     with ExitStack() as stack:
-        first = stack.enter_context(child(send_once, make, manifest, 1, "layers.9.weight"))
+        first = stack.enter_context(spawn_child(send_once, make, manifest, 1, "layers.9.weight"))
         address = first.answer()
-        children = [stack.enter_context(child(receive_on_demand, address, index)) for index in range(2)]
+        children = [stack.enter_context(spawn_child(receive_on_demand, address, index)) for index in range(2)]
         for each in children:
             assert each.answer() == "connected"
             each.pipe.send(manifest)
@@ -144,13 +155,15 @@ def test_nothing_is_left_of_a_sender_that_was_killed_and_a_new_one_works() -> No
         assert set(os.listdir("/dev/shm")) <= before
         with pytest.raises(TransportError, match="no sender"):
             address.connect(0, CPU)
-        second = stack.enter_context(child(send_once, make, manifest, 2, ""))
+        second = stack.enter_context(spawn_child(send_once, make, manifest, 2, ""))
         address = second.answer()
-        threads = [in_thread(functools.partial(received, address.connect(index, CPU), manifest)) for index in range(2)]
+        threads = [
+            in_thread(functools.partial(receive_fingerprints, address.connect(index, CPU), manifest)) for index in range(2)
+        ]
         assert second.answer() == "sent"
         for thread, found in threads:
             thread.join(20)
-            assert found == [sent(model(2), manifest)]
+            assert found == [expected_fingerprints(make_tensors(2), manifest)]
 
 
 def fork_and_hang(pipe: Connection, make: Callable[[], MemorySender], manifest: Manifest) -> None:
@@ -170,10 +183,10 @@ def fork_and_hang(pipe: Connection, make: Callable[[], MemorySender], manifest: 
 
 
 def test_a_sender_that_was_killed_is_noticed_though_a_fork_of_it_lives() -> None:
-    manifest = manifests()
-    with child(fork_and_hang, functools.partial(MemorySender, 1, timeout=60.0), manifest) as sender:
+    manifest = make_manifest()
+    with spawn_child(fork_and_hang, functools.partial(MemorySender, 1, timeout=60.0), manifest) as sender:
         receiver = sender.answer().connect(0, CPU)
-        thread, found = in_thread(functools.partial(received, receiver, manifest))
+        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
         fork = sender.answer()
         sender.kill()
         thread.join(15)
@@ -185,33 +198,33 @@ def test_a_sender_that_was_killed_is_noticed_though_a_fork_of_it_lives() -> None
 
 def test_a_receiver_that_was_killed_is_named_and_its_successor_is_served() -> None:
     sender = MemorySender(1, bucket_size=SMALL, slots=2, timeout=30.0)
-    manifest = manifests()
-    with child(receive_on_demand, sender.address, 0, 0.05) as slow:
+    manifest = make_manifest()
+    with spawn_child(receive_on_demand, sender.address, 0, 0.05) as slow:
         assert slow.answer() == "connected"
         slow.pipe.send(manifest)
         killer, _ = in_thread(functools.partial(lambda: (slow.answer(), slow.kill())))
         started = time.monotonic()
         with pytest.raises(TransportError, match=rf"receiver 0 \(process {slow.process.pid}\) went away"):
-            sender.send(manifest, model(1))
+            sender.send(manifest, make_tensors(1))
         killer.join(20)
         assert time.monotonic() - started < 15
     receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
-    sender.send(manifest, model(2))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    sender.send(manifest, make_tensors(2))
     thread.join(20)
-    assert found == [sent(model(2), manifest)]
+    assert found == [expected_fingerprints(make_tensors(2), manifest)]
     sender.close()
 
 
 def test_who_does_not_come_in_time_is_named() -> None:
     sender = MemorySender(3, timeout=0.3)
-    manifest = manifests()
+    manifest = make_manifest()
     receivers = [sender.address.connect(1, CPU)]
     with pytest.raises(TransportError, match=r"receivers 0, 2 of 3 did not connect within 0.3 s"):
-        sender.send(manifest, model(0))
+        sender.send(manifest, make_tensors(0))
     receivers += [sender.address.connect(index, CPU) for index in (0, 2)]
     with pytest.raises(TransportError, match=r"receivers 0, 1, 2 did not begin to receive within 0.3 s"):
-        sender.send(manifest, model(0))
+        sender.send(manifest, make_tensors(0))
     assert len(receivers) == 3
     sender.close()
 
@@ -220,40 +233,40 @@ def test_a_receiver_gives_up_when_nothing_comes() -> None:
     sender = MemorySender(1, timeout=0.3)
     receiver = sender.address.connect(0, CPU)
     with pytest.raises(TransportError, match=r"the sender .*did not begin to send within 0.3 s"):
-        list(receiver.receive(manifests()))
+        list(receiver.receive(make_manifest()))
     sender.close()
     with pytest.raises(TransportError, match="went away"):
-        list(receiver.receive(manifests()))
+        list(receiver.receive(make_manifest()))
 
 
 def test_a_publish_that_was_given_up_is_not_taken_for_the_next(sender: MemorySender) -> None:
-    manifest = manifests()
+    manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from model(1)[:12]
+        yield from make_tensors(1)[:12]
         raise ArithmeticError("the learner broke")
 
     for _ in range(2):
-        thread, found = in_thread(functools.partial(received, receiver, manifest))
+        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
         with pytest.raises(ArithmeticError):
             sender.send(manifest, failing())
         thread.join(20)
         (failure,) = found
         assert isinstance(failure, Failure)
         assert "ArithmeticError: the learner broke" in failure.text
-    sender.hub.timeout = 0.2
+    sender.server.timeout = 0.2
     with pytest.raises(TransportError):
-        sender.send(manifest, model(2))  # nobody receives: the receiver finds its beginning and its end later
-    sender.hub.timeout = 20
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
-    sender.send(manifest, model(3))
+        sender.send(manifest, make_tensors(2))  # nobody receives: the receiver finds its beginning and its end later
+    sender.server.timeout = 20
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    sender.send(manifest, make_tensors(3))
     thread.join(20)
-    assert found == [sent(model(3), manifest)]
+    assert found == [expected_fingerprints(make_tensors(3), manifest)]
 
 
 def test_a_reader_that_stops_ends_the_publish_and_not_the_channel(sender: MemorySender) -> None:
-    manifest = manifests()
+    manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
 
     def stop_early() -> str:
@@ -264,26 +277,26 @@ def test_a_reader_that_stops_ends_the_publish_and_not_the_channel(sender: Memory
 
     thread, found = in_thread(functools.partial(stop_early))
     with pytest.raises(TransportError, match="receiver 0: its reader stopped"):
-        sender.send(manifest, model(1))
+        sender.send(manifest, make_tensors(1))
     thread.join(20)
     assert found == ["embed"]
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
-    sender.send(manifest, model(2))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+    sender.send(manifest, make_tensors(2))
     thread.join(20)
-    assert found == [sent(model(2), manifest)]
+    assert found == [expected_fingerprints(make_tensors(2), manifest)]
 
 
 def test_wrong_tensors_and_other_manifests_are_refused_on_both_sides(sender: MemorySender) -> None:
-    manifest = manifests()
+    manifest = make_manifest()
     receiver = sender.address.connect(0, CPU)
-    thread, found = in_thread(functools.partial(received, receiver, manifest))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
     with pytest.raises(ValueError, match="comes next"):
-        sender.send(manifest, model(1)[::-1])
+        sender.send(manifest, make_tensors(1)[::-1])
     thread.join(20)
     assert isinstance(found[0], Failure)
-    thread, found = in_thread(functools.partial(received, receiver, manifests(None)))
+    thread, found = in_thread(functools.partial(receive_fingerprints, receiver, make_manifest(None)))
     with pytest.raises(TransportError, match="receiver 0: its manifest is not the sender's"):
-        sender.send(manifest, model(1))
+        sender.send(manifest, make_tensors(1))
     thread.join(20)
     assert isinstance(found[0], Failure)
 
@@ -305,12 +318,12 @@ def test_a_channel_leaves_no_open_files() -> None:
     for _ in range(3):
         sender = MemorySender(1, bucket_size=SMALL, timeout=20)
         receiver = sender.address.connect(0, CPU)
-        manifest = manifests()
-        thread, found = in_thread(functools.partial(received, receiver, manifest))
-        sender.send(manifest, model(1))
+        manifest = make_manifest()
+        thread, found = in_thread(functools.partial(receive_fingerprints, receiver, manifest))
+        sender.send(manifest, make_tensors(1))
         thread.join(20)
         assert sum(found[0].values()) == sum(
-            fingerprint(t.to(e.dtype)) for (_, t), e in zip(model(1), manifest.entries, strict=True)
+            fingerprint(t.to(e.dtype)) for (_, t), e in zip(make_tensors(1), manifest.entries, strict=True)
         )  # type: ignore[attr-defined]
         receiver.close()
         sender.close()

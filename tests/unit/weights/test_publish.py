@@ -15,24 +15,24 @@ from torch import Tensor
 from strop.sampling import Sampling
 from strop.weights.base import (
     AdapterFiles,
-    Answer,
+    CanarySample,
     ChannelAddress,
     EngineDied,
-    Held,
+    LoadReceipt,
     Manifest,
-    Receipt,
     Receiver,
     Sender,
+    TensorFingerprint,
     TransportError,
 )
 from strop.weights.broadcast import BroadcastSender
-from strop.weights.export import local_exporter
+from strop.weights.export import make_local_exporter
 from strop.weights.fingerprints import fingerprint
 from strop.weights.folder import FolderSender
-from strop.weights.manifest import manifest_of
+from strop.weights.manifest import build_manifest
 from strop.weights.memory import MemorySender
-from strop.weights.proof import Canary, ProofFailed, ProofSchedule, prove_held
-from strop.weights.publish import PublishedWeights, PublishOptions
+from strop.weights.proof import Canary, VerificationFailed, VerificationSchedule, verify_fingerprints
+from strop.weights.publish import PublishOptions, WeightPublisher
 
 
 class PlainEngine:
@@ -75,7 +75,7 @@ class PlainEngine:
         self._enter("pause")
         self.open = False
 
-    async def load(self, manifest: Manifest, version: int) -> Receipt:
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self._enter("load")
         receiver = self._receiver
         assert receiver is not None
@@ -84,27 +84,27 @@ class PlainEngine:
         marks = {name: (fingerprint(tensor),) for name, tensor in arrived.items()}
         self.spoils(arrived)
         self.tensors, self.label = arrived, self.says(version)
-        return Receipt(version=self.label, received=marks, seconds=0.0)
+        return LoadReceipt(version=self.label, fingerprints=marks, seconds=0.0)
 
-    async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
         raise NotImplementedError
 
-    async def held(self) -> Mapping[str, tuple[Held, ...]]:
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
         self._enter("held")
         return {
-            name: (Held(fingerprint(tensor + 0.0), (0, len(tensor), 0, tensor[0].numel())),)
+            name: (TensorFingerprint(fingerprint(tensor + 0.0), (0, len(tensor), 0, tensor[0].numel())),)
             for name, tensor in self.tensors.items()
         }
 
-    async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         self._enter("ask")
-        return Answer(tokens=torch.tensor([1]), logprobs=torch.tensor([float(self.tensors["a"].sum())]), cached=0)
+        return CanarySample(tokens=torch.tensor([1]), logprobs=torch.tensor([float(self.tensors["a"].sum())]), cached=0)
 
-    async def forget_prefixes(self, *, running: bool) -> None:
+    async def reset_prefix_cache(self, *, running: bool) -> None:
         self._enter("forget")
 
-    async def unpause(self, version: int) -> None:
-        self._enter("unpause")
+    async def resume(self, version: int) -> None:
+        self._enter("resume")
         assert self.label == version
         self.open = True
 
@@ -126,7 +126,7 @@ class Learner:
         self.a += 1
         self.b *= 2
 
-    async def score(self, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> list[Tensor]:
+    async def score(self, prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
         return [torch.tensor([float(self.a.sum())]) for _ in answers]
 
 
@@ -136,13 +136,13 @@ def senders(folder: Path) -> dict[str, Callable[[int], Sender]]:
 
 def publisher(
     learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
-) -> PublishedWeights:
+) -> WeightPublisher:
     canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
-    settings = PublishOptions(**{"apart": True, "proof": ProofSchedule("always"), **options})  # type: ignore[arg-type]
-    exporter = local_exporter(
-        learner.weights, senders(folder)[transport], dtype=torch.float32, keep_copy=settings.learner_goes_on
+    settings = PublishOptions(**{"separate_devices": True, "proof": VerificationSchedule("always"), **options})  # type: ignore[arg-type]
+    exporter = make_local_exporter(
+        learner.weights, senders(folder)[transport], dtype=torch.float32, keep_snapshot=settings.async_training
     )
-    return PublishedWeights(exporter, engines, settings, canary=canary)
+    return WeightPublisher(exporter, engines, settings, canary=canary)
 
 
 def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_pat
 )
 def test_the_costly_questions_are_asked_when_they_are_due(tmp_path: Path, mode: str, asked: list[int]) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, proof=ProofSchedule(mode, 2))  # type: ignore[arg-type]
+    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule(mode, 2))  # type: ignore[arg-type]
     found = []
     for version in range(6):
         engine.calls.clear()
@@ -193,7 +193,7 @@ def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_r
     engine = PlainEngine()
     engine.spoils = fault
     weights = publisher(Learner(), [engine], tmp_path)
-    with pytest.raises(ProofFailed, match=named):
+    with pytest.raises(VerificationFailed, match=named):
         asyncio.run(weights.publish(0))
     assert not engine.open and weights.version == -1
     asyncio.run(weights.close())
@@ -201,15 +201,15 @@ def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_r
 
 def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(tmp_path: Path) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, proof=ProofSchedule("first"))
+    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule("first"))
     asyncio.run(weights.publish(0))
     engine.says = lambda version: version - 1
-    with pytest.raises(ProofFailed, match="version 1, but reports that it holds version 0"):
+    with pytest.raises(VerificationFailed, match="version 1, but reports that it holds version 0"):
         asyncio.run(weights.publish(1))
     asyncio.run(weights.close())
 
 
-@pytest.mark.parametrize("call", ["pause", "connect", "load", "held", "ask", "unpause"])
+@pytest.mark.parametrize("call", ["pause", "connect", "load", "held", "ask", "resume"])
 def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publish_ends(tmp_path: Path, call: str) -> None:
     learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
     weights = publisher(learner, engines, tmp_path)
@@ -239,7 +239,7 @@ def test_a_sender_that_is_closed_by_another_thread_ends_its_publish(tmp_path: Pa
     receiver = sender.address.connect(0, torch.device("cpu"))  # and reads nothing
     tensors = Learner().weights()
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, manifest_of(tensors, torch.float32), tensors)
+        sending = pool.submit(sender.send, build_manifest(tensors, torch.float32), tensors)
         time.sleep(0.3)
         sender.close()
         with pytest.raises(TransportError, match="closed"):
@@ -256,18 +256,18 @@ def test_an_engine_that_dies_every_time_ends_the_run(tmp_path: Path) -> None:
     asyncio.run(weights.close())
 
 
-@pytest.mark.parametrize("learner_goes_on", [True, False])
+@pytest.mark.parametrize("async_training", [True, False])
 def test_an_engine_that_is_revived_gets_the_weights_of_the_last_publish_wherever_the_learner_is_by_then(
-    tmp_path: Path, learner_goes_on: bool
+    tmp_path: Path, async_training: bool
 ) -> None:
     learner, engine = Learner(), PlainEngine()
-    weights = publisher(learner, [engine], tmp_path, learner_goes_on=learner_goes_on)
+    weights = publisher(learner, [engine], tmp_path, async_training=async_training)
     asyncio.run(weights.publish(5))
     published = learner.b.clone()
-    if learner_goes_on:
+    if async_training:
         learner.train()
     engine.alive = False
-    asyncio.run(weights.revive(engine))
+    asyncio.run(weights.restart_engine(engine))
     assert engine.open and engine.label == 5 and torch.equal(engine.tensors["b"], published)
     asyncio.run(weights.close())
 
@@ -277,23 +277,23 @@ def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_sa
     weights = publisher(Learner(), [engine], tmp_path)
     asyncio.run(weights.publish(0))
     engine.alive, engine.spoils = False, _swap
-    with pytest.raises(ProofFailed):
-        asyncio.run(weights.revive(engine))
+    with pytest.raises(VerificationFailed):
+        asyncio.run(weights.restart_engine(engine))
     assert not engine.alive
-    with pytest.raises(ProofFailed):
+    with pytest.raises(VerificationFailed):
         asyncio.run(weights.publish(1))
     asyncio.run(weights.close())
 
 
 def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_are_sent_weights(tmp_path: Path) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, apart=False)
+    weights = publisher(Learner(), [engine], tmp_path, separate_devices=False)
     asyncio.run(weights.publish(0))
     engine.calls.clear()
-    asyncio.run(weights.lend_to_learner())
+    asyncio.run(weights.yield_device())
     asyncio.run(weights.publish(1))
-    assert [call for call in engine.calls if call in ("pause", "sleep", "wake", "load", "unpause")] == [
-        "pause", "sleep", "pause", "wake", "load", "unpause",
+    assert [call for call in engine.calls if call in ("pause", "sleep", "wake", "load", "resume")] == [
+        "pause", "sleep", "pause", "wake", "load", "resume",
     ]  # fmt: skip
     asyncio.run(weights.close())
 
@@ -301,10 +301,10 @@ def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_ar
 @pytest.mark.parametrize("call", ["pause", "sleep"])
 def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next_publish(tmp_path: Path, call: str) -> None:
     engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(Learner(), engines, tmp_path, apart=False)
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
     asyncio.run(weights.publish(0))
     engines[0].dies_in = [call]
-    asyncio.run(weights.lend_to_learner())
+    asyncio.run(weights.yield_device())
     assert "sleep" in engines[1].calls and not engines[0].alive
     asyncio.run(weights.publish(1))
     assert all(engine.alive and engine.open and engine.label == 1 for engine in engines)
@@ -313,9 +313,9 @@ def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next
 
 def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
     engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
-    weights = publisher(Learner(), engines, tmp_path, apart=False)
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
     asyncio.run(weights.publish(0))
-    asyncio.run(weights.lend_to_learner())
+    asyncio.run(weights.yield_device())
     engines[0].dies_in = ["wake"]
     engines[1].calls.clear()
     asyncio.run(weights.publish(1))
@@ -324,8 +324,8 @@ def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) 
 
 
 def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:
-    held = {"a": (Held(1, (0, 2, 0, 2)), Held(3, (0, 2, 0, 2)))}
-    with pytest.raises(ProofFailed, match="its processes differ"):
-        prove_held("engine 0", {"a": 1}, {}, held)
-    shards = {"a": (Held(1, (0, 1, 0, 2)), Held(3, (1, 1, 0, 2)), Held(3, (1, 1, 0, 2)))}
-    assert prove_held("engine 0", {"a": 4, "b": 9}, {}, shards).unread == ("b",)
+    held = {"a": (TensorFingerprint(1, (0, 2, 0, 2)), TensorFingerprint(3, (0, 2, 0, 2)))}
+    with pytest.raises(VerificationFailed, match="its processes differ"):
+        verify_fingerprints("engine 0", {"a": 1}, {}, held)
+    shards = {"a": (TensorFingerprint(1, (0, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)))}
+    assert verify_fingerprints("engine 0", {"a": 4, "b": 9}, {}, shards).unread == ("b",)

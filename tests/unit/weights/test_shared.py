@@ -3,15 +3,15 @@
 import asyncio
 
 from loop.fakes import FakeGenerator
-from strop.weights.shared import SharedWeights
+from strop.weights.shared import InProcessWeights
 
 
 def test_every_generator_is_drained_and_resumed_with_the_new_version():
     generators = [FakeGenerator(None), FakeGenerator(None)]
-    weights = SharedWeights(generators)
+    weights = InProcessWeights(generators)
 
     async def step():
-        await weights.lend_to_learner()
+        await weights.yield_device()
         before = [list(generator.events) for generator in generators]
         return before, await weights.publish(4)
 

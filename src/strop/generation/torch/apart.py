@@ -19,19 +19,28 @@ from torch import Tensor
 
 from strop.generation.base import Completion
 from strop.generation.torch.engine import TorchEngine
-from strop.generation.torch.runner import Prompt
-from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, load_adapters, low_rank_layers
+from strop.generation.torch.runner import SlotPrompt
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, load_adapters, lora_layers
 from strop.sampling import Sampling
-from strop.weights.adapters import LowRankSource
-from strop.weights.base import AdapterFiles, Answer, ChannelAddress, EngineDied, Held, Manifest, Receipt, Receiver
-from strop.weights.fingerprints import fingerprint, positive_zeros
+from strop.weights.adapters import LocalAdapterSource
+from strop.weights.base import (
+    AdapterFiles,
+    CanarySample,
+    ChannelAddress,
+    EngineDied,
+    LoadReceipt,
+    Manifest,
+    Receiver,
+    TensorFingerprint,
+)
+from strop.weights.fingerprints import fingerprint, normalize_zeros
 
 T = TypeVar("T")
 
 NO_VERSION = -1
 
 
-class ApartEngine:
+class StandaloneTorchEngine:
     """An ``Engine`` in the calling process. It starts without weights, so requests wait until the first ``resume``.
 
     Running requests may be suspended while weights change (``keep_running``). They continue with the keys and values they have, or
@@ -47,11 +56,11 @@ class ApartEngine:
         self.make_engine = make_engine
         self.dtype = dtype
         self.version = NO_VERSION
-        self._loaded = NO_VERSION  # version of the weights in the module
-        self._open = asyncio.Event()
+        self._loaded_version = NO_VERSION  # version of the weights in the module
+        self._resumed = asyncio.Event()
         self._engine: TorchEngine | None = None
         self._receiver: Receiver | None = None
-        self._sent: dict[str, torch.dtype] = {}  # tensor name -> data type that it was sent in
+        self._sent_dtypes: dict[str, torch.dtype] = {}  # tensor name -> data type that it was sent in
 
     # --- starting and ending ----------------------------------------------------------------------------------------------
 
@@ -60,8 +69,8 @@ class ApartEngine:
         self._engine = await asyncio.to_thread(self.make_engine)
 
     async def close(self) -> None:
-        self._open.clear()
-        self.version = self._loaded = NO_VERSION
+        self._resumed.clear()
+        self.version = self._loaded_version = NO_VERSION
         self._disconnect()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -73,7 +82,7 @@ class ApartEngine:
     def alive(self) -> bool:
         return self._engine is not None and self._engine.failure is None
 
-    def _living(self) -> TorchEngine:
+    def _require_alive(self) -> TorchEngine:
         if self._engine is None:
             raise EngineDied(f"{self.name} is not started")
         if (failure := self._engine.failure) is not None:
@@ -83,17 +92,17 @@ class ApartEngine:
     # --- sampling ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        await self._open.wait()
-        engine = self._living()
-        return await self._answer(engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session))
+        await self._resumed.wait()
+        engine = self._require_alive()
+        return await self._await_engine(engine, engine.generate(prompt, sampling=sampling, seed=seed, session=session))
 
-    async def ask(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Answer:
-        engine = self._living()
-        cached = len(prompt) - engine.runner.unread(Prompt(0, tuple(prompt)))
-        found = await self._answer(engine, engine.answer_ahead(prompt, sampling=sampling, seed=seed))
-        return Answer(tokens=found.tokens, logprobs=found.logprobs, cached=cached, kept=found.kept)
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        engine = self._require_alive()
+        cached = len(prompt) - engine.runner.count_unread(SlotPrompt(0, tuple(prompt)))
+        found = await self._await_engine(engine, engine.generate_with_priority(prompt, sampling=sampling, seed=seed))
+        return CanarySample(tokens=found.tokens, logprobs=found.logprobs, cached=cached, kept=found.kept)
 
-    async def _answer(self, engine: TorchEngine, answer: Awaitable[T]) -> T:
+    async def _await_engine(self, engine: TorchEngine, answer: Awaitable[T]) -> T:
         """Await a completion. Raises EngineDied if the engine failed: an error in a step is not the fault of one request."""
         try:
             return await answer
@@ -106,7 +115,7 @@ class ApartEngine:
 
     async def connect(self, address: ChannelAddress, first: int) -> None:
         self._disconnect()
-        self._receiver = await asyncio.to_thread(address.connect, first, self._living().runner.network.device)
+        self._receiver = await asyncio.to_thread(address.connect, first, self._require_alive().runner.network.device)
 
     def _disconnect(self) -> None:
         receiver, self._receiver = self._receiver, None
@@ -114,22 +123,22 @@ class ApartEngine:
             receiver.close()
 
     async def pause(self, *, keep_running: bool) -> None:
-        self._open.clear()
+        self._resumed.clear()
         if keep_running:
-            self._living().freeze()
+            self._require_alive().freeze()
         else:
-            await self._living().drain()
-            self._living()  # a failure of the engine ends the wait too
+            await self._require_alive().drain()
+            self._require_alive()  # a failure of the engine ends the wait too
 
-    async def load(self, manifest: Manifest, version: int) -> Receipt:
-        engine = self._living()
-        self.version = self._loaded = NO_VERSION
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
+        engine = self._require_alive()
+        self.version = self._loaded_version = NO_VERSION
         started = time.perf_counter()
         marks = await asyncio.to_thread(self._receive, engine, manifest)
-        await asyncio.to_thread(engine.take_up, version)
-        self._sent = {entry.name: entry.dtype for entry in manifest.entries}
-        self._loaded = version
-        return Receipt(version=version, received=marks, seconds=time.perf_counter() - started)
+        await asyncio.to_thread(engine.activate_version, version)
+        self._sent_dtypes = {entry.name: entry.dtype for entry in manifest.entries}
+        self._loaded_version = version
+        return LoadReceipt(version=version, fingerprints=marks, seconds=time.perf_counter() - started)
 
     @torch.no_grad()
     def _receive(self, engine: TorchEngine, manifest: Manifest) -> dict[str, tuple[int, ...]]:
@@ -137,7 +146,7 @@ class ApartEngine:
         if self._receiver is None:
             raise RuntimeError(f"{self.name}: no channel is connected")
         own = dict(base_weights(engine.runner.network.model))
-        self._refuse_others(manifest, own)
+        self._check_manifest(manifest, own)
         marks: dict[str, tuple[int, ...]] = {}
         for name, tensor in self._receiver.receive(manifest):
             marks[name] = (fingerprint(tensor),)
@@ -146,7 +155,7 @@ class ApartEngine:
             raise RuntimeError(f"{self.name}: the publish ended without {', '.join(sorted(missing)[:3])}")
         return marks
 
-    def _refuse_others(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
+    def _check_manifest(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
         """Raises RuntimeError if the manifest is not that of this model, or would leave some of its weights unset."""
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         for entry in manifest.entries:
@@ -162,61 +171,61 @@ class ApartEngine:
                 "build its model from the learner's configuration, where they may be tied (tie_word_embeddings)"
             )
 
-    async def load_adapter(self, adapter: AdapterFiles, version: int) -> Receipt:
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
         """Load into the adapters of the same configuration that ``make_engine`` added. Raises RuntimeError if the model has none."""
-        engine = self._living()
+        engine = self._require_alive()
         model = engine.runner.network.model
-        if not low_rank_layers(model):
+        if not lora_layers(model):
             raise RuntimeError(
                 f"{self.name} is sent adapters, but its model has none: build it with the learner's dtensor_cfg.lora_cfg"
             )
-        self.version = self._loaded = NO_VERSION
+        self.version = self._loaded_version = NO_VERSION
         started = time.perf_counter()
-        await asyncio.to_thread(_fill_adapters, model, adapter)
-        await asyncio.to_thread(engine.take_up, version)
-        received = {name: (mark,) for name, mark in LowRankSource(model).marks(self.dtype).items()}
-        self._loaded = version
-        return Receipt(version=version, received=received, seconds=time.perf_counter() - started)
+        await asyncio.to_thread(_load_adapter_files, model, adapter)
+        await asyncio.to_thread(engine.activate_version, version)
+        received = {name: (mark,) for name, mark in LocalAdapterSource(model).fingerprints(self.dtype).items()}
+        self._loaded_version = version
+        return LoadReceipt(version=version, fingerprints=received, seconds=time.perf_counter() - started)
 
-    async def held(self) -> Mapping[str, tuple[Held, ...]]:
-        return await asyncio.to_thread(self._held, self._living())
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
+        return await asyncio.to_thread(self._read_back, self._require_alive())
 
     @torch.no_grad()
-    def _held(self, engine: TorchEngine) -> dict[str, tuple[Held, ...]]:
+    def _read_back(self, engine: TorchEngine) -> dict[str, tuple[TensorFingerprint, ...]]:
         """Fingerprint the weights in the data types that they were sent in; those of the module may be wider."""
-        found: dict[str, tuple[Held, ...]] = {}
-        for name, tensor in engine.runner.weights():
-            sent = self._sent.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
+        found: dict[str, tuple[TensorFingerprint, ...]] = {}
+        for name, tensor in engine.runner.named_weights():
+            sent = self._sent_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
             rows = tensor.shape[0] if tensor.dim() else 1
             region = (0, rows, 0, tensor.numel() // max(rows, 1))
-            found[name] = (Held(fingerprint(positive_zeros(tensor.to(sent))), region),)
+            found[name] = (TensorFingerprint(fingerprint(normalize_zeros(tensor.to(sent))), region),)
         return found
 
-    async def unpause(self, version: int) -> None:
-        engine = self._living()
-        if self._loaded != version:
+    async def resume(self, version: int) -> None:
+        engine = self._require_alive()
+        if self._loaded_version != version:
             raise RuntimeError(
-                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded}"
+                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded_version}"
             )
-        engine.go_on()
+        engine.resume_requests()
         self.version = version
-        self._open.set()
+        self._resumed.set()
 
-    async def forget_prefixes(self, *, running: bool) -> None:
-        engine = self._living()
-        engine.runner.forget_prefixes()
+    async def reset_prefix_cache(self, *, running: bool) -> None:
+        engine = self._require_alive()
+        engine.runner.reset_prefix_cache()
         if running:
-            engine.read_again()
-            engine.runner.forget_prefixes()
+            engine.recompute_running()
+            engine.runner.reset_prefix_cache()
 
     async def sleep(self) -> None:
         """Free cached prefixes and unused allocator memory. Weights and the key-value cache of the slots stay."""
-        self._living().runner.forget_prefixes()
-        if self._living().runner.network.device.type == "cuda":
+        self._require_alive().runner.reset_prefix_cache()
+        if self._require_alive().runner.network.device.type == "cuda":
             torch.cuda.empty_cache()
 
     async def wake(self) -> None:
-        self._living()
+        self._require_alive()
 
     def counters(self) -> Mapping[str, float]:
         if self._engine is None:
@@ -225,12 +234,12 @@ class ApartEngine:
         return {
             "prompt_tokens": float(done.prompt_tokens),
             "sampled_tokens": float(done.sampled_tokens),
-            "prefix_queries": float(done.asked_tokens),
-            "prefix_hits": float(done.asked_tokens - done.prompt_tokens),
+            "prefix_queries": float(done.queried_tokens),
+            "prefix_hits": float(done.queried_tokens - done.prompt_tokens),
         }
 
 
-def _fill_adapters(model: torch.nn.Module, adapter: AdapterFiles) -> None:
+def _load_adapter_files(model: torch.nn.Module, adapter: AdapterFiles) -> None:
     with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
         folder = Path(name)
         (folder / WEIGHTS_FILE).write_bytes(adapter.weights)

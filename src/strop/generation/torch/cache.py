@@ -37,7 +37,7 @@ class SlotCache:
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
-    def fill(self, slot: int, prefix: Prefix) -> None:
+    def write_prefix(self, slot: int, prefix: Prefix) -> None:
         self.keys[:, slot, :, : prefix.length] = prefix.keys
         self.values[:, slot, :, : prefix.length] = prefix.values
 
@@ -45,7 +45,7 @@ class SlotCache:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
-    def read(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
+    def read_prefix(self, slot: int, tokens: tuple[int, ...]) -> Prefix:
         """Return a copy of the slot's first ``len(tokens)`` positions."""
         length = len(tokens)
         return Prefix(tokens, self.keys[:, slot, :, :length].clone(), self.values[:, slot, :, :length].clone())
@@ -64,7 +64,7 @@ class Prefix:
     def length(self) -> int:
         return len(self.tokens)
 
-    def shorter(self) -> Prefix | None:
+    def drop_last(self) -> Prefix | None:
         """Return the prefix without its last token, which must then be read again for its logits. None if nothing is left."""
         if self.length < 2:
             return None
@@ -76,21 +76,21 @@ class PrefixStore:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.held = 0
+        self.num_tokens = 0
         self._entries: OrderedDict[str | tuple[int, ...], Prefix] = OrderedDict()
 
     def put(self, key: str | tuple[int, ...], prefix: Prefix) -> None:
         self.drop(key)
         if prefix.length > self.capacity:
             return
-        while self.held + prefix.length > self.capacity:
+        while self.num_tokens + prefix.length > self.capacity:
             self.drop(next(iter(self._entries)))
         self._entries[key] = prefix
-        self.held += prefix.length
+        self.num_tokens += prefix.length
 
     def drop(self, key: str | tuple[int, ...]) -> None:
         found = self._entries.pop(key, None)
-        self.held -= found.length if found is not None else 0
+        self.num_tokens -= found.length if found is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
         """Return the whole prompt if it is stored, else the part of it that this session has read, else None.
@@ -101,13 +101,13 @@ class PrefixStore:
             found = self._entries.get(key)
             if found is not None and tokens[: found.length] == found.tokens:
                 self._entries.move_to_end(key)
-                return found if found.logits is not None or found.length < len(tokens) else found.shorter()
+                return found if found.logits is not None or found.length < len(tokens) else found.drop_last()
         return None
 
     def clear(self) -> None:
         """Drop all prefixes, after the weights changed."""
         self._entries.clear()
-        self.held = 0
+        self.num_tokens = 0
 
 
 class PrefillPlan:
@@ -136,12 +136,12 @@ class PrefillPlan:
         if prefix is not None:
             keys = torch.cat([prefix.keys[spec.layer][None], keys], dim=2)
             values = torch.cat([prefix.values[spec.layer][None], values], dim=2)
-        spec = spec.binding(keys.shape[2])
+        spec = spec.drop_unused_window(keys.shape[2])
         causal = prefix is None and spec.window is None
         mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
         return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
 
-    def prefix(self, place: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
+    def build_prefix(self, place: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
         """Return the ``place``-th prompt as a prefix, its cached part included."""
         start = sum(self.lengths[:place])
         end = start + self.lengths[place]
@@ -176,7 +176,7 @@ class DecodePlan:
         dtype = keys.dtype
         keys[self.rows, :, self.positions] = key.to(dtype)
         values[self.rows, :, self.positions] = value.to(dtype)
-        spec = spec.binding(self.span)
+        spec = spec.drop_unused_window(self.span)
         count = len(self.rows)
         output = masked_attention(
             query.to(dtype)[:, :, None],

@@ -19,24 +19,24 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class SampledTokens:
     tokens: Tensor  # [B] int64
     logprobs: Tensor  # [B] float32, under the sampling distribution
     entropies: Tensor  # [B] float32; zeros unless ``Sampling.entropy``
     kept: dict[int, Tensor] = field(default_factory=dict)  # row -> [k] int32, ids it was sampled from, if recorded
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
+def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> SampledTokens:
     """Sample one token for each row of logits [B, V], each with its own options."""
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
-        return _draw(logits, samplings[0], numbers)
+        return _sample(logits, samplings[0], numbers)
     blank = partial(torch.zeros, len(logits), device=logits.device)
-    drawn = Drawn(blank(dtype=torch.int64), blank(dtype=torch.float32), blank(dtype=torch.float32))
+    drawn = SampledTokens(blank(dtype=torch.int64), blank(dtype=torch.float32), blank(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
         places = [row for row, own in enumerate(samplings) if own == sampling]
         rows = torch.tensor(places, device=logits.device)
-        part = _draw(logits[rows], sampling, numbers[rows])
+        part = _sample(logits[rows], sampling, numbers[rows])
         drawn.kept.update({places[row]: tokens for row, tokens in part.kept.items()})
         for whole, some in zip(
             (drawn.tokens, drawn.logprobs, drawn.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
@@ -45,11 +45,11 @@ def draw(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float
     return drawn
 
 
-def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledTokens:
     scaled = filtered_logits(logits, sampling)
     if sampling.greedy:
         zeros = torch.zeros(len(logits), device=logits.device)
-        return Drawn(scaled.argmax(-1), zeros, zeros)
+        return SampledTokens(scaled.argmax(-1), zeros, zeros)
     below_peak = scaled - scaled.max(-1, keepdim=True).values
     weights = torch.exp(below_peak)
     tokens, mass = _inverse_cdf(weights, uniforms)
@@ -58,10 +58,10 @@ def _draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     if sampling.entropy:
         finite = below_peak.masked_fill(below_peak == float("-inf"), 0.0)
         entropies = mass.log() - torch.linalg.vecdot(weights, finite) / mass
-    return Drawn(tokens, logprobs, entropies, _kept(scaled) if sampling.records else {})
+    return SampledTokens(tokens, logprobs, entropies, _kept_ids(scaled) if sampling.records_sampling_mask else {})
 
 
-def _kept(scaled: Tensor) -> dict[int, Tensor]:
+def _kept_ids(scaled: Tensor) -> dict[int, Tensor]:
     """Return the ids of each row [B, V] that the filters kept, by row, ascending, on the CPU."""
     row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(scaled)).tolist()
@@ -78,13 +78,13 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocabulary = weights.shape
     padded = F.pad(weights, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else weights
     blocks = padded.view(rows, -1, BLOCK)
-    block, wanted, total = _locate(blocks.sum(-1), uniforms)
+    block, wanted, total = _search_cdf(blocks.sum(-1), uniforms)
     inside = blocks[torch.arange(rows, device=weights.device), block]
-    place, _, _ = _locate(inside, None, wanted)
+    place, _, _ = _search_cdf(inside, None, wanted)
     return block * BLOCK + place, total
 
 
-def _locate(weights: Tensor, uniforms: Tensor | None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _search_cdf(weights: Tensor, uniforms: Tensor | None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return (index whose interval of the running sum contains the wanted mass, remainder inside that interval, total mass), each [B]."""
     running = weights.cumsum(-1)
     total = running[:, -1]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.torch.draw import draw
-from strop.generation.torch.runner import Prompt, Runner
-from strop.sampling import Sampling, pad_kept, uniform
+from strop.generation.torch.draw import sample_tokens
+from strop.generation.torch.runner import ModelRunner, SlotPrompt
+from strop.sampling import Sampling, pad_kept_tokens, uniform
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class _Request:
     session: str
     limit: int  # maximum number of new tokens
     done: asyncio.Future[Completion]
-    ahead: bool = False  # goes before the waiting requests, and starts even while they are paused
+    priority: bool = False  # goes before the waiting requests, and starts even while they are paused
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -45,10 +45,10 @@ class _Request:
 
 
 @dataclass
-class EngineCounters:
+class TokenCounters:
     """Cumulative token counts since the engine was created. Differences of two readings give rates."""
 
-    asked_tokens: int = 0  # prompt tokens of all requests
+    queried_tokens: int = 0  # prompt tokens of all requests
     prompt_tokens: int = 0  # prompt tokens that were computed; the others were cached
     sampled_tokens: int = 0
     decode_steps: int = 0
@@ -57,17 +57,17 @@ class EngineCounters:
 class TorchEngine:
     """The embedded generator. Serves requests in this process, on the event loop of the caller."""
 
-    def __init__(self, runner: Runner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096) -> None:
+    def __init__(self, runner: ModelRunner, tokenizer: Any, *, stop_ids: Sequence[int], prefill_tokens: int = 4096) -> None:
         """``stop_ids`` end every request; ``prefill_tokens`` limits the prompt tokens computed between two decoding steps."""
         self.runner = runner
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.prefill_tokens = prefill_tokens
         self.version = 0
-        self.counters = EngineCounters()
+        self.counters = TokenCounters()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
-        self._held = True  # no request starts; until the first publish
+        self._paused = True  # no request starts; until the first publish
         self._frozen = False  # running requests are suspended too
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -76,15 +76,15 @@ class TorchEngine:
         self._failure: BaseException | None = None
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        return await self._ask(prompt, sampling, seed, session)
+        return await self._submit(prompt, sampling, seed, session)
 
-    async def answer_ahead(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
+    async def generate_with_priority(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
         """Generate before all waiting requests, even while the engine is paused. Suspended requests continue."""
         self._frozen = False
-        return await self._ask(prompt, sampling, seed, ahead=True)
+        return await self._submit(prompt, sampling, seed, priority=True)
 
-    async def _ask(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, ahead: bool = False
+    async def _submit(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, priority: bool = False
     ) -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
@@ -97,8 +97,8 @@ class TorchEngine:
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, ahead)
-        if ahead:
+        request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, priority)
+        if priority:
             self._waiting.appendleft(request)
         else:
             self._waiting.append(request)
@@ -108,32 +108,32 @@ class TorchEngine:
         return await done
 
     async def drain(self) -> None:
-        self._held, self._frozen = True, False
+        self._paused, self._frozen = True, False
         self._wake.set()
         await self._idle.wait()
         self.runner.deactivate()
 
     def freeze(self) -> None:
         """Start no requests and suspend the running ones, with their keys and values. The weights may then change."""
-        self._held = self._frozen = True
+        self._paused = self._frozen = True
 
     def resume(self, version: int) -> None:
-        self.take_up(version)
-        self.go_on()
+        self.activate_version(version)
+        self.resume_requests()
 
-    def take_up(self, version: int) -> None:
+    def activate_version(self, version: int) -> None:
         """Switch to the module's current weights, which are those of ``version``."""
         self.version = version
         self.runner.activate()
 
-    def go_on(self) -> None:
-        self._held = self._frozen = False
+    def resume_requests(self) -> None:
+        self._paused = self._frozen = False
         self._wake.set()
 
-    def read_again(self) -> None:
+    def recompute_running(self) -> None:
         """Recompute keys and values of the running requests with the current weights."""
         for slot, request in enumerate(self._running):
-            self.runner.prefill([Prompt(slot, (*request.prompt, *request.tokens[:-1]))])
+            self.runner.prefill([SlotPrompt(slot, (*request.prompt, *request.tokens[:-1]))])
 
     @property
     def failure(self) -> BaseException | None:
@@ -151,7 +151,7 @@ class TorchEngine:
     async def _serve(self) -> None:
         try:
             while True:
-                if self._frozen or not (self._running or self._may_begin()):
+                if self._frozen or not (self._running or self._can_admit()):
                     if not self._running:
                         self._idle.set()
                     self._wake.clear()
@@ -164,9 +164,9 @@ class TorchEngine:
         except Exception as error:
             self._fail(error)
 
-    def _may_begin(self) -> bool:
+    def _can_admit(self) -> bool:
         """Whether the next waiting request may start."""
-        return bool(self._waiting) and (not self._held or self._waiting[0].ahead)
+        return bool(self._waiting) and (not self._paused or self._waiting[0].priority)
 
     def _fail(self, error: Exception) -> None:
         """Stop the engine and fail all its requests, so that no caller waits for them."""
@@ -179,24 +179,24 @@ class TorchEngine:
         self._idle.set()
 
     def _step(self) -> None:
-        self._forget_cancelled()
+        self._drop_cancelled()
         self._admit()
         if self._running:
             self._decode()
 
     def _admit(self) -> None:
         """Fill free slots from the queue, in order, within the prompt tokens allowed per step."""
-        prompts: list[Prompt] = []
+        prompts: list[SlotPrompt] = []
         seen: set[tuple[int, ...]] = set()
         first, read = len(self._running), 0
-        while self._may_begin() and len(self._running) < self.runner.slots:
+        while self._can_admit() and len(self._running) < self.runner.slots:
             request = self._waiting[0]
-            prompt = Prompt(len(self._running), request.prompt, request.session)
-            cost = 0 if request.prompt in seen else self.runner.unread(prompt)
+            prompt = SlotPrompt(len(self._running), request.prompt, request.session)
+            cost = 0 if request.prompt in seen else self.runner.count_unread(prompt)
             if read and read + cost > self.prefill_tokens:
                 break
             read += cost
-            self.counters.asked_tokens += len(request.prompt)
+            self.counters.queried_tokens += len(request.prompt)
             seen.add(request.prompt)
             prompts.append(prompt)
             self._running.append(self._waiting.popleft())
@@ -215,7 +215,7 @@ class TorchEngine:
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        drawn = draw(logits, [request.sampling for request in requests], uniforms)
+        drawn = sample_tokens(logits, [request.sampling for request in requests], uniforms)
         columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist())
         for request, token, logprob, entropy in zip(requests, *columns, strict=True):
             request.tokens.append(token)
@@ -226,11 +226,11 @@ class TorchEngine:
             requests[row].kept.append(tokens)
         self.counters.sampled_tokens += len(requests)
         for request in requests:
-            stopped = self._stopped(request)
+            stopped = self._hits_stop(request)
             if stopped or len(request.tokens) >= request.limit:
                 self._finish(request, stopped)
 
-    def _stopped(self, request: _Request) -> bool:
+    def _hits_stop(self, request: _Request) -> bool:
         last = request.tokens[-1]
         if last in self.stop_ids or last in request.sampling.stop_token_ids:
             return True
@@ -252,19 +252,19 @@ class TorchEngine:
                     text=self.tokenizer.decode(request.tokens, skip_special_tokens=True),
                     stopped=stopped,
                     entropies=torch.tensor(request.entropies, dtype=torch.float32) if request.sampling.entropy else None,
-                    kept=pad_kept(request.kept) if request.sampling.records else None,
+                    kept=pad_kept_tokens(request.kept) if request.sampling.records_sampling_mask else None,
                 )
             )
         slot = self._running.index(request)
         if request.session:
-            self.runner.keep(slot, request.session, (*request.prompt, *request.tokens[:-1]))
+            self.runner.store_session(slot, request.session, (*request.prompt, *request.tokens[:-1]))
         last = len(self._running) - 1
         if slot != last:
             self.runner.move(last, slot, self._running[last].position + 1)
             self._running[slot] = self._running[last]
         self._running.pop()
 
-    def _forget_cancelled(self) -> None:
+    def _drop_cancelled(self) -> None:
         """Free the slots of requests that their callers cancelled."""
         for request in [request for request in self._running if request.done.cancelled()]:
             self._finish(request, False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Graph:
+class _CapturedGraph:
     graph: torch.cuda.CUDAGraph
     tokens: Tensor  # [B], static
     positions: Tensor  # [B], static
@@ -28,7 +28,7 @@ class DecodeGraphs:
         self.step = step
         self.slots = slots
         self.device = device
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _CapturedGraph] = {}
 
     def __call__(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         count = len(tokens)
@@ -42,7 +42,7 @@ class DecodeGraphs:
         recorded.graph.replay()
         return recorded.logits[:count]
 
-    def _capture(self, size: int) -> _Graph:
+    def _capture(self, size: int) -> _CapturedGraph:
         tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         positions = torch.zeros(size, dtype=torch.int64, device=self.device)
         stream = torch.cuda.Stream(self.device)
@@ -54,4 +54,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = self.step(tokens, positions)
-        return _Graph(graph, tokens, positions, logits)
+        return _CapturedGraph(graph, tokens, positions, logits)

@@ -19,25 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.adapters import LowRank, low_rank_layers
+from strop.models.adapters import LoraLayer, lora_layers
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-ROWS = 32  # batch size that oneDNN optimizes its layout for; other sizes work too
+PREPACK_ROWS = 32  # batch size that oneDNN optimizes its layout for; other sizes work too
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _RoutedLayer:
     """A layer that can be computed from copied weights."""
 
     name: str  # canonical, as in a model without adapters
     module: nn.Module  # its ``forward`` is replaced
     linear: nn.Linear
-    adapter: LowRank | None = None
+    adapter: LoraLayer | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class _Weights:
+class _LinearWeights:
     """y = weight x + bias + scale * up (down x)."""
 
     weight: Tensor  # [outputs, inputs], or the same in oneDNN's layout
@@ -53,81 +53,81 @@ class FastLinears:
     def __init__(self, model: nn.Module, precision: torch.dtype, *, prepack: bool | None = None) -> None:
         """``prepack`` None: pack weights on a CPU with oneDNN."""
         parameter = next(model.parameters())
-        self.layers = list(_layers(model))
+        self.layers = list(_find_layers(model))
         self.precision = precision
         on_cpu = parameter.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self.prepack = on_cpu if prepack is None else prepack and on_cpu
         self.cast = precision != parameter.dtype
         self.merge = precision.itemsize >= 4
-        self.copies: list[_Weights] = []
+        self.copies: list[_LinearWeights] = []
 
     @property
-    def shared(self) -> bool:
+    def uses_module_weights(self) -> bool:
         """Whether generation reads the module's own weights."""
         return not (self.prepack or self.cast)
 
     @torch.no_grad()
-    def switch_on(self) -> None:
+    def enable(self) -> None:
         """Refresh the copies and route the modules through them."""
-        if self.shared:
+        if self.uses_module_weights:
             return
         for place, layer in enumerate(self.layers):
             before = self.copies[place] if len(self.copies) > place else None
-            copy = self._copied(self._weights(layer), before)
+            copy = self._copy_weights(self._effective_weights(layer), before)
             self.copies[place : place + 1] = [copy]
-            layer.module.forward = self._forward(copy)  # type: ignore[method-assign, assignment]
+            layer.module.forward = self._make_forward(copy)  # type: ignore[method-assign, assignment]
 
-    def switch_off(self) -> None:
+    def disable(self) -> None:
         """Restore the modules for the learner."""
         for layer in self.layers:
             layer.module.__dict__.pop("forward", None)
 
     @torch.no_grad()
-    def stale(self) -> dict[str, Tensor]:
+    def find_stale_copies(self) -> dict[str, Tensor]:
         """Return the copies that differ from the module's weights, by canonical name.
 
         An adapter's matrices, and a copy with a merged adapter, have the name of the base weight.
         """
         found: dict[str, Tensor] = {}
         for layer, copy in zip(self.layers, self.copies, strict=False):
-            wanted = self._weights(layer)
+            wanted = self._effective_weights(layer)
             for part, name in (("bias", "bias"), ("down", "weight"), ("up", "weight"), ("weight", "weight")):
                 tensor: Tensor | None = getattr(wanted, part)
-                if tensor is not None and not torch.equal(held := self._read(getattr(copy, part)), tensor.to(self.precision)):
+                if tensor is not None and not torch.equal(held := self._to_dense(getattr(copy, part)), tensor.to(self.precision)):
                     found[f"{layer.name}.{name}"] = held
         return found
 
     @staticmethod
-    def _read(copy: Tensor) -> Tensor:
+    def _to_dense(copy: Tensor) -> Tensor:
         """Return a copy in the dense layout. Unpacking from oneDNN's layout is exact to the bit."""
         return copy.to_dense() if copy.is_mkldnn else copy
 
-    def _weights(self, layer: _Layer) -> _Weights:
+    def _effective_weights(self, layer: _RoutedLayer) -> _LinearWeights:
         """Return the weights that the layer computes with, before the cast to the generation precision."""
         adapter, weight, bias = layer.adapter, layer.linear.weight, layer.linear.bias
         if adapter is None:
-            return _Weights(weight, bias)
+            return _LinearWeights(weight, bias)
         if self.merge:
-            return _Weights(adapter.merged(), bias)
-        return _Weights(weight, bias, adapter.down, adapter.up, adapter.scale)
+            return _LinearWeights(adapter.merged_weight(), bias)
+        return _LinearWeights(weight, bias, adapter.down, adapter.up, adapter.scale)
 
-    def _copied(self, weights: _Weights, before: _Weights | None) -> _Weights:
+    def _copy_weights(self, weights: _LinearWeights, old: _LinearWeights | None) -> _LinearWeights:
         copies: dict[str, Any] = {}
         for name in ("weight", "bias", "down", "up"):
             tensor: Tensor | None = getattr(weights, name)
             if tensor is not None:
-                copies[name] = self._copy(tensor.detach(), getattr(before, name, None), matrix=name != "bias")
+                copies[name] = self._copy(tensor.detach(), getattr(old, name, None), matrix=name != "bias")
         return replace(weights, **copies)
 
     def _copy(self, tensor: Tensor, old: Tensor | None, *, matrix: bool) -> Tensor:
         tensor = tensor.to(self.precision)
         if self.prepack and matrix:
-            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), ROWS)
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PREPACK_ROWS)
             return packed
         return tensor.clone() if old is None else old.copy_(tensor)  # in place: captured CUDA graphs read this memory
 
-    def _forward(self, copy: _Weights) -> Callable[[Tensor], Tensor]:
-        linear: Linear = _packed_linear if self.prepack else nn.functional.linear
+    def _make_forward(self, copy: _LinearWeights) -> Callable[[Tensor], Tensor]:
+        linear: LinearFunction = _packed_linear if self.prepack else nn.functional.linear
         precision = self.precision
         down, up = copy.down, copy.up
         if down is None or up is None:
@@ -146,13 +146,13 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output
 
 
-def _layers(model: nn.Module) -> Iterator[_Layer]:
+def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:
     """Yield every nn.Linear, with its adapter if it has one. Adapters on other layer types (GPT-2's Conv1D) are left alone."""
     inside: set[int] = set()
-    for adapter in low_rank_layers(model):
+    for adapter in lora_layers(model):
         inside |= {id(module) for module in adapter.module.modules()}
         if type(adapter.base) is nn.Linear:
-            yield _Layer(adapter.name, adapter.module, adapter.base, adapter)
+            yield _RoutedLayer(adapter.name, adapter.module, adapter.base, adapter)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and id(module) not in inside:
-            yield _Layer(name, module, module)
+            yield _RoutedLayer(name, module, module)

@@ -20,7 +20,7 @@ SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of 
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SlotPrompt:
     """A prompt and the slot that it is read into."""
 
     slot: int
@@ -28,18 +28,18 @@ class Prompt:
     session: str = ""
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Runs the model for up to ``slots`` sequences. Running sequences always occupy the first slots."""
 
     network: Network
     slots: int
     length: int  # maximum sequence length of a slot
 
-    def unread(self, prompt: Prompt) -> int:
+    def count_unread(self, prompt: SlotPrompt) -> int:
         """Return how many tokens of a prompt are not cached and would have to be computed."""
         ...
 
-    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         """Read whole prompts into their slots and return the logits after each, [B, V]."""
         ...
 
@@ -51,7 +51,7 @@ class Runner(Protocol):
         """Move the first ``length`` positions of slot ``source`` to slot ``target``."""
         ...
 
-    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         """Store a conversation's prefix for its next turn."""
         ...
 
@@ -63,11 +63,11 @@ class Runner(Protocol):
         """Restore the module for the learner."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that generation computes with, by canonical name: stale copies where there are any, else the module's own."""
         ...
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop the stored prefixes of prompts and conversations."""
         ...
 
@@ -87,7 +87,7 @@ class CachedRunner:
     ):
         """Raises ValueError if ``memory_bytes`` cannot hold one sequence of ``length`` tokens."""
         self.network = network
-        self.shape = cache_shape(network)
+        self.shape = infer_cache_shape(network)
         capacity = int(memory_bytes // self.shape.bytes_per_token)  # tokens
         self.slots = min(max_slots, capacity // length)
         if self.slots < 1:
@@ -104,25 +104,25 @@ class CachedRunner:
         on_cuda = network.device.type == "cuda"
         self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if cuda_graphs and on_cuda else None
 
-    def unread(self, prompt: Prompt) -> int:
+    def count_unread(self, prompt: SlotPrompt) -> int:
         prefix = self.prefixes.find(prompt.tokens, prompt.session)
         return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
 
-    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         found = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
         missing = [tokens for tokens, prefix in found.items() if prefix is None or prefix.length < len(tokens)]
         if missing:
-            found |= self._read(missing, found)
+            found |= self._prefill_uncached(missing, found)
         logits = []
         for prompt in prompts:
             prefix = found[prompt.tokens]
             assert prefix is not None and prefix.logits is not None
             self.prefixes.put(prompt.tokens, prefix)
-            self.cache.fill(prompt.slot, prefix)
+            self.cache.write_prefix(prompt.slot, prefix)
             logits.append(prefix.logits)
         return torch.stack(logits)
 
-    def _read(
+    def _prefill_uncached(
         self, prompts: list[tuple[int, ...]], found: dict[tuple[int, ...], Prefix | None]
     ) -> dict[tuple[int, ...], Prefix | None]:
         """Run one forward pass over the uncached part of each prompt."""
@@ -134,7 +134,7 @@ class CachedRunner:
         positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
         last = torch.tensor(lengths).cumsum(0) - 1
         logits = self._forward(tokens, positions, plan, last)
-        return {prompt: plan.prefix(place, prompt, logits[place]) for place, prompt in enumerate(prompts)}
+        return {prompt: plan.build_prefix(place, prompt, logits[place]) for place, prompt in enumerate(prompts)}
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
@@ -156,30 +156,30 @@ class CachedRunner:
             hidden = output.last_hidden_state[0]
             hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
             layer = self.network.model.get_output_embeddings()
-            logits: Tensor = self.network.head.transform(layer(hidden))
+            logits: Tensor = self.network.head.transform_logits(layer(hidden))
             return logits
 
     def move(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
 
-    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
-        self.prefixes.put(session, self.cache.read(slot, tokens))
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
 
     def activate(self) -> None:
         self.prefixes.clear()
-        self.network.use_planned_attention()
-        self.linears.switch_on()
+        self.network.use_plan_attention()
+        self.linears.enable()
 
     def deactivate(self) -> None:
-        self.linears.switch_off()
+        self.linears.disable()
         self.network.use_learner_attention()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        stale = self.linears.stale()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        stale = self.linears.find_stale_copies()
         for name, tensor in base_weights(self.network.model):
             yield name, stale.get(name, tensor)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         self.prefixes.clear()
 
 
@@ -193,10 +193,10 @@ class RecomputeRunner:
         self.length = length
         self._tokens: dict[int, list[int]] = {}
 
-    def unread(self, prompt: Prompt) -> int:
+    def count_unread(self, prompt: SlotPrompt) -> int:
         return len(prompt.tokens)
 
-    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
         for prompt in prompts:
             self._tokens[prompt.slot] = list(prompt.tokens)
         return self._logits([self._tokens[prompt.slot] for prompt in prompts])
@@ -215,28 +215,28 @@ class RecomputeRunner:
         with self.network.autocast():
             hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
             last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
-            return self.network.head.logits(last)
+            return self.network.head.compute_logits(last)
 
     def move(self, source: int, target: int, length: int) -> None:
         self._tokens[target] = self._tokens.pop(source)
 
-    def keep(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
         return None
 
     def activate(self) -> None:
-        self.network.use_own_attention()
+        self.network.use_native_attention()
 
     def deactivate(self) -> None:
         self.network.use_learner_attention()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return base_weights(self.network.model)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         return None
 
 
-class _Recorder:
+class _ShapeRecorder:
     """An attention plan that only records the key shapes of each layer."""
 
     def __init__(self) -> None:
@@ -253,10 +253,10 @@ class _Recorder:
 
 
 @torch.no_grad()
-def cache_shape(network: Network) -> CacheShape:
+def infer_cache_shape(network: Network) -> CacheShape:
     """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
-    recorder = _Recorder()
-    network.use_planned_attention()
+    recorder = _ShapeRecorder()
+    network.use_plan_attention()
     token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
     network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
     network.use_learner_attention()

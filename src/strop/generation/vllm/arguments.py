@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OWN = {  # vLLM arguments that Strop sets itself -> what to set instead
+RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instead
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer.name",
     "skip_tokenizer_init": "nothing: stop strings need the tokenizer",
@@ -26,13 +26,13 @@ OWN = {  # vLLM arguments that Strop sets itself -> what to set instead
     "quantization": "nothing: rollouts use the trained weights unquantized",
     "data_parallel_size": "policy.generation.vllm_cfg.num_engines",
 }
-CPU_BLOCK = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
+CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
+SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class VllmOptions:
     """Options of one vLLM engine."""
 
     model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
@@ -50,21 +50,21 @@ class EngineOptions:
     prefix_caching: bool = True
     enforce_eager: bool = False
     max_logprobs: int = 20
-    adapter_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
-    speculative: Mapping[str, Any] | None = None  # vLLM's speculative_config
+    max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
+    speculative_config: Mapping[str, Any] | None = None  # vLLM's speculative_config
     sleep_level: int = 0
     startup_seconds: float = 600.0
-    further: Mapping[str, Any] = field(default_factory=dict)  # further engine arguments, by vLLM's names
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # further engine arguments, by vLLM's names
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engine's processes
-    worker: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
-    output: Path | None = None  # file for the output of the engine's processes; None: that of this process
+    worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
+    output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
 
 
-def engine_arguments(options: EngineOptions) -> Any:
+def make_engine_args(options: VllmOptions) -> Any:
     """Return vLLM's ``AsyncEngineArgs``. Raises ValueError for arguments that vLLM does not have or that Strop sets itself."""
     from vllm import AsyncEngineArgs
 
-    refuse_unknown(options.further, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+    check_extra_args(options.extra_args, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     given: dict[str, Any] = {
         "model": options.model,
         "tokenizer": options.model,
@@ -80,7 +80,7 @@ def engine_arguments(options: EngineOptions) -> Any:
         "enforce_eager": options.enforce_eager or options.on_cpu,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": options.max_logprobs,
-        "worker_extension_cls": options.worker,
+        "worker_extension_cls": options.worker_extension,
         "generation_config": "vllm",  # ignore the model's own sampling defaults
         "disable_log_stats": False,
         "seed": 0,
@@ -88,33 +88,33 @@ def engine_arguments(options: EngineOptions) -> Any:
     if options.max_num_seqs is not None:
         given["max_num_seqs"] = options.max_num_seqs
     if options.on_cpu:
-        given["block_size"] = CPU_BLOCK
+        given["block_size"] = CPU_BLOCK_SIZE
     memory = options.kv_cache_memory_gb or (CPU_CACHE_GB if options.on_cpu else None)
     if memory is not None:
         given["kv_cache_memory_bytes"] = int(memory * 2**30)
-    if options.adapter_rank is not None:
-        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(options.adapter_rank)}
-    if options.speculative is not None:
-        given["speculative_config"] = _speculative(options)
+    if options.max_lora_rank is not None:
+        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(options.max_lora_rank)}
+    if options.speculative_config is not None:
+        given["speculative_config"] = _speculative_config(options)
     if options.sleep_level and not options.on_cpu:
         given["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**{**given, **options.further})
+    return AsyncEngineArgs(**{**given, **options.extra_args})
 
 
-def _speculative(options: EngineOptions) -> dict[str, Any]:
+def _speculative_config(options: VllmOptions) -> dict[str, Any]:
     """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
-    given = dict(options.speculative or {})
+    given = dict(options.speculative_config or {})
     if "model" not in given:
         return given
     return {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": options.tensor_parallel_size, **given}
 
 
-def refuse_unknown(further: Mapping[str, Any], known: list[str]) -> None:
+def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:
     """Raises ValueError for the first name that is not allowed under ``vllm_kwargs``."""
-    for name in further:
+    for name in extra_args:
         key = f"policy.generation.vllm_kwargs.{name}"
-        if name in OWN:
-            raise ValueError(f"{key}: Strop sets this vLLM argument itself; set {OWN[name]}")
+        if name in RESERVED_ARGS:
+            raise ValueError(f"{key}: Strop sets this vLLM argument itself; set {RESERVED_ARGS[name]}")
         if name not in known:
             from vllm import __version__
 
@@ -125,11 +125,12 @@ def refuse_unknown(further: Mapping[str, Any], known: list[str]) -> None:
             )
 
 
-def _rank(rank: int) -> int:
+def _round_up_rank(rank: int) -> int:
     """Round a LoRA rank up to the next one that vLLM has kernels for."""
-    if rank > RANKS[-1]:
+    if rank > SUPPORTED_LORA_RANKS[-1]:
         raise ValueError(
-            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, but vLLM supports adapters up to rank {RANKS[-1]}: lower it, or set "
+            f"policy.dtensor_cfg.lora_cfg.dim is {rank}, but vLLM supports adapters up to rank "
+            f"{SUPPORTED_LORA_RANKS[-1]}: lower it, or set "
             "policy.generation.weight_sync.adapters_alone=false to send merged weights"
         )
-    return next(size for size in RANKS if size >= rank)
+    return next(size for size in SUPPORTED_LORA_RANKS if size >= rank)

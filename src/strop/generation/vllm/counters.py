@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 
-class EngineCounters:
+class EngineStats:
     """Sums since the engine was started, and its current gauges."""
 
     def __init__(self) -> None:
@@ -26,19 +26,19 @@ class EngineCounters:
         )
         self.gauges: dict[str, float] = {"running": 0.0, "waiting": 0.0, "cache_usage": 0.0}
 
-    def attach(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
-        return _Logger(self)
+    def make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        return _StatLogger(self)
 
     def read(self) -> Mapping[str, float]:
         return {**self.sums, **self.gauges}
 
 
-class _Logger(StatLoggerBase):  # type: ignore[misc]
-    def __init__(self, counters: EngineCounters) -> None:
-        self.counters = counters
+class _StatLogger(StatLoggerBase):  # type: ignore[misc]
+    def __init__(self, stats: EngineStats) -> None:
+        self.stats = stats
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        sums, gauges = self.counters.sums, self.counters.gauges
+        sums, gauges = self.stats.sums, self.stats.gauges
         if iteration_stats is not None:
             sums["prompt_tokens"] += iteration_stats.num_prompt_tokens
             sums["sampled_tokens"] += iteration_stats.num_generation_tokens

@@ -8,21 +8,21 @@ import threading
 import time
 from contextlib import suppress
 
-from strop.weights.control import alive
+from strop.weights.control import is_process_alive
 
-DRIVER = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
-PERIOD = 1.0  # seconds between checks
+DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
+DRIVER_POLL_SECONDS = 1.0  # seconds between checks
 
 
-def end_with_driver() -> None:
+def exit_with_driver() -> None:
     """Watch the driver from a thread of a worker process. When it ends, end this process and, if it is a separate one, the engine core."""
-    if driver := os.environ.get(DRIVER):
-        threading.Thread(target=_watch, args=(int(driver), os.getppid()), name="strop-guardian", daemon=True).start()
+    if driver := os.environ.get(DRIVER_PID_VARIABLE):
+        threading.Thread(target=_watch_driver, args=(int(driver), os.getppid()), name="strop-guardian", daemon=True).start()
 
 
-def _watch(driver: int, parent: int) -> None:
-    while alive(driver):
-        time.sleep(PERIOD)
+def _watch_driver(driver: int, parent: int) -> None:
+    while is_process_alive(driver):
+        time.sleep(DRIVER_POLL_SECONDS)
     if parent not in (driver, 1):
         with suppress(ProcessLookupError):
             os.kill(parent, signal.SIGKILL)

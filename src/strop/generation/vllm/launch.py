@@ -25,10 +25,10 @@ PRELOAD = [
     "vllm.model_executor.models.llama",
     "strop.weights.fingerprints",
 ]
-THREADS = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
+THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
-def start_server() -> None:
+def start_fork_server() -> None:
     """Start the fork server, which imports in the background. Does nothing if it already runs."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -36,7 +36,7 @@ def start_server() -> None:
 
 
 @contextmanager
-def forked_processes(output: Path | None) -> Iterator[None]:
+def fork_engine_cores(output: Path | None) -> Iterator[None]:
     """Make engine cores that vLLM starts inside forks of the server. Their output goes to ``output``."""
     from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
@@ -44,14 +44,14 @@ def forked_processes(output: Path | None) -> Iterator[None]:
     context = multiprocessing.get_context("forkserver")
     make_context, run = utils.get_mp_context, EngineCoreProc.run_engine_core
     utils.get_mp_context = lambda: context
-    EngineCoreProc.run_engine_core = Core(output)
+    EngineCoreProc.run_engine_core = ForkedEngineCore(output)
     try:
         yield
     finally:
         utils.get_mp_context, EngineCoreProc.run_engine_core = make_context, staticmethod(run)
 
 
-class Core:
+class ForkedEngineCore:
     """Replacement of ``EngineCoreProc.run_engine_core`` that runs in the new process, with this process's environment at pickling."""
 
     def __init__(self, output: Path | None) -> None:
@@ -68,17 +68,17 @@ class Core:
         from vllm.v1.executor import multiproc_executor
 
         if self.output is not None:
-            _write_to(self.output)
+            _redirect_standard_output(self.output)
         setproctitle.getproctitle()  # first call: it locates the title's memory through the original environment
         os.environ.clear()
         os.environ.update(self.environment)
-        if threads := self.environment.get(THREADS):
+        if threads := self.environment.get(THREADS_VARIABLE):
             torch.set_num_threads(int(threads))
         multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
         EngineCoreProc.run_engine_core(*arguments, **options)
 
 
-def _write_to(file: Path) -> None:
+def _redirect_standard_output(file: Path) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

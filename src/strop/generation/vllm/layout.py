@@ -23,12 +23,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-_ROWS_AT_ONCE = 1024  # of the identity per product, to limit memory
-_WRAPPED = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
+_IDENTITY_ROWS = 1024  # of the identity per product, to limit memory
+_BASE_LAYER_SUFFIX = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class WeightShard:
     """This process's shard of one tensor."""
 
     name: str  # canonical
@@ -42,33 +42,33 @@ class Piece:
         return self.row, rows, self.column, self.tensor.numel() // max(rows, 1)
 
 
-def pieces(model: Any, rank: int) -> Iterator[Piece]:
+def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
     """Yield a shard of every tensor that can be read back. Quantized tensors and unknown layer types are left out."""
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
     for found, module in model.named_modules():
-        path = found.removesuffix(_WRAPPED)
+        path = found.removesuffix(_BASE_LAYER_SUFFIX)
         if isinstance(module, LinearBase):
-            yield from _linear(path, module, packed, rank, done)
+            yield from _read_linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
-            yield from _embedding(path, module, done)
+            yield from _read_embedding(path, module, done)
         elif not list(module.children()):
-            yield from _plain(path, module, done)
+            yield from _read_plain(path, module, done)
 
 
-def _plain(path: str, module: nn.Module, done: set[int]) -> Iterator[Piece]:
+def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
     """Yield vectors such as those of norms, which are whole on every rank and named as in the checkpoint."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in done and parameter.dim() == 1:
             done.add(id(parameter))
-            yield Piece(f"{path}.{name}", parameter.detach())
+            yield WeightShard(f"{path}.{name}", parameter.detach())
 
 
-def _linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, done: set[int]) -> Iterator[Piece]:
+def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, done: set[int]) -> Iterator[WeightShard]:
     if not isinstance(module.quant_method, UnquantizedLinearMethod):
         return
     parent, _, own = path.rpartition(".")
-    matrix = _matrix(module)
+    matrix = _dense_weight(module)
     bias = getattr(module, "bias", None)
     if isinstance(module, QKVParallelLinear):
         names, sizes, starts = packed[own], *_qkv_rows(module, rank)
@@ -85,9 +85,9 @@ def _linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, don
     first = 0
     for name, size, start in zip(names, sizes, starts, strict=True):
         full = f"{parent}.{name}" if parent else name
-        yield Piece(f"{full}.weight", matrix[first : first + size], start, column)
+        yield WeightShard(f"{full}.weight", matrix[first : first + size], start, column)
         if isinstance(bias, Tensor):
-            yield Piece(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
+            yield WeightShard(f"{full}.bias", bias.detach()[first : first + size].to(matrix.dtype), start)
         first += size
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
 
@@ -101,19 +101,19 @@ def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
     return [q, k, v], [rank * q, place * k, place * v]
 
 
-def _embedding(path: str, module: Any, done: set[int]) -> Iterator[Piece]:
+def _read_embedding(path: str, module: Any, done: set[int]) -> Iterator[WeightShard]:
     """Yield this rank's rows of the checkpoint's vocabulary. A head tied to the embedding is read separately, under its own name."""
     if not isinstance(module.quant_method, UnquantizedEmbeddingMethod):
         return
     shard = module.shard_indices
     rows = shard.num_org_elements
     is_head = type(module) is not VocabParallelEmbedding
-    matrix = _matrix(module) if is_head else module.weight.detach()
-    yield Piece(f"{path}.weight", matrix[:rows], shard.org_vocab_start_index)
+    matrix = _dense_weight(module) if is_head else module.weight.detach()
+    yield WeightShard(f"{path}.weight", matrix[:rows], shard.org_vocab_start_index)
     done.update(id(parameter) for parameter in module.parameters(recurse=False))
 
 
-def low_rank_pieces(model: Any, manager: Any, adapter: int) -> Iterator[Piece]:
+def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[WeightShard]:
     """Yield this process's shards of A and B (B multiplied by the scale) of every layer that ``adapter`` changes.
 
     They are read from the buffers that the LoRA kernels use and named by the layer's canonical name and ``.A`` or ``.B``. Yields nothing if
@@ -129,15 +129,15 @@ def low_rank_pieces(model: Any, manager: Any, adapter: int) -> Iterator[Piece]:
         parts = registered.lora_a if isinstance(registered.lora_a, list) else [registered.lora_a]
         names = packed.get(own, [own]) if len(parts) > 1 else [own]
         column = layer.tp_rank * layer.input_size if isinstance(layer.base_layer, RowParallelLinear) else 0
-        for place, (name, part, row) in enumerate(zip(names, parts, _rows_of(layer), strict=True)):
+        for place, (name, part, row) in enumerate(zip(names, parts, _lora_b_rows(layer), strict=True)):
             if part is None:
                 continue
             full, rank = f"{parent}.{name}", len(part)
-            yield Piece(f"{full}.A", layer.lora_a_stacked[place][slot, 0, :rank], column=column)
-            yield Piece(f"{full}.B", layer.lora_b_stacked[place][slot, 0, :, :rank], row=row)
+            yield WeightShard(f"{full}.A", layer.lora_a_stacked[place][slot, 0, :rank], column=column)
+            yield WeightShard(f"{full}.B", layer.lora_b_stacked[place][slot, 0, :, :rank], row=row)
 
 
-def _rows_of(layer: Any) -> list[int]:
+def _lora_b_rows(layer: Any) -> list[int]:
     """Return the first row of this process's shard of each B of a layer with adapters."""
     if not isinstance(layer.base_layer, ColumnParallelLinear):
         return [0]
@@ -145,7 +145,7 @@ def _rows_of(layer: Any) -> list[int]:
     return [owner * size for owner, size in zip(owners, layer.output_slices, strict=True)]
 
 
-def _matrix(module: Any) -> Tensor:
+def _dense_weight(module: Any) -> Tensor:
     """Return the weight that the layer's kernel uses, [out, in]."""
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
@@ -154,8 +154,8 @@ def _matrix(module: Any) -> Tensor:
     width = module.embedding_dim if embeds else getattr(module, "input_size_per_partition", module.input_size)
     dtype = module.weight.dtype
     parts = []
-    for first in range(0, width, _ROWS_AT_ONCE):
-        rows = min(_ROWS_AT_ONCE, width - first)
+    for first in range(0, width, _IDENTITY_ROWS):
+        rows = min(_IDENTITY_ROWS, width - first)
         identity = torch.zeros(rows, width, dtype=dtype)
         identity[torch.arange(rows), torch.arange(first, first + rows)] = 1
         parts.append(kernel(identity, module.weight, None))

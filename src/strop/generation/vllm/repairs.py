@@ -18,17 +18,17 @@ from typing import Any
 from torch import Tensor
 
 
-def repair() -> None:
+def apply_patches() -> None:
     from vllm.platforms import current_platform
 
-    _repair_draft_weights()
+    _patch_draft_loading()
     if current_platform.is_cpu():
-        _repair_drafts()
-        _repair_pieces_of_prompts()
-        _repair_experts()
+        _patch_rejection_sampler()
+        _patch_chunked_prefill()
+        _patch_expert_packing()
 
 
-def _repair_draft_weights() -> None:
+def _patch_draft_loading() -> None:
     from vllm.config.utils import replace
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -41,7 +41,7 @@ def _repair_draft_weights() -> None:
     DraftModelProposer._create_draft_vllm_config = create_with_its_own_loading
 
 
-def _repair_drafts() -> None:
+def _patch_rejection_sampler() -> None:
     from vllm.v1.sample import rejection_sampler
 
     constrain = rejection_sampler.apply_sampling_constraints
@@ -50,17 +50,19 @@ def _repair_drafts() -> None:
         return constrain(logits, cu_num_draft_tokens, sampling_metadata) if len(logits) else logits
 
     rejection_sampler.apply_sampling_constraints = constrain_drafts
-    rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
-def expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
     """Expand [B] values of requests to [num_tokens], replacing ``replace_from`` by ``replace_to``. Request i ends before
     ``cu_num_tokens[i]``."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _repair_pieces_of_prompts() -> None:
+def _patch_chunked_prefill() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sample, keep_books = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
@@ -86,7 +88,7 @@ def _repair_pieces_of_prompts() -> None:
     GPUModelRunner._bookkeeping_sync = keep_books_without_generators
 
 
-def _repair_experts() -> None:
+def _patch_expert_packing() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     set_up = UnquantizedFusedMoEMethod._setup_kernel

@@ -11,26 +11,27 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from strop.generation.base import Completion
-from strop.sampling import Sampling, pad_kept
+from strop.sampling import Sampling, pad_kept_tokens
 
-COLDEST = (
+MIN_TEMPERATURE = (
     0.01  # vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match
 )
 
 
-class Interrupted(RuntimeError):
+class RequestInterrupted(RuntimeError):
     """The engine ended the request before it was complete; it must be issued again."""
 
 
-def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequence[int]) -> SamplingParams:
+def to_sampling_params(sampling: Sampling, *, seed: int, max_tokens: int, stop_ids: Sequence[int]) -> SamplingParams:
     """Return vLLM's parameters for a request with room for ``limit`` new tokens.
 
     Raises ValueError for options that vLLM would sample differently from what the learner computes.
     """
-    if 0 < sampling.temperature < COLDEST:
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"temperature is {sampling.temperature}, but vLLM raises positive temperatures below {COLDEST} to {COLDEST}: set it to 0 "
-            f"(greedy) or to at least {COLDEST}"
+            f"temperature is {sampling.temperature}, but vLLM raises positive temperatures below "
+            f"{MIN_TEMPERATURE} to {MIN_TEMPERATURE}: set it to 0 "
+            f"(greedy) or to at least {MIN_TEMPERATURE}"
         )
     if sampling.entropy:
         raise ValueError("vLLM does not report the entropy of the distributions it samples from; set Sampling.entropy=False")
@@ -39,12 +40,12 @@ def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequ
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        max_tokens=min(sampling.max_new_tokens, limit),
+        max_tokens=min(sampling.max_new_tokens, max_tokens),
         seed=None if sampling.greedy else seed & 0x7FFF_FFFF_FFFF_FFFF,
         stop=list(sampling.stop_strings) or None,
         stop_token_ids=sorted({*stop_ids, *sampling.stop_token_ids}),
         ignore_eos=True,  # the model's own stop tokens are among stop_ids
-        logprobs=sampling.top_k if sampling.records else 0,
+        logprobs=sampling.top_k if sampling.records_sampling_mask else 0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop_strings),
         skip_special_tokens=False,
@@ -53,19 +54,21 @@ def sampling_params(sampling: Sampling, *, seed: int, limit: int, stop_ids: Sequ
     )
 
 
-def completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> Completion:
+def to_completion(output: RequestOutput, sampling: Sampling, tokenizer: Any) -> Completion:
     """Convert vLLM's output to a ``Completion``. Raises RequestInterrupted if vLLM did not finish the request."""
     sample = output.outputs[0]
     if sample.finish_reason not in ("stop", "length"):
-        raise Interrupted(f"vLLM ended request {output.request_id} after {len(sample.token_ids)} tokens: {sample.finish_reason}")
+        raise RequestInterrupted(
+            f"vLLM ended request {output.request_id} after {len(sample.token_ids)} tokens: {sample.finish_reason}"
+        )
     tokens = torch.tensor(sample.token_ids, dtype=torch.int64)
     return Completion(
         tokens=tokens,
         logprobs=_logprobs(sample.logprobs, len(tokens)),
-        versions=_versions(sample.weight_versions, len(tokens)),
+        versions=_token_versions(sample.weight_versions, len(tokens)),
         text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
         stopped=sample.finish_reason == "stop",
-        kept=_kept(sample.logprobs, tokens) if sampling.records else None,
+        kept=_kept_ids(sample.logprobs, tokens) if sampling.records_sampling_mask else None,
     )
 
 
@@ -76,7 +79,7 @@ def _logprobs(flat: Any, length: int) -> Tensor:
     return torch.tensor([flat.logprobs[start] for start in flat.start_indices], dtype=torch.float32)
 
 
-def _versions(spans: Any, length: int) -> Tensor:
+def _token_versions(spans: Any, length: int) -> Tensor:
     """Return the weight version of each token, [L] int32. Raises RuntimeError if vLLM does not report all of them."""
     if length and (not spans or spans[0].start != 0 or spans[-1].end < length):
         raise RuntimeError(f"vLLM did not report the weight version of all {length} tokens: {spans}")
@@ -86,10 +89,10 @@ def _versions(spans: Any, length: int) -> Tensor:
     return versions
 
 
-def _kept(flat: Any, tokens: Tensor) -> Tensor:
+def _kept_ids(flat: Any, tokens: Tensor) -> Tensor:
     """Return the ids with positive probability after filtering, at each position, [L, K] int32."""
     rows = []
     for start, end, sampled in zip(flat.start_indices, flat.end_indices, tokens.tolist(), strict=True):
         found = {flat.token_ids[place] for place in range(start, end) if flat.logprobs[place] > float("-inf")}
         rows.append(torch.tensor(sorted(found | {sampled}), dtype=torch.int32))
-    return pad_kept(rows)
+    return pad_kept_tokens(rows)

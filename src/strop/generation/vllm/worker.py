@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from strop.generation.vllm.guardian import end_with_driver
-from strop.generation.vllm.layout import Piece, low_rank_pieces, pieces, refresh_packed_copies
-from strop.generation.vllm.repairs import repair
-from strop.weights.base import ChannelAddress, Held, Manifest, Receiver
-from strop.weights.fingerprints import fingerprint, positive_zeros
+from strop.generation.vllm.guardian import exit_with_driver
+from strop.generation.vllm.layout import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
+from strop.generation.vllm.repairs import apply_patches
+from strop.weights.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
+from strop.weights.fingerprints import fingerprint, normalize_zeros
 
-end_with_driver()
+exit_with_driver()
 
-repair()  # at import: vLLM calls no method of a worker extension before it samples
+apply_patches()  # at import: vLLM calls no method of a worker extension before it samples
 
 
 class StropWorker:
@@ -43,7 +43,7 @@ class StropWorker:
             self._strop_receiver.close()
             self._strop_receiver = None
 
-    def strop_load(self, manifest: bytes) -> bytes:
+    def strop_load_weights(self, manifest: bytes) -> bytes:
         """Receive one publish and load it into the model. Return the pickled (fingerprints, seconds).
 
         On a CPU the model is unchanged until all tensors have arrived. On a GPU there is no memory for a second copy: an aborted publish
@@ -56,42 +56,42 @@ class StropWorker:
         marks: dict[str, int] = {}
         arriving = self._strop_receiver.receive(wanted)
         on_cpu = self.device.type == "cpu"
-        tensors = _kept(arriving, marks)
-        self._strop_use(list(tensors) if on_cpu else tensors)
+        tensors = _copy_and_fingerprint(arriving, marks)
+        self._strop_apply_weights(list(tensors) if on_cpu else tensors)
         missing = set(wanted.names) - marks.keys()
         if missing:
             raise RuntimeError(f"the publish ended without {', '.join(sorted(missing)[:3])}")
         return pickle.dumps((marks, time.perf_counter() - started))
 
-    def _strop_use(self, tensors: Any) -> None:
+    def _strop_apply_weights(self, tensors: Any) -> None:
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
         if self.device.type == "cpu":
             refresh_packed_copies(self.model_runner.get_model())
 
     @torch.no_grad()
-    def strop_held(self) -> bytes:
+    def strop_read_fingerprints(self) -> bytes:
         """Return the pickled ``TensorFingerprint`` of this rank's shard of each tensor that it computes with, by name."""
-        return pickle.dumps(_held(pieces(self.model_runner.get_model(), self.rank)))
+        return pickle.dumps(_fingerprint_shards(read_weight_shards(self.model_runner.get_model(), self.rank)))
 
     @torch.no_grad()
-    def strop_held_adapter(self, adapter: int) -> bytes:
+    def strop_read_adapter_fingerprints(self, adapter: int) -> bytes:
         """Return the same for the LoRA matrices of ``adapter``; empty if it is not loaded."""
         runner = self.model_runner
         manager = getattr(runner, "lora_manager", None)
         if manager is None:
             return pickle.dumps({})
-        return pickle.dumps(_held(low_rank_pieces(runner.get_model(), manager._adapter_manager, adapter)))
+        return pickle.dumps(_fingerprint_shards(read_adapter_shards(runner.get_model(), manager._adapter_manager, adapter)))
 
 
-def _held(found: Iterable[Piece]) -> dict[str, Held]:
-    held: dict[str, Held] = {}
+def _fingerprint_shards(found: Iterable[WeightShard]) -> dict[str, TensorFingerprint]:
+    held: dict[str, TensorFingerprint] = {}
     for piece in found:
         row, _, column, _ = piece.region
-        held[piece.name] = Held(fingerprint(positive_zeros(piece.tensor), rows=row, columns=column), piece.region)
+        held[piece.name] = TensorFingerprint(fingerprint(normalize_zeros(piece.tensor), rows=row, columns=column), piece.region)
     return held
 
 
-def _kept(arriving: Any, marks: dict[str, int]) -> Any:
+def _copy_and_fingerprint(arriving: Any, marks: dict[str, int]) -> Any:
     """Copy each arriving tensor and record its fingerprint. vLLM loads a layer only when all its tensors have arrived, so it needs
     copies."""
     for name, tensor in arriving:

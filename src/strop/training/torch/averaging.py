@@ -29,24 +29,24 @@ class AveragedWeights:
             raise ValueError(f"policy.ema.start_step: found {start_step}; it must be at least 0")
         self.decay = decay
         self.start_step = start_step
-        self._followed = dict(named_parameters)
+        self._source = dict(named_parameters)
         self._average = {
             name: torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             for name, weight in named_parameters
         }
-        self.restart()
+        self.reset()
 
     @torch.no_grad()
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Restart the average from the current weights."""
         self.steps = 0
-        torch._foreach_copy_(list(self._average.values()), list(self._followed.values()))
+        torch._foreach_copy_(list(self._average.values()), list(self._source.values()))
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the current weights. Call it after each optimizer step that was not skipped."""
         self.steps += 1
-        averages, weights = list(self._average.values()), list(self._followed.values())
+        averages, weights = list(self._average.values()), list(self._source.values())
         if self.steps <= self.start_step:
             torch._foreach_copy_(averages, weights)
         else:
@@ -54,7 +54,7 @@ class AveragedWeights:
             torch._foreach_lerp_(averages, wide, 1 - self.decay)
 
     @contextmanager
-    def swapped_in(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    def swap_in(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[None]:
         """Replace a module's trained parameters by the average, rounded to their dtype; restore them on exit.
 
         The swap is in place, so everything that shares the module sees it. An engine that keeps copies of the weights must refresh them on

@@ -14,17 +14,24 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.metrics import Metrics
-from strop.models.adapters import load_adapters, low_rank_layers, save_adapters
-from strop.models.loading import quiet
-from strop.models.memory import give_back_freed_memory
+from strop.models.adapters import load_adapters, lora_layers, save_adapters
+from strop.models.loading import quiet_transformers
+from strop.models.memory import trim_freed_memory
 from strop.sampling import Sampling
 from strop.training.base import BackwardResult
 from strop.training.torch.averaging import AveragedWeights
 from strop.training.torch.master import MasterWeights
 from strop.training.torch.optimizers import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
 from strop.training.torch.parallel import checkpoint as divided
-from strop.training.torch.parallel.placement import OneDevice, Placement
-from strop.training.torch.parallel.share import Share, Shares, assemble, assemble_outputs, kept, present
+from strop.training.torch.parallel.placement import Parallelism, SingleDevice
+from strop.training.torch.parallel.share import (
+    MicroBatch,
+    MicroBatchOutputs,
+    assemble_outputs,
+    assemble_result,
+    detach_to_cpu,
+    tensor_fields,
+)
 from strop.types import Batch
 
 log = logging.getLogger(__name__)
@@ -72,15 +79,15 @@ class FrozenScorer:
         *,
         score_tokens: int,
         offload: bool = False,
-        placement: Placement | None = None,
+        parallelism: Parallelism | None = None,
     ) -> None:
         """Raises ValueError for ``offload`` of a sharded network, whose parallelism decides where shards are kept."""
-        if offload and placement is not None:
+        if offload and parallelism is not None:
             raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
         self.network = network
         self.sampling = sampling
         self.score_tokens = score_tokens
-        self.placement = placement or OneDevice(network)
+        self.parallelism = parallelism or SingleDevice(network)
         self.offload = offload and network.device.type != "cpu"
         network.model.requires_grad_(False)
         if self.offload:
@@ -89,14 +96,14 @@ class FrozenScorer:
     async def score(self, batch: Batch) -> Outputs:
         if self.offload:
             self.network.model.to(self.network.device)
-        scores = assemble_outputs([self.score_shares(batch)], len(batch.target))
+        scores = assemble_outputs([self.score_local(batch)], len(batch.target))
         if self.offload:
             self.network.model.to("cpu")
         return scores
 
-    def score_shares(self, batch: Batch) -> Shares:
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
-        return score_shares(self.placement, batch, self.sampling, self.score_tokens)
+        return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
 
 
 @dataclass(frozen=True)
@@ -106,29 +113,29 @@ class NetworkScorer:
     network: TrainableNetwork
     sampling: Sampling
     score_tokens: int
-    placement: Placement | None = None
+    parallelism: Parallelism | None = None
 
     async def score(self, batch: Batch) -> Outputs:
-        return assemble_outputs([self.score_shares(batch)], len(batch.target))
+        return assemble_outputs([self.score_local(batch)], len(batch.target))
 
-    def score_shares(self, batch: Batch) -> Shares:
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
-        return score_shares(self.placement or OneDevice(self.network), batch, self.sampling, self.score_tokens)
+        return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
 
 
-def score(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
+def score_batch(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
     """Score a batch with a network on a single device, micro-batch by micro-batch."""
-    return assemble_outputs([score_shares(OneDevice(network), batch, sampling, token_budget)], len(batch.target))
+    return assemble_outputs([score_local(SingleDevice(network), batch, sampling, token_budget)], len(batch.target))
 
 
 @torch.no_grad()
-def score_shares(placement: Placement, batch: Batch, sampling: Sampling, token_budget: int) -> Shares:
+def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
     """Score this rank's micro-batches of a batch."""
-    shares, _ = placement.shares(batch, token_budget)
-    pieces = [(share, kept(placement.outputs(share.part.batch, sampling))) for share in shares]
-    placement.collect()
-    counted = ((share.part.index, outputs) for share, outputs in pieces if placement.leads and not share.stand_in)
-    return Shares(tuple(counted))
+    shares, _ = parallelism.split_batch(batch, token_budget)
+    pieces = [(share, detach_to_cpu(parallelism.outputs(share.sub_batch.batch, sampling))) for share in shares]
+    parallelism.finish_passes()
+    counted = ((share.sub_batch.index, outputs) for share, outputs in pieces if parallelism.is_leader and not share.dummy)
+    return MicroBatchOutputs(tuple(counted))
 
 
 class TorchLearner:
@@ -140,85 +147,87 @@ class TorchLearner:
     """
 
     def __init__(
-        self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, placement: Placement | None = None
+        self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, parallelism: Parallelism | None = None
     ) -> None:
         """``sampling`` are the parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3)."""
         self.network = network
-        self.placement = placement or OneDevice(network)
+        self.parallelism = parallelism or SingleDevice(network)
         self.sampling = sampling
         self.options = options
         self.model: nn.Module = network.model
         self.model.train(options.activation_checkpointing)
         if options.activation_checkpointing:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.trained = self.placement.trained()
-        self.masters = MasterWeights(self.trained)
+        self.trainable_parameters = self.parallelism.trainable_parameters()
+        self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
         self.optimizer = make_optimizer(
             options.optimizer,
-            self.masters.named,
+            self.masters.named_parameters,
             options.optimizer_kwargs,
             groups=options.parameter_groups,
             no_decay=options.no_decay,
             section=options.section,
         )
-        self.placement.check_optimizer(self.optimizer, options.section)
+        self.parallelism.check_optimizer(self.optimizer, options.section)
         self.scheduler = make_scheduler(
             options.schedule, self.optimizer, total_steps=options.total_steps, section=options.section
         )
         self.average: AveragedWeights | None = None
         if options.average_decay is not None:
-            self.average = AveragedWeights(self.masters.named, decay=options.average_decay, start_step=options.average_start)
+            self.average = AveragedWeights(
+                self.masters.named_parameters, decay=options.average_decay, start_step=options.average_start
+            )
         self._steps = 0
 
     async def score(self, batch: Batch) -> Outputs:
-        return assemble_outputs([self.score_shares(batch)], len(batch.target))
+        return assemble_outputs([self.score_local(batch)], len(batch.target))
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        return assemble([self.forward_backward_shares(batch, loss)], len(batch.target))
+        return assemble_result([self.forward_backward_local(batch, loss)], len(batch.target))
 
-    async def measure(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        return assemble([self.measure_shares(batch, loss)], len(batch.target))
+    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
-    def score_shares(self, batch: Batch) -> Shares:
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the whole batch on a single device."""
-        return score_shares(self.placement, batch, self.sampling, self.options.score_tokens)
+        return score_local(self.parallelism, batch, self.sampling, self.options.score_tokens)
 
-    def forward_backward_shares(self, batch: Batch, loss: LossFn) -> Shares:
+    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        result = self._run(batch, loss, self.options.train_tokens, backward=True)
+        result = self._run_micro_batches(batch, loss, self.options.train_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:  # all losses have zero gradient: the step still updates the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
         return result
 
-    def measure_shares(self, batch: Batch, loss: LossFn) -> Shares:
-        return self._run(batch, loss, self.options.score_tokens, backward=False)
+    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        return self._run_micro_batches(batch, loss, self.options.score_tokens, backward=False)
 
-    def _run(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> Shares:
-        shares, balance = self.placement.shares(batch, token_budget, whole_groups=self.options.whole_groups)
+    def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
+        shares, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.options.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
         pieces: list[tuple[Tensor, Outputs]] = []
         for share in shares:
-            outputs, measured = self._part(share, loss, backward=backward and not share.idle)
-            if not share.stand_in:
-                pieces.append((share.part.index, outputs))
+            outputs, measured = self._run_micro_batch(share, loss, backward=backward and not share.zero_gradient)
+            if not share.dummy:
+                pieces.append((share.sub_batch.index, outputs))
                 logged.append(measured)
-        self.placement.collect()
-        return Shares(tuple(pieces), metrics.merge(*logged)) if self.placement.leads else Shares()
+        self.parallelism.finish_passes()
+        return MicroBatchOutputs(tuple(pieces), metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
 
-    def _part(self, share: Share, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
-        batch = share.part.batch
+    def _run_micro_batch(self, share: MicroBatch, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
+        batch = share.sub_batch.batch
         with torch.set_grad_enabled(backward):
-            outputs = self.placement.outputs(batch, self.sampling)
-            value, logged = _nothing(outputs) if share.stand_in else loss(outputs, _on(batch, self.network.device))
+            outputs = self.parallelism.outputs(batch, self.sampling)
+            value, logged = _dummy_loss(outputs) if share.dummy else loss(outputs, _to_device(batch, self.network.device))
         if backward:
             value.backward()
-        return kept(outputs), logged
+        return detach_to_cpu(outputs), logged
 
     async def step(self) -> Metrics:
         limit = self.options.max_grad_norm
-        norm = self.placement.clip(self.parameters, limit if limit is not None else float("inf"))
+        norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
         if torch.isfinite(norm):
             self.optimizer.step()
@@ -228,10 +237,10 @@ class TorchLearner:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.placement.stepped()
+        self.parallelism.after_step()
         self._steps += 1
         if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
-            give_back_freed_memory()
+            trim_freed_memory()
         return {
             "grad_norm": metrics.mean(norm.item(), 1),
             "lr": metrics.mean(rate, 1),
@@ -240,21 +249,21 @@ class TorchLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights under their names in an ordinary model, with adapters merged in."""
-        yield from self.placement.weights()
+        yield from self.parallelism.weights()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters under the names of PEFT's files; nothing for a model without adapters."""
-        yield from self.placement.adapters().items()
+        yield from self.parallelism.adapters().items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """Write ``weights/`` as a Hugging Face folder or as adapters in PEFT's format, ``ema/`` with their average, and ``optimizer.pt``
         with the state needed to resume. On several ranks, all of which must call it, write shards
         (``strop.learner.parallel.sharded_checkpoint``)."""
-        if not isinstance(self.placement, OneDevice):
+        if not isinstance(self.parallelism, SingleDevice):
             return divided.save(self, folder, optimizer=optimizer)
         save_weights(self.model, folder / "weights")
         if self.average is not None:
-            with self.average.swapped_in(self.trained):
+            with self.average.swap_in(self.trainable_parameters):
                 save_weights(self.model, folder / "ema")
         if optimizer:
             state = {
@@ -267,7 +276,7 @@ class TorchLearner:
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
-        if not isinstance(self.placement, OneDevice) or divided.is_divided_checkpoint(folder):
+        if not isinstance(self.parallelism, SingleDevice) or divided.is_sharded_checkpoint(folder):
             return divided.load(self, folder)
         load_weights(self.model, folder / "weights")
         path = folder / "optimizer.pt"
@@ -290,13 +299,13 @@ class TorchLearner:
             self.average.load_state_dict(state)
             return
         log.warning("%s has no average of the weights (policy.ema): it restarts from the weights of this checkpoint", path)
-        self.average.restart()
+        self.average.reset()
 
 
 def save_weights(model: Any, folder: Path) -> None:
     """Write a Hugging Face folder, or only the adapters of a model that has them."""
-    with quiet():
-        if low_rank_layers(model):
+    with quiet_transformers():
+        if lora_layers(model):
             save_adapters(model, folder)
         else:
             model.save_pretrained(folder)
@@ -307,21 +316,21 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     Tied weights are stored once.
     """
-    if low_rank_layers(model):
+    if lora_layers(model):
         return load_adapters(model, folder)
     divided.load_weights(model, folder)
 
 
-def _nothing(outputs: Outputs) -> tuple[Tensor, Metrics]:
+def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:
     """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
-    _, first = next(present(outputs))
+    _, first = next(tensor_fields(outputs))
     return first.sum() * 0.0, {}
 
 
-def _on(batch: Batch, device: torch.device) -> Batch:
+def _to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the columns that a loss reads to the learner's device."""
     if device.type == "cpu":
         return batch
-    names = ("target", "sequence", "sampler_logprobs", "versions", "advantages", "mask", "group", "rewards")
+    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
     moved = {name: getattr(batch, name).to(device) for name in names}
-    return replace(batch, **moved, extras={name: column.to(device) for name, column in batch.extras.items()})
+    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

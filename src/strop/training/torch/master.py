@@ -27,49 +27,49 @@ class MasterWeights:
     """
 
     def __init__(self, named_parameters: NamedParameters) -> None:
-        self.named: list[tuple[str, nn.Parameter]] = []
-        self._rounded: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}  # name -> master, the module's parameter
+        self.named_parameters: list[tuple[str, nn.Parameter]] = []
+        self._low_precision: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}  # name -> master, the module's parameter
         hooks = []
         for name, parameter in named_parameters:
             if parameter.dtype not in (torch.bfloat16, torch.float16):
-                self.named.append((name, parameter))
+                self.named_parameters.append((name, parameter))
                 continue
             master = nn.Parameter(parameter.detach().float())
-            self.named.append((name, master))
-            self._rounded[name] = (master, parameter)
-            hooks.append(parameter.register_post_accumulate_grad_hook(_move_gradient_to(master)))
-        weakref.finalize(self, _remove, hooks)
+            self.named_parameters.append((name, master))
+            self._low_precision[name] = (master, parameter)
+            hooks.append(parameter.register_post_accumulate_grad_hook(_make_gradient_hook(master)))
+        weakref.finalize(self, _remove_hooks, hooks)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.named]
+        return [parameter for _, parameter in self.named_parameters]
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the masters, rounded, into the module in place. Call it after each optimizer step."""
-        if self._rounded:
-            masters, rounded = zip(*self._rounded.values(), strict=True)
+        if self._low_precision:
+            masters, rounded = zip(*self._low_precision.values(), strict=True)
             torch._foreach_copy_(rounded, masters)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the float32 copies by name; the module's own parameters are saved with the module."""
-        return {name: master.detach() for name, (master, _) in self._rounded.items()}
+        return {name: master.detach() for name, (master, _) in self._low_precision.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the masters and the module's weights. Raises ValueError for masters of other parameters."""
-        if state.keys() != self._rounded.keys():
-            odd = sorted(state.keys() ^ self._rounded.keys())
+        if state.keys() != self._low_precision.keys():
+            odd = sorted(state.keys() ^ self._low_precision.keys())
             raise ValueError(
-                f"the checkpoint has float32 masters of {len(state)} weights and this run keeps {len(self._rounded)}; they differ "
+                f"the checkpoint has float32 masters of {len(state)} weights and this run keeps {len(self._low_precision)}; they differ "
                 f"in {', '.join(odd[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
             )
-        for name, (master, _) in self._rounded.items():
+        for name, (master, _) in self._low_precision.items():
             master.copy_(state[name])
         self.write_back()
 
 
-def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's parameters to ``dtype``, in place.
 
     Buffers keep their dtype, as rotary frequencies must, and so do parameters that the model's class requires in float32.
@@ -80,7 +80,7 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+def _make_gradient_hook(master: nn.Parameter) -> Callable[[Tensor], None]:
     def move(parameter: Tensor) -> None:
         if parameter.grad is None:
             raise RuntimeError(
@@ -95,6 +95,6 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     return move
 
 
-def _remove(hooks: Sequence[Any]) -> None:
+def _remove_hooks(hooks: Sequence[Any]) -> None:
     for hook in hooks:
         hook.remove()

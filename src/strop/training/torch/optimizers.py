@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from strop.training.torch.schedules import follow, make_schedule
+from strop.training.torch.schedules import make_lr_scheduler, make_schedule
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -53,12 +53,12 @@ def make_optimizer(
     Defaults to the fused implementation where the optimizer has one: it reads the weights once. See ``make_parameter_groups`` for
     ``groups`` and ``no_decay``.
     """
-    factory = _resolve(name, f"{section}.optimizer.name", Optimizer)
+    factory = _import_class(name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
-    _refuse_unknown(kwargs, known, "params", f"{section}.optimizer.kwargs", name)
-    grouped = parameter_groups(named_parameters, groups, no_decay, section=section)
+    _check_arguments(kwargs, known, "params", f"{section}.optimizer.kwargs", name)
+    grouped = make_parameter_groups(named_parameters, groups, no_decay, section=section)
     for options in grouped:
-        _refuse_unknown(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
+        _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
     chosen = dict(kwargs)
     if "betas" in chosen:
         chosen["betas"] = tuple(chosen["betas"])
@@ -69,7 +69,7 @@ def make_optimizer(
     return optimizer
 
 
-def parameter_groups(
+def make_parameter_groups(
     named_parameters: NamedParameters, groups: Sequence[ParameterGroup], no_decay: Sequence[str], *, section: str = "policy"
 ) -> list[dict[str, Any]]:
     """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
@@ -78,13 +78,13 @@ def parameter_groups(
     sets. Raises ValueError for a pattern without a match, and for a group whose parameters all belong to earlier groups.
     """
     names = [name for name, _ in named_parameters]
-    _refuse_idle(no_decay, names, f"{section}.optimizer.no_decay")
+    _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
     for place, group in enumerate(groups):
-        _refuse_idle(group.match, names, f"{section}.optimizer.groups.{place}.match")
+        _check_patterns(group.match, names, f"{section}.optimizer.groups.{place}.match")
     buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
-        place = next((place for place, group in enumerate(groups) if matches(name, group.match)), -1)
-        buckets.setdefault((place, matches(name, no_decay)), []).append((name, parameter))
+        place = next((place for place, group in enumerate(groups) if matches_any(name, group.match)), -1)
+        buckets.setdefault((place, matches_any(name, no_decay)), []).append((name, parameter))
     for place, group in enumerate(groups):
         if not {(place, False), (place, True)} & buckets.keys():
             raise ValueError(
@@ -102,7 +102,7 @@ def parameter_groups(
     ]
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name contains one of the patterns; a pattern with ``*``, ``?`` or ``[`` must match the whole name."""
     return any(fnmatchcase(name, one) if any(sign in one for sign in "*?[") else one in name for one in patterns)
 
@@ -143,38 +143,38 @@ def make_scheduler(
         None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
     ]
     built = [
-        _stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
+        _make_stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
         for entry, length in zip(stages, lengths, strict=True)
     ]
     return built[0] if len(built) == 1 else SequentialLR(optimizer, built, milestones)
 
 
-def _stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: int | None, section: str) -> LRScheduler:
+def _make_stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: int | None, section: str) -> LRScheduler:
     if "." not in name:
-        return follow(make_schedule(name, kwargs, total_steps=length, section=section), optimizer)
-    factory = _resolve(name, f"{section}.scheduler.name", LRScheduler)
-    _refuse_unknown(kwargs, inspect.signature(factory).parameters, "optimizer", f"{section}.scheduler.kwargs", name)
+        return make_lr_scheduler(make_schedule(name, kwargs, total_steps=length, section=section), optimizer)
+    factory = _import_class(name, f"{section}.scheduler.name", LRScheduler)
+    _check_arguments(kwargs, inspect.signature(factory).parameters, "optimizer", f"{section}.scheduler.kwargs", name)
     scheduler: LRScheduler = factory(optimizer, **kwargs)
     return scheduler
 
 
-def _refuse_unknown(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
+def _check_arguments(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
     """Raises ValueError for an argument that ``name`` does not take; ``first`` is not allowed: Strop passes it."""
     for argument in sorted(given):
         if argument not in known or argument == first:
             raise ValueError(f"{key}.{argument}: {name} takes {sorted(set(known) - {first})}")
 
 
-def _refuse_idle(patterns: Sequence[str], names: Sequence[str], key: str) -> None:
+def _check_patterns(patterns: Sequence[str], names: Sequence[str], key: str) -> None:
     for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names):
+        if not any(matches_any(name, [pattern]) for name in names):
             raise ValueError(
                 f"{key}: {pattern!r} matches none of the {len(names)} trained parameters, such as "
                 f"{', '.join(names[:3])}; correct it, or remove it"
             )
 
 
-def _resolve(name: str, key: str, base: type) -> Any:
+def _import_class(name: str, key: str, base: type) -> Any:
     module, _, attribute = name.rpartition(".")
     package = module.partition(".")[0]
     try:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.kl import REFERENCE
+from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.data.packing import pack
-from strop.tracking.atomic import replacing
-from strop.training.base import Scorer, token_outputs
+from strop.tracking.atomic import atomic_write
+from strop.training.base import Scorer, require_token_outputs
 from strop.types import Batch, Group, Rollout
 
-AT_ONCE = 64  # groups packed together: enough to fill the micro-batches
+GROUPS_PER_PACK = 64  # groups packed together: enough to fill the micro-batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,24 +32,24 @@ class ReferenceStore:
 
     path: Path
     logprobs: Tensor  # float32, of all rollouts, concatenated
-    places: Mapping[tuple[int, int], tuple[int, int]]  # (hash of name, fingerprint) of a rollout -> [start, end)
+    spans: Mapping[tuple[int, int], tuple[int, int]]  # (hash of name, fingerprint) of a rollout -> [start, end)
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Return the column of the batch, [N] float32. Raises LookupError for an example that is missing or has changed."""
-        found = [self._of(group, rollout) for group in groups for rollout in group.rollouts]
+        found = [self._lookup(group, rollout) for group in groups for rollout in group.rollouts]
         column = torch.cat(found) if found else torch.zeros(0)
         if len(column) != len(batch.target):
             raise ValueError(
                 f"the batch predicts {len(batch.target)} tokens, and its groups have {len(column)} loss tokens: reference "
                 "log-probabilities need a batch that predicts each of them"
             )
-        return {REFERENCE: column}
+        return {REFERENCE_LOGPROBS: column}
 
-    def _of(self, group: Group, rollout: Rollout) -> Tensor:
-        name = _name(group, rollout)
-        place = self.places.get((_hash(name), fingerprint(rollout)))
+    def _lookup(self, group: Group, rollout: Rollout) -> Tensor:
+        name = _rollout_name(group, rollout)
+        place = self.spans.get((_hash(name), rollout_fingerprint(rollout)))
         if place is None:
-            known = any(found == _hash(name) for found, _ in self.places)
+            known = any(found == _hash(name) for found, _ in self.spans)
             reason = "has other tokens than when" if known else "was not among the examples when"
             raise LookupError(
                 f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the reading of "
@@ -58,7 +58,7 @@ class ReferenceStore:
         return self.logprobs[slice(*place)]
 
 
-async def reference_store(
+async def load_or_compute_reference(
     path: Path,
     groups: Iterable[Group],
     scorer: Scorer,
@@ -80,13 +80,13 @@ async def reference_store(
     columns: list[Tensor] = []
     places: dict[tuple[int, int], tuple[int, int]] = {}
     end = 0
-    for some in _chunks((group for group in groups if not group.errors), AT_ONCE):
+    for some in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
         batch = pack(some, algorithm, share_prefixes=share_prefixes)
-        logprobs = token_outputs(await scorer.score(batch)).logprobs
+        logprobs = require_token_outputs(await scorer.score(batch)).logprobs
         lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
         rollouts = ((group, rollout) for group in some for rollout in group.rollouts)
         for (group, rollout), own in zip(rollouts, logprobs.split(lengths), strict=True):
-            if (key := (_hash(_name(group, rollout)), fingerprint(rollout))) not in places:
+            if (key := (_hash(_rollout_name(group, rollout)), rollout_fingerprint(rollout))) not in places:
                 places[key] = (end, end + len(own))
                 columns.append(own)
                 end += len(own)
@@ -95,7 +95,7 @@ async def reference_store(
     return store
 
 
-def fingerprint(rollout: Rollout) -> int:
+def rollout_fingerprint(rollout: Rollout) -> int:
     """Return a 64-bit hash of a rollout's tokens and of which of them are loss tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for author, tokens in (("prompt", rollout.prompt), *((turn.author, turn.tokens) for turn in rollout.turns)):
@@ -104,7 +104,7 @@ def fingerprint(rollout: Rollout) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def weights_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
+def model_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
     """Return a hash of a model's weights: names, shapes and about ``samples`` entries of each parameter."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ def weights_fingerprint(model: nn.Module, *, samples: int = 1024) -> str:
     return digest.hexdigest()
 
 
-def _name(group: Group, rollout: Rollout) -> str:
+def _rollout_name(group: Group, rollout: Rollout) -> str:
     return f"rollout {rollout.sample} of {rollout.task.id} in {group.environment}"
 
 
@@ -128,23 +128,23 @@ def _chunks(groups: Iterable[Group], size: int) -> Iterator[list[Group]]:
         yield some
 
 
-def _write(store: ReferenceStore, made_with: Mapping[str, str]) -> None:
+def _write(store: ReferenceStore, provenance: Mapping[str, str]) -> None:
     from safetensors.torch import save_file
 
-    keys = torch.tensor(list(store.places), dtype=torch.int64).reshape(-1, 2)
-    lengths = torch.tensor([last - first for first, last in store.places.values()], dtype=torch.int64)
-    with replacing(store.path) as draft:
-        save_file({"logprobs": store.logprobs, "keys": keys, "lengths": lengths}, draft, metadata=dict(made_with))
+    keys = torch.tensor(list(store.spans), dtype=torch.int64).reshape(-1, 2)
+    lengths = torch.tensor([last - first for first, last in store.spans.values()], dtype=torch.int64)
+    with atomic_write(store.path) as draft:
+        save_file({"logprobs": store.logprobs, "keys": keys, "lengths": lengths}, draft, metadata=dict(provenance))
 
 
-def _read(path: Path, made_with: Mapping[str, str]) -> ReferenceStore:
+def _read(path: Path, provenance: Mapping[str, str]) -> ReferenceStore:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
         stored: dict[str, Any] = dict(file.metadata() or {})
         logprobs, keys, lengths = (file.get_tensor(name) for name in ("logprobs", "keys", "lengths"))
     differing = [
-        f"{name} (then {stored.get(name)!r}, now {value!r})" for name, value in made_with.items() if stored.get(name) != value
+        f"{name} (then {stored.get(name)!r}, now {value!r})" for name, value in provenance.items() if stored.get(name) != value
     ]
     if differing:
         raise ValueError(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from strop.models.classifiers import load_classifier
 from strop.models.network import disable_dropout
-from strop.models.value import scalar, score_layer
-from strop.training.torch.master import round_weights
+from strop.models.value import apply_score_layer, get_score_layer
+from strop.training.torch.master import cast_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class ScorerLimits:
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     tokens: Sequence[int]
-    answer: Future[float] = field(default_factory=Future)
+    future: Future[float] = field(default_factory=Future)
 
 
 class RewardScorer:
@@ -49,7 +49,7 @@ class RewardScorer:
         self.limits = limits or ScorerLimits()
         self.device = next(model.parameters()).device
         self.batches = 0  # batches scored so far
-        self._queue: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ScoreRequest] = queue.SimpleQueue()
         self._threads = torch.get_num_threads()
         threading.Thread(target=self._serve, name="strop-reward-model", daemon=True).start()
 
@@ -57,12 +57,12 @@ class RewardScorer:
         """Return the score of a whole conversation. Raises ValueError for an empty one, and any error of the model."""
         if not tokens:
             raise ValueError("the conversation has no tokens, and a reward model reads its score at the last token")
-        request = Request(tokens)
+        request = ScoreRequest(tokens)
         self._queue.put(request)
-        return await asyncio.wrap_future(request.answer)
+        return await asyncio.wrap_future(request.future)
 
     @torch.no_grad()
-    def read(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def score_batch(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Return the scores of several conversations, [B] float32 on the CPU, from one forward pass."""
         lengths = torch.tensor([len(row) for row in rows])
         padding = int(getattr(self.model.config, "pad_token_id", None) or 0)
@@ -71,29 +71,29 @@ class RewardScorer:
             tokens[place, : len(row)] = torch.tensor(list(row))
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16):
-            return self._scores(tokens.to(self.device), mask.to(self.device), lengths.to(self.device) - 1).float().cpu()
+            return self._forward(tokens.to(self.device), mask.to(self.device), lengths.to(self.device) - 1).float().cpu()
 
-    def _scores(self, tokens: Tensor, mask: Tensor, last: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, mask: Tensor, last: Tensor) -> Tensor:
         if not isinstance(getattr(self.model, "score", None), nn.Linear):  # an encoder, which has its own pooling
             logits: Tensor = self.model(input_ids=tokens, attention_mask=mask).logits[:, 0]
             return logits
         hidden = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        return scalar(score_layer(self.model), hidden[torch.arange(len(tokens), device=hidden.device), last])
+        return apply_score_layer(get_score_layer(self.model), hidden[torch.arange(len(tokens), device=hidden.device), last])
 
     # --- in the thread ----------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
-        waiting: list[Request] = []
+        waiting: list[ScoreRequest] = []
         while True:
             if not waiting:
                 waiting.append(self._queue.get())
-            self._gather(waiting)
-            count = self._fitting(waiting)
-            self._answer(waiting[:count])
+            self._collect_requests(waiting)
+            count = self._count_fitting(waiting)
+            self._score_requests(waiting[:count])
             del waiting[:count]
 
-    def _gather(self, waiting: list[Request]) -> None:
+    def _collect_requests(self, waiting: list[ScoreRequest]) -> None:
         deadline = time.monotonic() + self.limits.wait
         while len(waiting) < self.limits.conversations:
             try:
@@ -101,7 +101,7 @@ class RewardScorer:
             except queue.Empty:
                 return
 
-    def _fitting(self, waiting: Sequence[Request]) -> int:
+    def _count_fitting(self, waiting: Sequence[ScoreRequest]) -> int:
         """Return how many requests, from the first on, fit one batch."""
         longest = 0
         for count, request in enumerate(waiting):
@@ -110,31 +110,31 @@ class RewardScorer:
                 return count
         return len(waiting)
 
-    def _answer(self, requests: Sequence[Request]) -> None:
-        wanted = [request for request in requests if request.answer.set_running_or_notify_cancel()]
+    def _score_requests(self, requests: Sequence[ScoreRequest]) -> None:
+        wanted = [request for request in requests if request.future.set_running_or_notify_cancel()]
         if not wanted:
             return
         try:
-            scores = self.read([request.tokens for request in wanted]).tolist()
+            scores = self.score_batch([request.tokens for request in wanted]).tolist()
         except Exception as error:  # every caller gets the error; the thread continues
             for request in wanted:
-                request.answer.set_exception(error)
+                request.future.set_exception(error)
             return
         self.batches += 1
         for request, score in zip(wanted, scores, strict=True):
-            request.answer.set_result(score)
+            request.future.set_result(score)
 
 
 def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits: ScorerLimits | None = None) -> RewardScorer:
     """Load a trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face model.
 
     Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer."""
-    model = load_classifier(name, spread=0.0)  # a score layer that is missing in the files becomes all zeros
-    if not score_layer(model).weight.any():
+    model = load_classifier(name, init_std=0.0)  # a score layer that is missing in the files becomes all zeros
+    if not get_score_layer(model).weight.any():
         raise ValueError(
             f"model_name: {name} has no trained score layer: it is a language model, not a reward model; set it to a sequence classifier "
             "with one label, such as the folder that strop rm saves (policy/weights)"
         )
     disable_dropout(model)
-    round_weights(model, precision)
+    cast_weights(model, precision)
     return RewardScorer(model.to(device), precision=precision, limits=limits)

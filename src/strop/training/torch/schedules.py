@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from strop.data.errors import nearest
+from strop.data.errors import suggest_names
 
 
 def _option(default: Any, kind: type, low: float, high: float = math.inf) -> Any:
@@ -34,13 +34,13 @@ class Schedule(ABC):
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check(item.name, getattr(self, item.name), item.metadata, null=item.default is None)
+            _check_option(item.name, getattr(self, item.name), item.metadata, null=item.default is None)
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"warmup_ratio: found {self.warmup_ratio}, but warmup_steps={self.warmup_steps} is set too; remove one of them"
             )
         if self.warmup_ratio is not None:
-            self.require_total("warmup_ratio is a fraction of it")
+            self.require_total_steps("warmup_ratio is a fraction of it")
 
     @abstractmethod
     def after_warmup(self, step: int) -> float:
@@ -50,7 +50,7 @@ class Schedule(ABC):
     def warmup(self) -> int:
         """Number of optimizer steps of the warm-up."""
         if self.warmup_ratio is not None:
-            return round(self.warmup_ratio * self.require_total("warmup_ratio is a fraction of it"))
+            return round(self.warmup_ratio * self.require_total_steps("warmup_ratio is a fraction of it"))
         return self.warmup_steps or 0
 
     def ratio(self, step: int) -> float:
@@ -58,7 +58,7 @@ class Schedule(ABC):
         warmup = self.warmup
         return (step + 1) / warmup if step < warmup else self.after_warmup(step - warmup)
 
-    def require_total(self, reason: str) -> int:
+    def require_total_steps(self, reason: str) -> int:
         if self.total_steps is None:
             raise ValueError(
                 f"total_steps: found null, and the number of optimizer steps of this run is unknown, but {reason}; "
@@ -68,7 +68,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
+class ConstantSchedule(Schedule):
     """Warm-up, then a constant rate."""
 
     def after_warmup(self, step: int) -> float:
@@ -76,14 +76,14 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decay(Schedule):
+class DecaySchedule(Schedule):
     """Warm-up, then a decay over all remaining steps: m + (1 - m) * shape, with m = min_ratio."""
 
     min_ratio: float = _option(0.0, float, 0, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        total = self.require_total("the decay ends there")
+        total = self.require_total_steps("the decay ends there")
         if self.warmup >= total:
             raise ValueError(
                 f"warmup_steps: found a warm-up of {self.warmup} steps, but total_steps is {total}, which leaves no steps for the decay; "
@@ -95,13 +95,13 @@ class Decay(Schedule):
         """Return the shape, which falls from 1 at ``step`` 0 to 0 at ``steps``."""
 
     def after_warmup(self, step: int) -> float:
-        steps = self.require_total("the decay ends there") - self.warmup
+        steps = self.require_total_steps("the decay ends there") - self.warmup
         shape = self.shape(step, steps) if step < steps else 0.0
         return self.min_ratio + (1 - self.min_ratio) * shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Decay):
+class LinearSchedule(DecaySchedule):
     """A linear decay."""
 
     def shape(self, step: int, steps: int) -> float:
@@ -109,7 +109,7 @@ class Linear(Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine(Decay):
+class CosineSchedule(DecaySchedule):
     """A cosine decay over half a period (arXiv 1608.03983)."""
 
     def shape(self, step: int, steps: int) -> float:
@@ -117,7 +117,7 @@ class Cosine(Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineWithRestarts(Decay):
+class CosineWithRestartsSchedule(DecaySchedule):
     """``cycles`` cosine decays, each restarting from the full rate (arXiv 1608.03983)."""
 
     cycles: int = _option(1, int, 1)
@@ -127,7 +127,7 @@ class CosineWithRestarts(Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Polynomial(Decay):
+class PolynomialSchedule(DecaySchedule):
     """(1 - t / steps) ^ power."""
 
     power: float = _option(1.0, float, 0)
@@ -137,7 +137,7 @@ class Polynomial(Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InverseSqrt(Schedule):
+class InverseSqrtSchedule(Schedule):
     """Warm-up, then sqrt(timescale / (timescale + t)), without a last step (arXiv 1706.03762)."""
 
     timescale: int | None = _option(None, int, 1)  # steps; null: the length of the warm-up, or 10,000 without one
@@ -149,7 +149,7 @@ class InverseSqrt(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupStableDecay(Schedule):
+class WarmupStableDecaySchedule(Schedule):
     """Warm-up, a constant rate, and a decay over the last steps (arXiv 2404.06395)."""
 
     decay_steps: int | None = _option(None, int, 1)
@@ -160,12 +160,12 @@ class WarmupStableDecay(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decay not in DECAYS:
-            raise ValueError(f"decay: found {self.decay!r}{nearest(str(self.decay), DECAYS)}")
+            raise ValueError(f"decay: found {self.decay!r}{suggest_names(str(self.decay), DECAYS)}")
         if self.decay_steps is not None and self.decay_ratio is not None:
             raise ValueError(
                 f"decay_ratio: found {self.decay_ratio}, but decay_steps={self.decay_steps} is set too; remove one of them"
             )
-        total = self.require_total("the decay ends there")
+        total = self.require_total_steps("the decay ends there")
         if self.warmup + self.decay_length > total:
             raise ValueError(
                 f"decay_steps: a warm-up of {self.warmup} steps and a decay of {self.decay_length} steps exceed "
@@ -178,11 +178,11 @@ class WarmupStableDecay(Schedule):
         if self.decay_steps is not None:
             return self.decay_steps
         ratio = 0.1 if self.decay_ratio is None else self.decay_ratio
-        return max(1, round(ratio * self.require_total("the decay ends there")))
+        return max(1, round(ratio * self.require_total_steps("the decay ends there")))
 
     def after_warmup(self, step: int) -> float:
         steps = self.decay_length
-        begun = step + self.warmup - (self.require_total("the decay ends there") - steps)
+        begun = step + self.warmup - (self.require_total_steps("the decay ends there") - steps)
         shape = DECAYS[self.decay](min(max(begun, 0), steps) / steps)
         return self.min_ratio + (1 - self.min_ratio) * shape
 
@@ -198,13 +198,13 @@ DECAYS: Mapping[str, Callable[[float], float]] = {
 }
 
 SCHEDULES: Mapping[str, type[Schedule]] = {
-    "constant": Constant,
-    "linear": Linear,
-    "cosine": Cosine,
-    "cosine_with_restarts": CosineWithRestarts,
-    "polynomial": Polynomial,
-    "inverse_sqrt": InverseSqrt,
-    "wsd": WarmupStableDecay,
+    "constant": ConstantSchedule,
+    "linear": LinearSchedule,
+    "cosine": CosineSchedule,
+    "cosine_with_restarts": CosineWithRestartsSchedule,
+    "polynomial": PolynomialSchedule,
+    "inverse_sqrt": InverseSqrtSchedule,
+    "wsd": WarmupStableDecaySchedule,
 }
 
 
@@ -215,14 +215,14 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
     """
     if name not in SCHEDULES:
         raise ValueError(
-            f"{section}.scheduler.name: there is no schedule {name!r}{nearest(name, SCHEDULES)}; "
+            f"{section}.scheduler.name: there is no schedule {name!r}{suggest_names(name, SCHEDULES)}; "
             "write a class like torch.optim.lr_scheduler.LinearLR"
         )
     kind = SCHEDULES[name]
     known = [item.name for item in fields(kind)]
     for key in kwargs:
         if key not in known:
-            raise ValueError(f"{section}.scheduler.kwargs.{key}: {name} has no such argument{nearest(key, known)}")
+            raise ValueError(f"{section}.scheduler.kwargs.{key}: {name} has no such argument{suggest_names(key, known)}")
     given = dict(kwargs)
     if given.get("total_steps") is None:
         given["total_steps"] = total_steps
@@ -232,7 +232,7 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
         raise ValueError(f"{section}.scheduler.kwargs.{error}") from error
 
 
-def follow(schedule: Schedule, optimizer: Optimizer) -> LambdaLR:
+def make_lr_scheduler(schedule: Schedule, optimizer: Optimizer) -> LambdaLR:
     """Apply a schedule to an optimizer's parameter groups.
 
     The saved state has the step but not the arguments: a resumed run follows its own configuration, such as another ``total_steps``.
@@ -240,7 +240,7 @@ def follow(schedule: Schedule, optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: schedule.ratio(step))
 
 
-def _check(name: str, value: Any, limits: Mapping[str, Any], *, null: bool) -> None:
+def _check_option(name: str, value: Any, limits: Mapping[str, Any], *, null: bool) -> None:
     """Raises ValueError for a value of another type than the option, or outside of its range."""
     if not limits or (value is None and null):
         return

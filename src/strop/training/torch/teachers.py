@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Algorithm, Outputs
-from strop.algorithms.distillation import TEACHER
+from strop.algorithms.distillation import TEACHER_LOGPROBS
 from strop.algorithms.topk_distillation import TEACHER_CANDIDATES
-from strop.data.packing import micro_batches, pack, select
+from strop.data.packing import pack, select_rollouts, split_micro_batches
 from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
-from strop.training.base import ColumnSource, Scorer, token_outputs
-from strop.training.torch.learner import score
+from strop.training.base import ColumnSource, Scorer, require_token_outputs
+from strop.training.torch.learner import score_batch
 from strop.types import Batch, Group
 
 
@@ -43,14 +43,14 @@ class Teacher:
     network: Network
     sampling: Sampling
     score_tokens: int
-    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     async def score(self, batch: Batch) -> Outputs:
-        with self.during():
-            return score(self.network, batch, self.sampling, self.score_tokens)
+        with self.context():
+            return score_batch(self.network, batch, self.sampling, self.score_tokens)
 
     @torch.no_grad()
-    def likeliest(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
+    def top_k(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the ``count`` most likely token ids below ``vocabulary`` at each position and their log-probabilities: [N, K] each,
         int64 and float32, on the CPU. Raises ValueError if ``count`` exceeds the vocabulary."""
         known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
@@ -58,16 +58,16 @@ class Teacher:
             raise ValueError(f"the {count} most likely of {known} tokens were requested; set topk_logits_k to at most {known}")
         ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
         logprobs = torch.zeros(len(batch.target), count)
-        with self.during():
-            for part in micro_batches(batch, self.score_tokens, padded=not self.network.packed):
-                ids[part.index], logprobs[part.index] = self._likeliest(part.batch, count, known)
+        with self.context():
+            for part in split_micro_batches(batch, self.score_tokens, padded=not self.network.packed):
+                ids[part.index], logprobs[part.index] = self._top_k(part.batch, count, known)
         return ids, logprobs
 
-    def _likeliest(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def _top_k(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         network, pieces = self.network, []
         with network.autocast():
             for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
-                logits = filtered_logits(network.head.logits(rows), self.sampling)
+                logits = filtered_logits(network.head.compute_logits(rows), self.sampling)
                 best, places = logits[:, :vocabulary].topk(count, dim=-1)
                 pieces.append((places.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
         ids, logprobs = zip(*pieces, strict=True)
@@ -91,7 +91,7 @@ class TeacherLogprobs:
     teacher: Scorer
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        return {TEACHER: token_outputs(await self.teacher.score(batch)).logprobs}
+        return {TEACHER_LOGPROBS: require_token_outputs(await self.teacher.score(batch)).logprobs}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class TeacherTopK:
     vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        ids, logprobs = self.teacher.likeliest(batch, self.count, self.vocabulary)
+        ids, logprobs = self.teacher.top_k(batch, self.count, self.vocabulary)
         return {CANDIDATES: ids, TEACHER_CANDIDATES: logprobs}
 
 
@@ -114,15 +114,15 @@ class RoutedTeachers:
     """Routes each group to the teacher of its environment. All teachers must return the same columns with the same shapes."""
 
     teachers: Mapping[str, ColumnSource]  # by environment name
-    otherwise: ColumnSource | None = None  # for all other environments
+    default: ColumnSource | None = None  # for all other environments
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a group without a teacher."""
-        owners = [self.teacher_of(group.environment) for group in groups]
+        owners = [self.teacher_for(group.environment) for group in groups]
         asked = []
         for teacher in {id(owner): owner for owner in owners}.values():
             places = [place for place, owner in enumerate(owners) if owner is teacher]
-            part = select(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
+            part = select_rollouts(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
             asked.append((part, teacher.columns(part.batch, [groups[place] for place in places])))
         columns: dict[str, Tensor] = {}
         answers = await asyncio.gather(*(answer for _, answer in asked))  # concurrent if the teachers are in other processes
@@ -133,8 +133,8 @@ class RoutedTeachers:
                 columns[name][part.index] = column
         return columns
 
-    def teacher_of(self, environment: str) -> ColumnSource:
-        teacher = self.teachers.get(environment, self.otherwise)
+    def teacher_for(self, environment: str) -> ColumnSource:
+        teacher = self.teachers.get(environment, self.default)
         if teacher is None:
             raise ValueError(
                 f"the environment {environment!r} has no teacher: there are teachers for {', '.join(sorted(self.teachers))}; "
@@ -161,11 +161,11 @@ class MixedTeachers:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a teacher that returns other columns."""
         found = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
-        if any(set(columns) != {TEACHER} for columns in found):
+        if any(set(columns) != {TEACHER_LOGPROBS} for columns in found):
             raise ValueError("teachers can be mixed only for distillation on sampled tokens; otherwise route them by environment")
         weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)
-        logs = torch.stack([columns[TEACHER].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
-        return {TEACHER: logs.logsumexp(0).float()}
+        logs = torch.stack([columns[TEACHER_LOGPROBS].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
+        return {TEACHER_LOGPROBS: logs.logsumexp(0).float()}
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,13 @@ class SelfTeacher:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError if the batch was not packed from ``groups``."""
-        shown = [self._shown(group) for group in groups]
-        reading = pack(shown, _NoCredit())
+        shown = [self._with_demonstration(group) for group in groups]
+        reading = pack(shown, _ReadOnlyAlgorithm())
         if not torch.equal(reading.target, batch.target):
             raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
         return await self.teacher.columns(reading, shown)
 
-    def _shown(self, group: Group) -> Group:
+    def _with_demonstration(self, group: Group) -> Group:
         prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)
         if not len(prompt):
             raise ValueError(
@@ -197,7 +197,7 @@ class SelfTeacher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NoCredit(Algorithm):
+class _ReadOnlyAlgorithm(Algorithm):
     """An algorithm without a loss, for batches that are only scored."""
 
     def advantages(self, group: Group) -> Tensor:
@@ -207,10 +207,10 @@ class _NoCredit(Algorithm):
         raise NotImplementedError("a batch that is only scored has no loss")
 
 
-_PROBE = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'
+_PROBE_TEXT = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'
 
 
-def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
+def shared_vocabulary_size(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
     """Return the number of token ids, from 0, that student and teacher share; for ``TeacherTopK.vocabulary``.
 
     ``student`` and ``teacher`` are the sizes of the output layers, ``tokenizers`` the tokenizers of student and teacher. Output layers are
@@ -236,10 +236,10 @@ def common_vocabulary(student: int, teacher: int, tokenizers: tuple[Any, Any] | 
             f"the tokenizers of student and teacher differ in {len(odd)} tokens; the first is {token!r}: {place} for the "
             f"student and {others.get(token, 'unknown')} for the teacher; choose a teacher of the student's family"
         )
-    ours, theirs = (tokenizer(_PROBE, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
+    ours, theirs = (tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
     if ours != theirs:
         raise ValueError(
-            f"the tokenizers of student and teacher have the same tokens but split text differently: {_PROBE[:20]!r}... is "
+            f"the tokenizers of student and teacher have the same tokens but split text differently: {_PROBE_TEXT[:20]!r}... is "
             f"{len(ours)} tokens for the student and {len(theirs)} for the teacher; choose a teacher of the student's family"
         )
     return min(student, int(max(known.values())) + 1)

@@ -12,7 +12,7 @@ from support.forks import with_vllm
 from support.needs import needs_vllm
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 needs_vllm()
 
@@ -31,24 +31,27 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def room() -> Iterator[EngineRoom]:
-    from support.engines import EngineRoom
+def room() -> Iterator[BackgroundLoop]:
+    from support.engines import BackgroundLoop
 
-    room = EngineRoom()
+    room = BackgroundLoop()
     yield room
     room.close()
 
 
 @pytest.fixture(scope="session")
-def served(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """One engine in float32, whose worker can be told to go wrong, with weights published once. Tests leave it in order."""
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve, served_model
+    from support.engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
-    folder: Path = describe(model, tokenizer, tmp_path_factory.mktemp("served"))
+    folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
     engine = VllmEngine(
-        "engine 0", options(folder, worker="support.faulty_worker.FaultyWorker"), tokenizer, stop_ids=(tokenizer.eos_token_id,)
+        "engine 0",
+        make_engine_options(folder, worker="support.faulty_worker.FaultyWorker"),
+        tokenizer,
+        stop_ids=(tokenizer.eos_token_id,),
     )
     served = serve(model, tokenizer, [engine])
     room.run(served.weights.publish(0))

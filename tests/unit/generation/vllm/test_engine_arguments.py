@@ -8,19 +8,19 @@ import pytest
 
 
 def arguments(**changes: Any) -> Any:
-    from strop.generation.vllm.arguments import EngineOptions, engine_arguments
+    from strop.generation.vllm.arguments import VllmOptions, make_engine_args
 
-    return engine_arguments(EngineOptions(model="folder", dtype="float32", max_model_len=64, on_cpu=True, **changes))
+    return make_engine_args(VllmOptions(model="folder", dtype="float32", max_model_len=64, on_cpu=True, **changes))
 
 
 @pytest.mark.parametrize(("rank", "kernel"), [(1, 1), (2, 8), (12, 16), (16, 16), (200, 256), (512, 512)])
 def test_adapters_run_at_the_next_rank_that_there_are_kernels_for(rank: int, kernel: int) -> None:
-    assert arguments(adapter_rank=rank).max_lora_rank == kernel
+    assert arguments(max_lora_rank=rank).max_lora_rank == kernel
 
 
 def test_a_rank_above_all_of_them_is_refused_with_what_to_set() -> None:
     with pytest.raises(ValueError, match=r"lora_cfg\.dim is 513.*adapters_alone=false"):
-        arguments(adapter_rank=513)
+        arguments(max_lora_rank=513)
 
 
 def test_a_draft_model_is_loaded_from_where_it_lies_and_cut_as_the_policy_is() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from strop.generation.vllm.launch import Core, forked_processes
+from strop.generation.vllm.launch import ForkedEngineCore, fork_engine_cores
 
 
 def test_a_core_is_sent_with_the_environment_of_that_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    core = Core(tmp_path / "engine_0.log")
+    core = ForkedEngineCore(tmp_path / "engine_0.log")
     monkeypatch.setenv("SET_AFTER_IT_WAS_MADE", "1")
     arrived = pickle.loads(pickle.dumps(core))
-    assert arrived.output == tmp_path / "engine_0.log"
+    assert arrived.output_file == tmp_path / "engine_0.log"
     assert arrived.environment == dict(os.environ) and arrived.environment["SET_AFTER_IT_WAS_MADE"] == "1"
 
 
@@ -24,8 +24,8 @@ def test_vllm_starts_its_processes_as_ever_afterwards() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     before = utils.get_mp_context, EngineCoreProc.run_engine_core
-    with pytest.raises(KeyError), forked_processes(None):
-        assert isinstance(EngineCoreProc.run_engine_core, Core)
+    with pytest.raises(KeyError), fork_engine_cores(None):
+        assert isinstance(EngineCoreProc.run_engine_core, ForkedEngineCore)
         assert utils.get_mp_context().get_start_method() == "forkserver"
         raise KeyError
     assert (utils.get_mp_context, EngineCoreProc.run_engine_core) == before

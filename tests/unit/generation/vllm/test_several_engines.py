@@ -13,11 +13,11 @@ import torch
 
 from strop.sampling import Sampling
 from strop.weights.base import EngineDied
-from support.engines import logprobs_of, perturb
+from support.engines import compute_logprobs, perturb
 
 if TYPE_CHECKING:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -26,27 +26,27 @@ PROMPTS = tuple(tuple(range(start, start + 20)) for start in range(40, 240, 10))
 
 
 @pytest.fixture(scope="module")
-def pair(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def pair(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve, served_model
+    from support.engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
     engines = [
         VllmEngine(
             f"engine {number}",
-            options(describe(model, tokenizer, tmp_path_factory.mktemp(f"engine{number}"))),
+            make_engine_options(save_model_folder(model, tokenizer, tmp_path_factory.mktemp(f"engine{number}"))),
             tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
         )
         for number in range(2)
     ]
-    served = serve(model, tokenizer, engines, learner_goes_on=True)
+    served = serve(model, tokenizer, engines, async_training=True)
     room.run(served.weights.publish(0))
     yield served
     room.run(served.close())
 
 
-def publish(room: EngineRoom, served: Served) -> None:
+def publish(room: BackgroundLoop, served: ServedModel) -> None:
     room.run(served.weights.publish(served.weights.version + 1))
 
 
@@ -57,28 +57,28 @@ def kill(engine: VllmEngine) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
-async def ask_all(served: Served, seed: int = 1, sampling: Sampling = SAMPLING) -> list[Any]:
-    return await asyncio.gather(*(served.replicas.generate(prompt, sampling=sampling, seed=seed) for prompt in PROMPTS))
+async def ask_all(served: ServedModel, seed: int = 1, sampling: Sampling = SAMPLING) -> list[Any]:
+    return await asyncio.gather(*(served.pool.generate(prompt, sampling=sampling, seed=seed) for prompt in PROMPTS))
 
 
-def assert_answers_are_the_policys(served: Served, completions: list[Any]) -> None:
+def assert_answers_are_the_policys(served: ServedModel, completions: list[Any]) -> None:
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        expected = logprobs_of(served.model, prompt, completion.tokens, SAMPLING)
+        expected = compute_logprobs(served.model, prompt, completion.tokens, SAMPLING)
         assert (completion.logprobs - expected).abs().max() < 2e-4
         assert completion.versions.unique().tolist() == [served.weights.version]
 
 
-def test_both_engines_get_every_publish(room: EngineRoom, pair: Served) -> None:
+def test_both_engines_get_every_publish(room: BackgroundLoop, pair: ServedModel) -> None:
     perturb(pair.model, 1)
     publish(room, pair)
     for engine in pair.engines:
         completion = room.run(engine.generate(PROMPTS[0], sampling=SAMPLING, seed=1))
-        expected = logprobs_of(pair.model, PROMPTS[0], completion.tokens, SAMPLING)
+        expected = compute_logprobs(pair.model, PROMPTS[0], completion.tokens, SAMPLING)
         assert (completion.logprobs - expected).abs().max() < 2e-4
         assert engine.version == pair.weights.version
 
 
-def test_both_engines_work_and_give_what_one_would(room: EngineRoom, pair: Served) -> None:
+def test_both_engines_work_and_give_what_one_would(room: BackgroundLoop, pair: ServedModel) -> None:
     before = [engine.counters()["sampled_tokens"] for engine in pair.engines]
     completions = room.run(ask_all(pair))
     assert_answers_are_the_policys(pair, completions)
@@ -89,10 +89,10 @@ def test_both_engines_work_and_give_what_one_would(room: EngineRoom, pair: Serve
 
 
 def test_an_engine_killed_while_it_generates_is_started_anew_and_every_request_is_answered(
-    room: EngineRoom, pair: Served
+    room: BackgroundLoop, pair: ServedModel
 ) -> None:
     expected = room.run(ask_all(pair))
-    restarts = pair.replicas.restarts
+    restarts = pair.pool.restarts
 
     async def killed() -> list[Any]:
         requests = asyncio.create_task(ask_all(pair))
@@ -103,11 +103,13 @@ def test_an_engine_killed_while_it_generates_is_started_anew_and_every_request_i
     completions = room.run(killed())
     assert_answers_are_the_policys(pair, completions)
     assert [row.tokens.tolist() for row in completions] == [row.tokens.tolist() for row in expected], "seeds decide, not engines"
-    assert pair.replicas.restarts == restarts + 1
+    assert pair.pool.restarts == restarts + 1
     publish(room, pair)
 
 
-def test_an_engine_killed_during_a_publish_is_started_anew_and_the_publish_tried_again(room: EngineRoom, pair: Served) -> None:
+def test_an_engine_killed_during_a_publish_is_started_anew_and_the_publish_tried_again(
+    room: BackgroundLoop, pair: ServedModel
+) -> None:
     for place in range(2):
         perturb(pair.model, 10 + place)
 
@@ -128,16 +130,16 @@ def test_an_engine_killed_during_a_publish_is_started_anew_and_the_publish_tried
 
 @pytest.mark.exhaustive
 def test_an_engine_that_keeps_dying_ends_the_run_with_what_to_look_at(
-    room: EngineRoom, pair: Served, monkeypatch: pytest.MonkeyPatch
+    room: BackgroundLoop, pair: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(engine: Any) -> None:
         raise EngineDied(f"{engine.name} did not start: it was told not to")
 
     with monkeypatch.context() as patched:
-        patched.setattr(pair.replicas, "revive", dies)
+        patched.setattr(pair.pool, "restart_engine", dies)
 
         async def killed() -> list[Any]:
-            requests = [asyncio.create_task(pair.replicas.generate(prompt, sampling=SAMPLING, seed=1)) for prompt in PROMPTS]
+            requests = [asyncio.create_task(pair.pool.generate(prompt, sampling=SAMPLING, seed=1)) for prompt in PROMPTS]
             await asyncio.sleep(0.3)
             kill(pair.engines[1])
             return await asyncio.gather(*requests, return_exceptions=True)

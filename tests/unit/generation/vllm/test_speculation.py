@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from strop.sampling import Sampling, filtered_logits
-from support.engines import logprobs_of, perturb
-from support.statistics import fits
+from support.engines import compute_logprobs, perturb
+from support.statistics import is_consistent
 from support.sweep import sweep
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +27,14 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2,
 KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted"))
 
 
-def serve_with(room: EngineRoom, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> Served:
+def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> ServedModel:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve, served_model
+    from support.engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
     engine = VllmEngine(
         "engine 0",
-        options(describe(model, tokenizer, folder), speculative=speculative),
+        make_engine_options(save_model_folder(model, tokenizer, folder), speculative=speculative),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )
@@ -44,18 +44,18 @@ def serve_with(room: EngineRoom, folder: Any, tokenizer: Any, speculative: dict[
 
 
 @pytest.fixture(scope="module")
-def ngram(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def ngram(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     served = serve_with(room, tmp_path_factory.mktemp("ngram"), tokenizer, NGRAM)
     yield served
     room.run(served.close())
 
 
 @pytest.fixture(scope="module")
-def drafted(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """The draft is the policy itself as it begins: later publishes change the policy alone."""
-    from support.engines import describe, served_model
+    from support.engines import save_model_folder, served_model
 
-    draft = describe(served_model(), tokenizer, tmp_path_factory.mktemp("draft"), weights=True)
+    draft = save_model_folder(served_model(), tokenizer, tmp_path_factory.mktemp("draft"), weights=True)
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     served = serve_with(room, tmp_path_factory.mktemp("drafted"), tokenizer, speculative)
     yield served
@@ -71,15 +71,15 @@ def looping(model: Any, length: int = 60) -> tuple[int, ...]:
     return tuple(row[0].tolist())
 
 
-def sample(room: EngineRoom, served: Served, prompt: tuple[int, ...], sampling: Sampling, seeds: range) -> list[Any]:
+def sample(room: BackgroundLoop, served: ServedModel, prompt: tuple[int, ...], sampling: Sampling, seeds: range) -> list[Any]:
     async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(served.replicas.generate(prompt, sampling=sampling, seed=seed) for seed in seeds))
+        return await asyncio.gather(*(served.pool.generate(prompt, sampling=sampling, seed=seed) for seed in seeds))
 
     return room.run(all_of_them())
 
 
-def acceptance(served: Served) -> float:
-    return served.replicas.metrics()["generation/acceptance_rate"]
+def acceptance(served: ServedModel) -> float:
+    return served.pool.collect_metrics()["generation/acceptance_rate"]
 
 
 def exact_joint(model: Any, prompt: tuple[int, ...], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
@@ -106,11 +106,11 @@ def counts_of(samples: list[Any], cells: dict[tuple[int, ...], float], length: i
     return counts
 
 
-def assert_distribution_is_unchanged(room: EngineRoom, served: Served, prompt: tuple[int, ...], number: int) -> None:
+def assert_distribution_is_unchanged(room: BackgroundLoop, served: ServedModel, prompt: tuple[int, ...], number: int) -> None:
     sampling = Sampling(temperature=0.9, top_k=3, max_new_tokens=5)
     cells = exact_joint(served.model, prompt, sampling, 4)
     counts = counts_of(sample(room, served, prompt, sampling, range(number)), cells, 4)
-    assert fits(counts, torch.tensor(list(cells.values())))
+    assert is_consistent(counts, torch.tensor(list(cells.values())))
 
 
 @KIND
@@ -125,20 +125,20 @@ def assert_distribution_is_unchanged(room: EngineRoom, served: Served, prompt: t
     ids=str,
 )
 def test_logprobs_are_those_of_the_policy(
-    room: EngineRoom, request: pytest.FixtureRequest, fixture: str, sampling: Sampling
+    room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str, sampling: Sampling
 ) -> None:
-    served: Served = request.getfixturevalue(fixture)
+    served: ServedModel = request.getfixturevalue(fixture)
     prompt = looping(served.model)
     for completion in sample(room, served, prompt, sampling, range(4)):
-        expected = logprobs_of(served.model, prompt, completion.tokens, sampling)
+        expected = compute_logprobs(served.model, prompt, completion.tokens, sampling)
         assert (completion.logprobs - expected).abs().max() < 2e-4
         assert completion.versions.tolist() == [served.weights.version] * len(completion.tokens)
 
 
 @KIND
-def test_the_distribution_is_that_of_the_policy(room: EngineRoom, request: pytest.FixtureRequest, fixture: str) -> None:
-    served: Served = request.getfixturevalue(fixture)
-    served.replicas.metrics()
+def test_the_distribution_is_that_of_the_policy(room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str) -> None:
+    served: ServedModel = request.getfixturevalue(fixture)
+    served.pool.collect_metrics()
     assert_distribution_is_unchanged(room, served, looping(served.model), 1500)
     rate = acceptance(served)
     print(f"{fixture}: acceptance rate {rate:.2f}")
@@ -146,8 +146,8 @@ def test_the_distribution_is_that_of_the_policy(room: EngineRoom, request: pytes
 
 
 @KIND
-def test_equal_seeds_give_equal_tokens(room: EngineRoom, request: pytest.FixtureRequest, fixture: str) -> None:
-    served: Served = request.getfixturevalue(fixture)
+def test_equal_seeds_give_equal_tokens(room: BackgroundLoop, request: pytest.FixtureRequest, fixture: str) -> None:
+    served: ServedModel = request.getfixturevalue(fixture)
     prompt = looping(served.model)
     sampling = Sampling(max_new_tokens=16)
     together = [completion.tokens.tolist() for completion in sample(room, served, prompt, sampling, range(5))]
@@ -157,37 +157,37 @@ def test_equal_seeds_give_equal_tokens(room: EngineRoom, request: pytest.Fixture
 
 
 @pytest.mark.exhaustive
-def test_the_kept_tokens_are_recorded_under_speculation(room: EngineRoom, ngram: Served) -> None:
+def test_the_kept_tokens_are_recorded_under_speculation(room: BackgroundLoop, ngram: ServedModel) -> None:
     prompt = looping(ngram.model)
-    sampling = Sampling(temperature=0.9, top_k=6, record_kept=True, max_new_tokens=12)
+    sampling = Sampling(temperature=0.9, top_k=6, record_sampling_mask=True, max_new_tokens=12)
     completion = sample(room, ngram, prompt, sampling, range(1))[0]
     assert ((completion.kept >= 0).sum(1) == 6).all()
 
 
-def test_a_publish_changes_the_policy_and_not_the_draft(room: EngineRoom, drafted: Served) -> None:
+def test_a_publish_changes_the_policy_and_not_the_draft(room: BackgroundLoop, drafted: ServedModel) -> None:
     """A draft that was the policy is always right; once the policy has moved it is not, what is sampled is the policy's all the same."""
     prompt, greedy = tuple(range(40, 60)), Sampling(temperature=0.0, max_new_tokens=40)
-    drafted.replicas.metrics()
+    drafted.pool.collect_metrics()
     sample(room, drafted, prompt, greedy, range(1))
     assert acceptance(drafted) > 0.95
     perturb(drafted.model, 5, size=0.06)
     room.run(drafted.weights.publish(drafted.weights.version + 1))
-    drafted.replicas.metrics()
+    drafted.pool.collect_metrics()
     completion = sample(room, drafted, prompt, greedy, range(1))[0]
-    assert (completion.logprobs - logprobs_of(drafted.model, prompt, completion.tokens, greedy)).abs().max() < 2e-4
+    assert (completion.logprobs - compute_logprobs(drafted.model, prompt, completion.tokens, greedy)).abs().max() < 2e-4
     assert acceptance(drafted) < 0.8
     assert_distribution_is_unchanged(room, drafted, prompt, 1500)
 
 
 @pytest.mark.exhaustive
-def test_tokens_know_their_version_where_weights_change_under_drafts(room: EngineRoom, ngram: Served) -> None:
+def test_tokens_know_their_version_where_weights_change_under_drafts(room: BackgroundLoop, ngram: ServedModel) -> None:
     prompt, sampling = looping(ngram.model), Sampling(max_new_tokens=120)
 
     async def in_flight() -> list[Any]:
         before = ngram.weights.options
         ngram.weights.options = replace(before, in_flight=True, recompute=True)
         try:
-            requests = [asyncio.create_task(ngram.replicas.generate(prompt, sampling=sampling, seed=seed)) for seed in range(3)]
+            requests = [asyncio.create_task(ngram.pool.generate(prompt, sampling=sampling, seed=seed)) for seed in range(3)]
             await asyncio.sleep(0.3)
             perturb(ngram.model, 61)
             await ngram.weights.publish(ngram.weights.version + 1)
@@ -201,6 +201,6 @@ def test_tokens_know_their_version_where_weights_change_under_drafts(room: Engin
     assert all(row == sorted(row) and set(row) <= {first, first + 1} for row in rows)
     assert any(set(row) == {first, first + 1} for row in rows), "at least one was running"
     for completion in completions:  # the new weights read everything again, so that they alone decide what comes after
-        expected = logprobs_of(ngram.model, prompt, completion.tokens, sampling)
+        expected = compute_logprobs(ngram.model, prompt, completion.tokens, sampling)
         new = completion.versions == first + 1
         assert ((completion.logprobs - expected)[new].abs() < 2e-4).all()

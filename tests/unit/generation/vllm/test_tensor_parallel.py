@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from strop.sampling import Sampling
-from strop.weights.proof import ProofFailed
-from support.engines import logprobs_of, perturb
+from strop.weights.proof import VerificationFailed
+from support.engines import compute_logprobs, perturb
 from support.models import VOCABULARY
 from support.tokenizer import END
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -54,35 +54,37 @@ def family(name: str) -> Any:
     return model
 
 
-def serve_family(room: EngineRoom, name: str, folder: Path, tokenizer: Any, **changes: Any) -> Served:
+def serve_family(room: BackgroundLoop, name: str, folder: Path, tokenizer: Any, **changes: Any) -> ServedModel:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve
+    from support.engines import make_engine_options, save_model_folder, serve
 
     model = family(name)
-    settings = options(describe(model, tokenizer, folder), worker="support.faulty_worker.FaultyWorker", **changes)
+    settings = make_engine_options(
+        save_model_folder(model, tokenizer, folder), worker="support.faulty_worker.FaultyWorker", **changes
+    )
     served = serve(model, tokenizer, [VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))])
     return served
 
 
 @pytest.fixture(scope="module")
-def cut(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def cut(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     served = serve_family(room, "qwen2", tmp_path_factory.mktemp("cut"), tokenizer, tensor_parallel_size=2)
     yield served
     room.run(served.close())
 
 
-def publish(room: EngineRoom, served: Served) -> dict[str, float]:
+def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
     published = room.run(served.weights.publish(served.weights.version + 1))
     return {name: metric.value for name, metric in published.items()}
 
 
-def disagreement(room: EngineRoom, served: Served) -> float:
-    completion = room.run(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1))
-    expected = logprobs_of(served.model, PROMPT, completion.tokens, SAMPLING)
+def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
+    completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
+    expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
     return float((completion.logprobs - expected).abs().max())
 
 
-def test_two_ranks_take_every_publish_and_all_of_it_is_read_back(room: EngineRoom, cut: Served) -> None:
+def test_two_ranks_take_every_publish_and_all_of_it_is_read_back(room: BackgroundLoop, cut: ServedModel) -> None:
     assert cut.engine.receivers == 2
     for seed in range(2):
         perturb(cut.model, seed)
@@ -92,10 +94,10 @@ def test_two_ranks_take_every_publish_and_all_of_it_is_read_back(room: EngineRoo
         assert disagreement(room, cut) < 2e-4
 
 
-def test_ranks_hold_regions_of_the_whole(room: EngineRoom, cut: Served) -> None:
+def test_ranks_hold_regions_of_the_whole(room: BackgroundLoop, cut: ServedModel) -> None:
     if cut.weights.version < 0:
         publish(room, cut)
-    held = room.run(cut.engine.held())
+    held = room.run(cut.engine.read_back_fingerprints())
     layer = "model.layers.0"
     assert {part.region for part in held[f"{layer}.self_attn.q_proj.weight"]} == {(0, 64, 0, 128), (64, 64, 0, 128)}
     assert {part.region for part in held[f"{layer}.self_attn.k_proj.weight"]} == {(0, 32, 0, 128)}, "one head on both ranks"
@@ -106,21 +108,21 @@ def test_ranks_hold_regions_of_the_whole(room: EngineRoom, cut: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"])
-def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: EngineRoom, cut: Served, name: str) -> None:
+def test_a_tensor_that_one_rank_alone_did_not_update_is_caught(room: BackgroundLoop, cut: ServedModel, name: str) -> None:
     perturb(cut.model, 31)
-    room.run(cut.engine._call("plant", f"second rank drops {name}"))
+    room.run(cut.engine._call_workers("plant", f"second rank drops {name}"))
     try:
-        with pytest.raises(ProofFailed, match=name.replace(".", r"\.")):
+        with pytest.raises(VerificationFailed, match=name.replace(".", r"\.")):
             publish(room, cut)
     finally:
-        room.run(cut.engine._call("plant", ""))
+        room.run(cut.engine._call_workers("plant", ""))
     publish(room, cut)
     assert disagreement(room, cut) < 2e-4
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_other_families_are_read_back_too(room: EngineRoom, name: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_other_families_are_read_back_too(room: BackgroundLoop, name: str, tmp_path: Path, tokenizer: Any) -> None:
     served = serve_family(room, name, tmp_path, tokenizer)
     try:
         said = publish(room, served)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from strop.models.adapters import low_rank_layers
+from strop.models.adapters import lora_layers
 from strop.sampling import Sampling
-from strop.weights.adapters import LowRankSource
-from strop.weights.proof import ProofFailed
-from support.engines import logprobs_of
-from support.lora import adapted
+from strop.weights.adapters import LocalAdapterSource
+from strop.weights.proof import VerificationFailed
+from support.engines import compute_logprobs
+from support.lora import with_random_adapters
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -33,66 +33,73 @@ def move(model: Any, seed: int, size: float = 0.1) -> None:
     """Another policy: every adapter moved a little."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for layer in low_rank_layers(model):
+        for layer in lora_layers(model):
             for matrix in (layer.down, layer.up):
                 matrix.add_(size * torch.randn(matrix.shape, generator=noise))
 
 
 def serve_adapters(
-    room: EngineRoom,
+    room: BackgroundLoop,
     folder: Path,
     tokenizer: Any,
     *,
     tolerance: float = 0.002,
     lora: dict[str, Any] | None = None,
     **changes: Any,
-) -> Served:
+) -> ServedModel:
     from strop.generation.vllm.engine import VllmEngine
-    from support.engines import describe, options, serve, served_model
+    from support.engines import make_engine_options, save_model_folder, serve, served_model
 
-    model = adapted(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
+    model = with_random_adapters(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
     engine = VllmEngine(
         "engine 0",
-        options(describe(model, tokenizer, folder), worker="support.faulty_worker.FaultyWorker", adapter_rank=RANK, **changes),
+        make_engine_options(
+            save_model_folder(model, tokenizer, folder),
+            worker="support.faulty_worker.FaultyWorker",
+            max_lora_rank=RANK,
+            **changes,
+        ),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )
-    served = serve(model, tokenizer, [engine], adapters=LowRankSource(model), tolerance=tolerance)
+    served = serve(model, tokenizer, [engine], adapters=LocalAdapterSource(model), tolerance=tolerance)
     room.run(served.weights.publish(0))
     return served
 
 
 @pytest.fixture(scope="module")
-def beside(room: EngineRoom, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Served]:
+def beside(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     served = serve_adapters(room, tmp_path_factory.mktemp("beside"), tokenizer)
     yield served
     room.run(served.close())
 
 
-def publish(room: EngineRoom, served: Served) -> dict[str, float]:
+def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
     published = room.run(served.weights.publish(served.weights.version + 1))
     return {name: metric.value for name, metric in published.items()}
 
 
-def disagreement(room: EngineRoom, served: Served) -> float:
-    completion = room.run(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1))
-    expected = logprobs_of(served.model, PROMPT, completion.tokens, SAMPLING)
+def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
+    completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
+    expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
     return float((completion.logprobs - expected).abs().max())
 
 
 @contextmanager
-def planted(room: EngineRoom, served: Served, fault: str) -> Iterator[None]:
-    room.run(served.engine._call("plant", fault))
+def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[None]:
+    room.run(served.engine._call_workers("plant", fault))
     try:
         yield
     finally:
-        room.run(served.engine._call("plant", ""))
+        room.run(served.engine._call_workers("plant", ""))
         publish(room, served)
         assert disagreement(room, served) < 2e-4
 
 
-def test_the_base_is_sent_once_and_the_adapters_each_time(room: EngineRoom, beside: Served) -> None:
-    base = sum(weight.like.numel() * 4 for weight in LowRankSource(beside.model).base() if weight.name != "lm_head.weight")
+def test_the_base_is_sent_once_and_the_adapters_each_time(room: BackgroundLoop, beside: ServedModel) -> None:
+    base = sum(
+        weight.spec.numel() * 4 for weight in LocalAdapterSource(beside.model).base_weights() if weight.name != "lm_head.weight"
+    )
     for seed in range(2):
         move(beside.model, seed)
         said = publish(room, beside)
@@ -101,25 +108,27 @@ def test_the_base_is_sent_once_and_the_adapters_each_time(room: EngineRoom, besi
         assert disagreement(room, beside) < 2e-4
 
 
-def test_without_a_publish_the_engine_keeps_the_adapters_before(room: EngineRoom, beside: Served) -> None:
+def test_without_a_publish_the_engine_keeps_the_adapters_before(room: BackgroundLoop, beside: ServedModel) -> None:
     move(beside.model, 11)
     assert disagreement(room, beside) > 1e-2
     publish(room, beside)
     assert disagreement(room, beside) < 2e-4
 
 
-def test_the_base_was_read_back_under_its_names(room: EngineRoom, beside: Served) -> None:
-    names = {weight.name for weight in LowRankSource(beside.model).base()}
-    assert names <= room.run(beside.engine.held()).keys()
+def test_the_base_was_read_back_under_its_names(room: BackgroundLoop, beside: ServedModel) -> None:
+    names = {weight.name for weight in LocalAdapterSource(beside.model).base_weights()}
+    assert names <= room.run(beside.engine.read_back_fingerprints()).keys()
 
 
-def test_adapters_are_read_back_as_the_learner_has_them(room: EngineRoom, beside: Served) -> None:
-    held = room.run(beside.engine._read_back("strop_held_adapter", 1))
-    marks = LowRankSource(beside.model).marks(torch.float32)
-    assert {name: part.fingerprint for name, (part,) in held.items()} == marks
+def test_adapters_are_read_back_as_the_learner_has_them(room: BackgroundLoop, beside: ServedModel) -> None:
+    held = room.run(beside.engine._read_back("strop_read_adapter_fingerprints", 1))
+    marks = LocalAdapterSource(beside.model).fingerprints(torch.float32)
+    assert {name: part.value for name, (part,) in held.items()} == marks
 
 
-def test_an_adapter_that_is_not_replaced_is_caught(room: EngineRoom, beside: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_is_not_replaced_is_caught(
+    room: BackgroundLoop, beside: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM answers that it has the adapter, and means the one of before."""
     from vllm.lora.request import LoRARequest
 
@@ -132,7 +141,7 @@ def test_an_adapter_that_is_not_replaced_is_caught(room: EngineRoom, beside: Ser
     with monkeypatch.context() as patched:
         patched.setattr(engine, "add_lora", keeps_the_old_one)
         move(beside.model, 21)
-        with pytest.raises(ProofFailed, match=r"self_attn\.q_proj\.[AB] did not arrive"):
+        with pytest.raises(VerificationFailed, match=r"self_attn\.q_proj\.[AB] did not arrive"):
             publish(room, beside)
     publish(room, beside)
     assert disagreement(room, beside) < 2e-4
@@ -146,39 +155,39 @@ def test_an_adapter_that_is_not_replaced_is_caught(room: EngineRoom, beside: Ser
     ],
 )
 def test_a_worker_without_the_adapter_is_caught_and_the_matrix_named(
-    room: EngineRoom, beside: Served, fault: str, named: str
+    room: BackgroundLoop, beside: ServedModel, fault: str, named: str
 ) -> None:
     move(beside.model, 31)
-    with planted(room, beside, fault), pytest.raises(ProofFailed, match=named):
+    with planted(room, beside, fault), pytest.raises(VerificationFailed, match=named):
         publish(room, beside)
 
 
 def test_requests_that_go_without_the_adapter_are_caught_by_the_canary(
-    room: EngineRoom, beside: Served, monkeypatch: pytest.MonkeyPatch
+    room: BackgroundLoop, beside: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = beside.engine.load_adapter
 
     async def forgets_to_use_it(*arguments: Any) -> Any:
         receipt = await load(*arguments)
-        beside.engine._forget_adapter()
+        beside.engine._delete_adapter_files()
         return receipt
 
     with monkeypatch.context() as patched:
         patched.setattr(beside.engine, "load_adapter", forgets_to_use_it)
-        with pytest.raises(ProofFailed, match=r"disagree on the canary.*adapter may not be applied"):
+        with pytest.raises(VerificationFailed, match=r"disagree on the canary.*adapter may not be applied"):
             publish(room, beside)
     publish(room, beside)
     assert disagreement(room, beside) < 2e-4
 
 
-def test_requests_that_run_go_on_with_the_new_adapters(room: EngineRoom, beside: Served) -> None:
+def test_requests_that_run_go_on_with_the_new_adapters(room: BackgroundLoop, beside: ServedModel) -> None:
     sampling = Sampling(max_new_tokens=150)
 
     async def in_flight() -> list[Any]:
         before = beside.weights.options
         beside.weights.options = replace(before, in_flight=True, recompute=True)
         try:
-            requests = [asyncio.create_task(beside.replicas.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(3)]
+            requests = [asyncio.create_task(beside.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(3)]
             await asyncio.sleep(0.3)
             move(beside.model, 61)
             await beside.weights.publish(beside.weights.version + 1)
@@ -191,12 +200,12 @@ def test_requests_that_run_go_on_with_the_new_adapters(room: EngineRoom, beside:
     assert any(set(completion.versions.tolist()) == {first, first + 1} for completion in completions), "at least one was running"
     for completion in completions:
         new = completion.versions == first + 1
-        expected = logprobs_of(beside.model, PROMPT, completion.tokens, sampling)
+        expected = compute_logprobs(beside.model, PROMPT, completion.tokens, sampling)
         assert ((completion.logprobs - expected)[new].abs() < 2e-4).all()
 
 
 @pytest.mark.exhaustive
-def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: EngineRoom, tmp_path: Path, tokenizer: Any) -> None:
+def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: BackgroundLoop, tmp_path: Path, tokenizer: Any) -> None:
     """Some layers only, on the scale of rsLoRA."""
     lora = {"target_modules": ("q_proj", "v_proj", "down_proj"), "use_rslora": True}
     served = serve_adapters(room, tmp_path, tokenizer, tolerance=0.3, lora=lora, dtype="bfloat16")
@@ -204,27 +213,29 @@ def test_bfloat16_engines_hold_the_adapters_as_they_were_rounded(room: EngineRoo
         move(served.model, 3)
         said = publish(room, served)
         print(f"bfloat16: canary error {said['weights/canary_error']:.4f}, disagreement {disagreement(room, served):.4f}")
-        held = room.run(served.engine._read_back("strop_held_adapter", 1))
-        assert {name: part.fingerprint for name, (part,) in held.items()} == LowRankSource(served.model).marks(torch.bfloat16)
+        held = room.run(served.engine._read_back("strop_read_adapter_fingerprints", 1))
+        assert {name: part.value for name, (part,) in held.items()} == LocalAdapterSource(served.model).fingerprints(
+            torch.bfloat16
+        )
         assert disagreement(room, served) < 0.5
     finally:
         room.run(served.close())
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_hold_parts_of_the_adapters_that_add_up(room: EngineRoom, tmp_path: Path, tokenizer: Any) -> None:
+def test_two_ranks_hold_parts_of_the_adapters_that_add_up(room: BackgroundLoop, tmp_path: Path, tokenizer: Any) -> None:
     served = serve_adapters(room, tmp_path, tokenizer, tensor_parallel_size=2)
     try:
         move(served.model, 3)
         publish(room, served)
         assert disagreement(room, served) < 2e-4
-        held = room.run(served.engine._read_back("strop_held_adapter", 1))
+        held = room.run(served.engine._read_back("strop_read_adapter_fingerprints", 1))
         layer = "model.layers.0"
         assert {part.region for part in held[f"{layer}.self_attn.q_proj.B"]} == {(0, 32, 0, RANK), (32, 32, 0, RANK)}
         assert {part.region for part in held[f"{layer}.mlp.down_proj.A"]} == {(0, RANK, 0, 48), (0, RANK, 48, 48)}
         with (
             planted(room, served, "stale adapter in one layer"),
-            pytest.raises(ProofFailed, match=r"down_proj\.B did not arrive"),
+            pytest.raises(VerificationFailed, match=r"down_proj\.B did not arrive"),
         ):
             publish(room, served)
     finally:

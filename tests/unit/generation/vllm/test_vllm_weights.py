@@ -16,20 +16,20 @@ from strop.sampling import Sampling
 from strop.weights.base import Sender
 from strop.weights.broadcast import BroadcastSender
 from strop.weights.folder import FolderSender
-from strop.weights.proof import ProofFailed
-from support.engines import logprobs_of, perturb
+from strop.weights.proof import VerificationFailed
+from support.engines import compute_logprobs, perturb
 
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from support.engines import EngineRoom, Served
+    from support.engines import BackgroundLoop, ServedModel
 
 PROMPT = tuple(range(40, 60))
 SAMPLING = Sampling(max_new_tokens=8)
 
 
 @pytest.fixture(autouse=True)
-def same_weights_to_begin_with(served: Served) -> None:
+def same_weights_to_begin_with(served: ServedModel) -> None:
     """Many small changes add up to a model that ends every completion at once."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -37,29 +37,29 @@ def same_weights_to_begin_with(served: Served) -> None:
             parameter.normal_(0.0, 0.08) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
-def publish(room: EngineRoom, served: Served) -> dict[str, float]:
+def publish(room: BackgroundLoop, served: ServedModel) -> dict[str, float]:
     published = room.run(served.weights.publish(served.weights.version + 1))
     return {name: metric.value for name, metric in published.items()}
 
 
 @contextmanager
-def planted(room: EngineRoom, served: Served, fault: str) -> Iterator[None]:
+def planted(room: BackgroundLoop, served: ServedModel, fault: str) -> Iterator[None]:
     """The engine's worker goes wrong in one way; afterwards it is right again, and proven so."""
-    room.run(served.engine._call("plant", fault))
+    room.run(served.engine._call_workers("plant", fault))
     try:
         yield
     finally:
-        room.run(served.engine._call("plant", ""))
+        room.run(served.engine._call_workers("plant", ""))
         publish(room, served)
 
 
-def disagreement(room: EngineRoom, served: Served) -> float:
-    completion = room.run(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1))
-    expected = logprobs_of(served.model, PROMPT, completion.tokens, SAMPLING)
+def disagreement(room: BackgroundLoop, served: ServedModel) -> float:
+    completion = room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
+    expected = compute_logprobs(served.model, PROMPT, completion.tokens, SAMPLING)
     return float((completion.logprobs - expected).abs().max())
 
 
-def test_after_a_publish_the_engine_samples_from_the_new_weights(room: EngineRoom, served: Served) -> None:
+def test_after_a_publish_the_engine_samples_from_the_new_weights(room: BackgroundLoop, served: ServedModel) -> None:
     for seed in range(3):
         perturb(served.model, seed)
         said = publish(room, served)
@@ -68,26 +68,25 @@ def test_after_a_publish_the_engine_samples_from_the_new_weights(room: EngineRoo
         assert said["weights/tensors_read_back"] == len(served.model.state_dict()) - 1, "all but the head, which is tied"
         assert said["weights/canary_error"] < 1e-4
         assert (
-            room.run(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1)).versions.unique().item()
-            == served.weights.version
+            room.run(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1)).versions.unique().item() == served.weights.version
         )
 
 
-def test_without_a_publish_the_engine_disagrees_which_is_what_the_proof_is_for(room: EngineRoom, served: Served) -> None:
+def test_without_a_publish_the_engine_disagrees_which_is_what_the_proof_is_for(room: BackgroundLoop, served: ServedModel) -> None:
     perturb(served.model, 11)
     assert disagreement(room, served) > 1e-2
     publish(room, served)
     assert disagreement(room, served) < 2e-4
 
 
-def test_negative_zeros_in_the_weights_are_no_fault(room: EngineRoom, served: Served) -> None:
+def test_negative_zeros_in_the_weights_are_no_fault(room: BackgroundLoop, served: ServedModel) -> None:
     with torch.no_grad():
         served.model.model.layers[0].mlp.up_proj.weight[3] = -0.0
     publish(room, served)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "folder"])
-def test_weights_arrive_by_every_transport(room: EngineRoom, served: Served, transport: str, tmp_path: Path) -> None:
+def test_weights_arrive_by_every_transport(room: BackgroundLoop, served: ServedModel, transport: str, tmp_path: Path) -> None:
     senders: dict[str, Callable[[int], Sender]] = {
         "broadcast": lambda receivers: BroadcastSender(receivers, backend="gloo"),
         "folder": lambda receivers: FolderSender(tmp_path / "weights", receivers),
@@ -117,48 +116,50 @@ def test_weights_arrive_by_every_transport(room: EngineRoom, served: Served, tra
     ],
 )
 def test_a_planted_fault_is_caught_by_reading_back_and_the_tensor_named(
-    room: EngineRoom, served: Served, fault: str, named: str
+    room: BackgroundLoop, served: ServedModel, fault: str, named: str
 ) -> None:
     perturb(served.model, 300 + len(fault))
-    with planted(room, served, fault), pytest.raises(ProofFailed, match=named):
+    with planted(room, served, fault), pytest.raises(VerificationFailed, match=named):
         publish(room, served)
 
 
 @pytest.mark.parametrize("fault", ["dropped tensor", "swapped pair", "stale tied head"])
-def test_the_canary_alone_catches_it_too(room: EngineRoom, served: Served, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canary_alone_catches_it_too(
+    room: BackgroundLoop, served: ServedModel, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def silent() -> dict[str, object]:
         return {}
 
     perturb(served.model, 400 + len(fault), size=0.05)
     with planted(room, served, fault), monkeypatch.context() as patched:
-        patched.setattr(served.engine, "held", silent)
-        with pytest.raises(ProofFailed, match="disagree on the canary"):
+        patched.setattr(served.engine, "read_back_fingerprints", silent)
+        with pytest.raises(VerificationFailed, match="disagree on the canary"):
             publish(room, served)
 
 
 def test_a_prefix_cache_of_the_weights_before_is_caught(
-    room: EngineRoom, served: Served, monkeypatch: pytest.MonkeyPatch
+    room: BackgroundLoop, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def keeps_its_cache(*, keep_running: bool) -> None:
-        served.engine._open.clear()
-        await served.engine._living().pause_generation(mode="keep", clear_cache=False)
+        served.engine._resumed.clear()
+        await served.engine._require_alive().pause_generation(mode="keep", clear_cache=False)
 
     with monkeypatch.context() as patched:
-        patched.setattr(served.engine, "_salt", lambda: "always the same")
+        patched.setattr(served.engine, "_cache_salt", lambda: "always the same")
         publish(room, served)
         patched.setattr(served.engine, "pause", keeps_its_cache)
         perturb(served.model, 51)
-        with pytest.raises(ProofFailed, match="prefix cache"):
+        with pytest.raises(VerificationFailed, match="prefix cache"):
             publish(room, served)
     publish(room, served)
 
 
 def test_the_salt_alone_keeps_prefixes_of_other_weights_apart(
-    room: EngineRoom, served: Served, monkeypatch: pytest.MonkeyPatch
+    room: BackgroundLoop, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def keeps_its_cache(*, keep_running: bool) -> None:
-        served.engine._open.clear()
-        await served.engine._living().pause_generation(mode="keep", clear_cache=False)
+        served.engine._resumed.clear()
+        await served.engine._require_alive().pause_generation(mode="keep", clear_cache=False)
 
     with monkeypatch.context() as patched:
         patched.setattr(served.engine, "pause", keeps_its_cache)
@@ -167,7 +168,9 @@ def test_the_salt_alone_keeps_prefixes_of_other_weights_apart(
         assert disagreement(room, served) < 2e-4
 
 
-def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_version(room: EngineRoom, served: Served) -> None:
+def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_version(
+    room: BackgroundLoop, served: ServedModel
+) -> None:
     before = served.weights.version
     with planted(room, served, "killed half way"):
         with pytest.raises(Exception, match="this worker fails in the middle"):
@@ -175,7 +178,7 @@ def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_v
         assert served.engine.version == -1 and served.weights.version == before
 
         async def waits() -> bool:
-            request = asyncio.create_task(served.replicas.generate(PROMPT, sampling=SAMPLING, seed=1))
+            request = asyncio.create_task(served.pool.generate(PROMPT, sampling=SAMPLING, seed=1))
             await asyncio.sleep(0.5)
             held = not request.done()
             request.cancel()
@@ -183,18 +186,20 @@ def test_a_publish_that_fails_half_way_leaves_no_generator_with_weights_of_any_v
 
         assert room.run(waits()), "requests wait: nobody samples from weights of which nobody knows what they are"
         with pytest.raises(RuntimeError, match="holds those of version -1"):
-            room.run(served.engine.unpause(before))
+            room.run(served.engine.resume(before))
     assert disagreement(room, served) < 2e-4
 
 
-def test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_whose(room: EngineRoom, served: Served) -> None:
+def test_requests_that_run_go_on_with_the_new_weights_and_say_which_token_is_whose(
+    room: BackgroundLoop, served: ServedModel
+) -> None:
     sampling = Sampling(max_new_tokens=150)
 
     async def in_flight() -> tuple[list[int], ...]:
         before = served.weights.options
         served.weights.options = replace(before, in_flight=True)
         try:
-            requests = [asyncio.create_task(served.replicas.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(8)]
+            requests = [asyncio.create_task(served.pool.generate(PROMPT, sampling=sampling, seed=seed)) for seed in range(8)]
             while not served.engine.counters()["running"]:
                 await asyncio.sleep(0.02)
             perturb(served.model, 61)

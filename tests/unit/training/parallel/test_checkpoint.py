@@ -11,26 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.training.torch.master import round_weights
-from strop.training.torch.parallel.checkpoint import Writing, snapshot
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
-from strop.training.torch.parallel.pieces import Piece, StoredPieces, piece_of
-from strop.training.torch.parallel.sharding import parallelize
-from support.lora import adapted
+from strop.training.torch.master import cast_weights
+from strop.training.torch.parallel.checkpoint import AsyncWrite, take_snapshot
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
+from strop.training.torch.parallel.pieces import ShardedReader, TensorShard, local_shard
+from strop.training.torch.parallel.sharding import parallelize_network
+from support.lora import with_random_adapters
 from support.models import build
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
 dist: Any = torch.distributed
-ONE = ParallelSizes()
+ONE = ParallelDims()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ FORMS = {
 }
 
 
-def learner_of(form: Form, sizes: ParallelSizes, *, seed: int = 0) -> TorchLearner:
+def learner_of(form: Form, sizes: ParallelDims, *, seed: int = 0) -> TorchLearner:
     """A new one, on all ranks of ``sizes``; on this device alone, where there is one rank. Other seeds have other weights."""
     torch.manual_seed(seed)
     model = build(form.family)
@@ -59,13 +59,13 @@ def learner_of(form: Form, sizes: ParallelSizes, *, seed: int = 0) -> TorchLearn
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.01 * seed)
     if form.lora:
-        model = adapted(model, dim=4)
+        model = with_random_adapters(model, dim=4)
     network = Network(model, precision=form.weights_dtype or torch.float32, chunk=5)
     placement = None
-    if sizes.world > 1:
-        placement = parallelize(network, Meshes(sizes, "cpu"), weights_dtype=form.weights_dtype)
+    if sizes.world_size > 1:
+        placement = parallelize_network(network, DeviceMeshes(sizes, "cpu"), weights_dtype=form.weights_dtype)
     elif form.weights_dtype is not None:
-        round_weights(model, form.weights_dtype)
+        cast_weights(model, form.weights_dtype)
     options = TorchLearnerOptions(
         optimizer_kwargs={"lr": 1e-2},
         no_decay=() if form.lora else ("norm",),
@@ -77,11 +77,11 @@ def learner_of(form: Form, sizes: ParallelSizes, *, seed: int = 0) -> TorchLearn
 
 def train(learner: TorchLearner, steps: int = 2) -> None:
     """Steps by gradients that do not depend on how the model is divided."""
-    divided: Mapping[str, Tensor] = getattr(learner.placement, "sharded", {})
+    divided: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
     for step in range(steps):
         noise = torch.Generator().manual_seed(step)
-        for (name, parameter), (_, trained) in zip(learner.masters.named, learner.trained, strict=True):
-            piece = piece_of(divided.get(name, trained))
+        for (name, parameter), (_, trained) in zip(learner.masters.named_parameters, learner.trainable_parameters, strict=True):
+            piece = local_shard(divided.get(name, trained))
             whole = torch.randn(piece.shape, generator=noise)
             parameter.grad = whole[piece.index].clone().to(parameter.dtype)
         learner.options = replace(learner.options, max_grad_norm=None)
@@ -95,7 +95,7 @@ def train(learner: TorchLearner, steps: int = 2) -> None:
 
 def whole_state(learner: TorchLearner) -> dict[str, Any]:
     """Everything a checkpoint restores, put together on every rank, as one process would have it."""
-    taken = snapshot(learner)
+    taken = take_snapshot(learner)
     pieces = {**{f"weights.{name}": piece for name, piece in taken.weights.items()}, **taken.optimizer}
     pieces |= {f"ema.{name}": piece for name, piece in (taken.average or {}).items()}
     found: dict[str, Any] = {name: joined(piece) for name, piece in pieces.items()}
@@ -106,7 +106,7 @@ def whole_state(learner: TorchLearner) -> dict[str, Any]:
     return found | {"groups": taken.state["groups"], "scheduler": taken.state["scheduler"], "steps": taken.state["average_steps"]}
 
 
-def joined(piece: Piece) -> Tensor:
+def joined(piece: TensorShard) -> Tensor:
     parts: list[Any] = [piece]
     if dist.is_initialized():
         parts = [None] * dist.get_world_size()
@@ -132,7 +132,7 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 # --- what runs on ranks ------------------------------------------------------------------------------------------------------------------
 
 
-def train_and_save(rank: int, sizes: ParallelSizes, forms: dict[str, Form], folder: Path) -> dict[str, Any]:
+def train_and_save(rank: int, sizes: ParallelDims, forms: dict[str, Form], folder: Path) -> dict[str, Any]:
     states = {}
     for name, form in forms.items():
         learner = learner_of(form, sizes)
@@ -142,7 +142,7 @@ def train_and_save(rank: int, sizes: ParallelSizes, forms: dict[str, Form], fold
     return states if rank == 0 else {}
 
 
-Read = tuple[str, str, ParallelSizes]  # a folder of folders, the form in it, and the ranks that read it
+Read = tuple[str, str, ParallelDims]  # a folder of folders, the form in it, and the ranks that read it
 
 
 def load_and_say(rank: int, reads: list[Read], folder: Path) -> list[dict[str, Any]]:
@@ -158,10 +158,10 @@ def load_and_say(rank: int, reads: list[Read], folder: Path) -> list[dict[str, A
 
 def save_beside_training(rank: int, folder: Path) -> tuple[list[str], bool]:
     """What the files of a snapshot differ in from the learner at that moment, though it was trained on meanwhile."""
-    learner = learner_of(FORMS["tied"], ParallelSizes(shard=2))
+    learner = learner_of(FORMS["tied"], ParallelDims(shard=2))
     train(learner)
     wanted = whole_state(learner)
-    writing = Writing(snapshot(learner), folder)
+    writing = AsyncWrite(take_snapshot(learner), folder)
     train(learner, 3)
     moved = bool(differences(whole_state(learner), wanted))
     while not writing.done():
@@ -186,19 +186,19 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_and_layouts_without_changin
         train(learner)
         learner.save(tmp_path / "one" / name)
         alone[name] = whole_state(learner)
-    two = on_ranks(2, train_and_save, ParallelSizes(shard=2), forms, tmp_path / "two")[0]
+    two = run_on_ranks(2, train_and_save, ParallelDims(shard=2), forms, tmp_path / "two")[0]
     for name in forms:
         assert two[name].keys() == alone[name].keys()
         assert (tmp_path / "two" / name / "optimizer" / ".metadata").exists()
         assert (tmp_path / "two" / name / "weights" / ".metadata").exists() != FORMS[name].lora
     saved = {"one": alone, "two": two}  # who trains on two ranks rounds another way in the last bit
-    reads: list[Read] = [("one", name, ParallelSizes(shard=4)) for name in forms]
-    reads += [("two", "tied", ParallelSizes(replicate=2, shard=2)), ("two", "experts", ParallelSizes(shard=4, expert=2))]
-    reads += [("two", name, ParallelSizes(shard=2, tensor=2)) for name in ("llama", "bfloat16", "lora")]
+    reads: list[Read] = [("one", name, ParallelDims(shard=4)) for name in forms]
+    reads += [("two", "tied", ParallelDims(replicate=2, shard=2)), ("two", "experts", ParallelDims(shard=4, expert=2))]
+    reads += [("two", name, ParallelDims(shard=2, tensor=2)) for name in ("llama", "bfloat16", "lora")]
     reads = [read for read in reads if read[1] in forms]
-    for (where, name, sizes), state in zip(reads, on_ranks(4, load_and_say, reads, tmp_path)[0], strict=True):
+    for (where, name, sizes), state in zip(reads, run_on_ranks(4, load_and_say, reads, tmp_path)[0], strict=True):
         assert differences(state, saved[where][name]) == [], (where, name, sizes)
-    tensor = on_ranks(4, train_and_save, ParallelSizes(shard=2, tensor=2), forms, tmp_path / "four")[0]
+    tensor = run_on_ranks(4, train_and_save, ParallelDims(shard=2, tensor=2), forms, tmp_path / "four")[0]
     for name, form in forms.items():
         learner = learner_of(form, ONE, seed=1)
         for where, states in (("two", two), ("four", tensor)):
@@ -208,16 +208,16 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_and_layouts_without_changin
 
 
 def test_pieces_have_no_gaps_and_are_written_once(tmp_path: Path) -> None:
-    on_ranks(4, train_and_save, ParallelSizes(replicate=2, shard=2), {"tied": FORMS["tied"]}, tmp_path)
+    run_on_ranks(4, train_and_save, ParallelDims(replicate=2, shard=2), {"tied": FORMS["tied"]}, tmp_path)
     model = build("qwen2")
-    stored = StoredPieces(tmp_path / "tied" / "weights")
+    stored = ShardedReader(tmp_path / "tied" / "weights")
     assert sum(torch.Size(shape).numel() for shape in stored.shapes.values()) == sum(p.numel() for p in model.parameters())
     on_disk = sum(path.stat().st_size for path in stored.folder.glob("*.distcp"))
     assert on_disk == sum(place.length for place in FileSystemReader(stored.folder).read_metadata().storage_data.values())
 
 
 def test_a_checkpoint_written_beside_training_is_of_the_moment_it_was_taken(tmp_path: Path) -> None:
-    assert on_ranks(2, save_beside_training, tmp_path) == [([], True), ([], True)]
+    assert run_on_ranks(2, save_beside_training, tmp_path) == [([], True), ([], True)]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -234,7 +234,7 @@ def test_one_process_goes_on_from_files_whose_names_are_not_the_models(tmp_path:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    on_ranks(2, train_and_save, ParallelSizes(shard=2), {name: FORMS[name] for name in ("llama", "bfloat16")}, tmp_path)
+    run_on_ranks(2, train_and_save, ParallelDims(shard=2), {name: FORMS[name] for name in ("llama", "bfloat16")}, tmp_path)
     with pytest.raises(ValueError, match="do not fit the model: missing"):
         learner_of(FORMS["experts"], ONE).load(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"float32 masters .* set policy.weights_dtype"):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import run_on_ranks
 from torch import Tensor
 
 from strop.models.attention import AttentionSpec, TreePlan
-from strop.training.torch.parallel.context import HeadExchange, check_heads
+from strop.training.torch.parallel.context import UlyssesPlan, check_heads
 
 SHAPES = {  # heads, heads of keys, size of queries and keys, size of values
     "as many keys as queries": (4, 4, 6, 6),
@@ -50,7 +50,7 @@ def attended(rank: int, ranks: int) -> dict[str, tuple[Tensor, ...]]:
             *tensors, weight = (tensor[own].clone() for tensor in inputs(shape))
             for tensor in tensors:
                 tensor.requires_grad_(True)
-            exchange = HeadExchange(plan(), torch.distributed.group.WORLD, TOKENS)
+            exchange = UlyssesPlan(plan(), torch.distributed.group.WORLD, TOKENS)
             output = exchange.attend(*tensors, spec)
             (output * weight).sum().backward()
             found[f"{name}, {kind}"] = (output.detach(), *(tensor.grad for tensor in tensors))  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def alone(shape: tuple[int, int, int, int], spec: AttentionSpec) -> list[Tensor]
 
 def test_every_rank_attends_as_one_device_does() -> None:
     """With prefixes, windows, softcaps, keys that several heads share, and values of another size than keys."""
-    ranks = on_ranks(4, attended, 4)
+    ranks = run_on_ranks(4, attended, 4)
     for name, shape in SHAPES.items():
         for kind, spec in SPECS.items():
             for place, wanted in enumerate(alone(shape, spec)):

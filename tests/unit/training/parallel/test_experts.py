@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.divided import difference, exact_model, hidden_states, loss_of, tokens_of, whole_gradient
+from tests.support.divided import (
+    build_float64_model,
+    compute_hidden_states,
+    compute_loss,
+    gather_gradient,
+    largest_relative_difference,
+    random_tokens,
+)
 from tests.support.models import build
-from tests.support.ranks import on_ranks
+from tests.support.ranks import run_on_ranks
 
 from strop.models.attention import IMPLEMENTATION
 from strop.training.torch.parallel.experts import apply_expert_parallel, check_experts
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
 from strop.training.torch.parallel.tensor import apply_tensor_parallel
 
 pytestmark = pytest.mark.slow
@@ -36,24 +43,24 @@ def checkpointed(model: Any) -> Any:
 
 
 def exact_mixture() -> Any:
-    return exact_model("qwen3_moe")
+    return build_float64_model("qwen3_moe")
 
 
 def exact_latent() -> Any:
-    return exact_model("deepseek_v3", tied=True)
+    return build_float64_model("deepseek_v3", tied=True)
 
 
 def exact_uneven() -> Any:
-    return unevenly_routed(exact_model("deepseek_v3"))
+    return unevenly_routed(build_float64_model("deepseek_v3"))
 
 
 def exact_checkpointed() -> Any:
-    return checkpointed(unevenly_routed(exact_model("deepseek_v3")))
+    return checkpointed(unevenly_routed(build_float64_model("deepseek_v3")))
 
 
 def exact_frozen() -> Any:
     """Only what comes before and after experts is trained."""
-    model = exact_model("qwen3_moe")
+    model = build_float64_model("qwen3_moe")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     return model
@@ -62,7 +69,7 @@ def exact_frozen() -> Any:
 MODELS = {make.__name__: make for make in (exact_mixture, exact_latent, exact_uneven, exact_checkpointed, exact_frozen)}
 
 
-def gradients_of(model: Any, meshes: Meshes, partial: frozenset[str], divided: frozenset[str]) -> dict[str, torch.Tensor]:
+def gradients_of(model: Any, meshes: DeviceMeshes, partial: frozenset[str], divided: frozenset[str]) -> dict[str, torch.Tensor]:
     """Sums over the ranks, as a learner takes them: over data for most, over those that share a part of the experts for these."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -75,7 +82,7 @@ def gradients_of(model: Any, meshes: Meshes, partial: frozenset[str], divided: f
             dist.all_reduce(own, group=meshes.tensor)
         mesh = meshes.experts["expert_shard"] if name.rpartition(".")[0] in divided else meshes.dense["shard"]
         dist.all_reduce(own, group=mesh.get_group())
-        found[name] = whole_gradient(parameter)
+        found[name] = gather_gradient(parameter)
     return found
 
 
@@ -85,45 +92,45 @@ def gradients_of_unused(model: Any, gradients: dict[str, torch.Tensor]) -> list[
     return [gradient[2:] for name, gradient in gradients.items() if ".experts." in name and uneven]
 
 
-def compared(model: Any, divided: Any, meshes: Meshes) -> tuple[float, float, str]:
+def compared(model: Any, divided: Any, meshes: DeviceMeshes) -> tuple[float, float, str]:
     """Relative differences of the hidden states and of the worst gradient, and whose that is."""
     partial = apply_tensor_parallel(divided, meshes)
     experts = apply_expert_parallel(divided, meshes)
     assert experts
     for place, length in enumerate(LENGTHS):
-        loss_of(model, tokens_of(length, place)).backward()
-    own = tokens_of(LENGTHS[meshes.data_rank], meshes.data_rank)
-    loss_of(divided, own, meshes).backward()
+        compute_loss(model, random_tokens(length, place)).backward()
+    own = random_tokens(LENGTHS[meshes.data_rank], meshes.data_rank)
+    compute_loss(divided, own, meshes).backward()
     with torch.no_grad():
-        wanted, found = hidden_states(model, own), hidden_states(divided, own)
-    if meshes.sizes.sequence:
-        wanted = wanted.chunk(meshes.sizes.tensor)[dist.get_rank(meshes.tensor)]
-    gradients = {name: whole_gradient(parameter) for name, parameter in model.named_parameters()}
+        wanted, found = compute_hidden_states(model, own), compute_hidden_states(divided, own)
+    if meshes.dims.sequence:
+        wanted = wanted.chunk(meshes.dims.tensor)[dist.get_rank(meshes.tensor)]
+    gradients = {name: gather_gradient(parameter) for name, parameter in model.named_parameters()}
     if unused := gradients_of_unused(model, gradients):
         assert not any(gradient.any() for gradient in unused)
-    worst, name = difference(gradients_of(divided, meshes, partial, experts), gradients)
+    worst, name = largest_relative_difference(gradients_of(divided, meshes, partial, experts), gradients)
     return float((found - wanted).abs().max() / wanted.abs().max()), worst, name
 
 
-def every_model(rank: int, sizes: ParallelSizes, names: tuple[str, ...]) -> dict[str, tuple[float, float, str]]:
-    meshes = Meshes(sizes, "cpu")
+def every_model(rank: int, sizes: ParallelDims, names: tuple[str, ...]) -> dict[str, tuple[float, float, str]]:
+    meshes = DeviceMeshes(sizes, "cpu")
     return {name: compared(MODELS[name](), MODELS[name](), meshes) for name in names}
 
 
 def test_experts_divided_over_ranks_with_different_tokens_are_those_of_one_process_over_all_of_them() -> None:
-    for found in on_ranks(2, every_model, ParallelSizes(shard=2, expert=2), tuple(MODELS)):
+    for found in run_on_ranks(2, every_model, ParallelDims(shard=2, expert=2), tuple(MODELS)):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 
 def four_ranks(rank: int) -> dict[str, tuple[float, float, str]]:
     layouts = {
-        f"tensor 2, experts {expert}, sequence {sequence}": ParallelSizes(shard=2, tensor=2, expert=expert, sequence=sequence)
+        f"tensor 2, experts {expert}, sequence {sequence}": ParallelDims(shard=2, tensor=2, expert=expert, sequence=sequence)
         for expert in (1, 2, 4)
         for sequence in (False, True)
         if (expert, sequence) != (1, False)
     }
     return {
-        f"{name}: {layout}": compared(MODELS[name](), MODELS[name](), Meshes(sizes, "cpu"))
+        f"{name}: {layout}": compared(MODELS[name](), MODELS[name](), DeviceMeshes(sizes, "cpu"))
         for layout, sizes in layouts.items()
         for name in (("exact_mixture",) if sizes.sequence and sizes.expert == 1 else ("exact_mixture", "exact_uneven"))
         if not (sizes.sequence and name == "exact_uneven")  # its plan leaves the attention whole
@@ -131,12 +138,12 @@ def four_ranks(rank: int) -> dict[str, tuple[float, float, str]]:
 
 
 def test_experts_are_divided_further_than_layers_or_as_far() -> None:
-    for found in on_ranks(4, four_ranks):
+    for found in run_on_ranks(4, four_ranks):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 
 def in_float32(rank: int, implementation: str) -> tuple[float, float, str]:
-    meshes = Meshes(ParallelSizes(shard=2, expert=2), "cpu")
+    meshes = DeviceMeshes(ParallelDims(shard=2, expert=2), "cpu")
     models = [build("qwen3_moe"), build("qwen3_moe")]
     for model in models:
         model.set_attn_implementation(IMPLEMENTATION)
@@ -149,18 +156,18 @@ def several_implementations(rank: int) -> dict[str, tuple[float, float, str]]:
 
 
 def test_every_implementation_of_experts_serves_a_rank_that_has_some_of_them() -> None:
-    for found in on_ranks(2, several_implementations):
+    for found in run_on_ranks(2, several_implementations):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > 1e-4} == {}
 
 
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match="expert_parallel_size 3 does not divide the 4 experts of model"):
-        check_experts(build("qwen3_moe"), ParallelSizes(shard=3, expert=3))
+        check_experts(build("qwen3_moe"), ParallelDims(shard=3, expert=3))
     with pytest.raises(ValueError, match="tensor_parallel_size, which shards experts too, 3 does not divide the 4 experts"):
-        check_experts(build("qwen3_moe"), ParallelSizes(tensor=3))
+        check_experts(build("qwen3_moe"), ParallelDims(tensor=3))
     with pytest.raises(ValueError, match="expert_parallel_size is 2 and LlamaForCausalLM has no expert layers; set it to 1"):
-        check_experts(build("llama"), ParallelSizes(shard=2, expert=2))
+        check_experts(build("llama"), ParallelDims(shard=2, expert=2))
     odd = build("qwen3_moe")
     odd.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts \(Qwen3MoeExperts\) have a layout that cannot be sharded"):
-        check_experts(odd, ParallelSizes(shard=2, expert=2))
+        check_experts(odd, ParallelDims(shard=2, expert=2))

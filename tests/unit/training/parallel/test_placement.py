@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import run_on_ranks
 from torch import nn
 
 from strop import metrics
 from strop.algorithms.base import CANDIDATES
 from strop.models.network import Network
-from strop.sampling import KEPT, Sampling
+from strop.sampling import KEPT_TOKENS, Sampling
 from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
-from strop.training.torch.parallel.loading import is_shell, load_once, network_once
-from strop.training.torch.parallel.sharding import check_divisible, decoder_layers, parallelize
-from strop.training.torch.parallel.share import Shares, assemble, assemble_outputs
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
+from strop.training.torch.parallel.loading import is_meta_model, load_on_rank_zero, probe_on_rank_zero
+from strop.training.torch.parallel.sharding import check_parallelizable, decoder_layers, parallelize_network
+from strop.training.torch.parallel.share import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.types import Batch
 from support.models import VOCABULARY, build
-from support.parity import Case, batch_of, frozen_scores, loss_of, network_of
+from support.parity import Case, build_network, frozen_scores, get_loss, make_batch
 
 pytestmark = pytest.mark.slow
 
-CASE = Case(sizes=ParallelSizes(shard=2), family="qwen2")
+CASE = Case(sizes=ParallelDims(shard=2), family="qwen2")
 ROUNDED = replace(CASE, dtype=torch.float32, weights_dtype=torch.bfloat16, precision=torch.bfloat16)
 
 
@@ -35,7 +35,7 @@ def with_sets(batch: Batch) -> Batch:
     """Every token with other ones that are asked for too, and those it was drawn from."""
     generator = torch.Generator().manual_seed(5)
     drawn = torch.randint(4, VOCABULARY, (len(batch.target), 3), generator=generator)
-    return batch.with_extras({CANDIDATES: drawn, KEPT: torch.cat([batch.target[:, None], drawn[:, 1:]], dim=1).int()})
+    return batch.with_columns({CANDIDATES: drawn, KEPT_TOKENS: torch.cat([batch.target[:, None], drawn[:, 1:]], dim=1).int()})
 
 
 def without_signal(batch: Batch) -> Batch:
@@ -43,22 +43,22 @@ def without_signal(batch: Batch) -> Batch:
 
 
 def everything(rank: int, batch: Batch) -> dict[str, Any]:
-    meshes = Meshes(CASE.sizes, "cpu")
+    meshes = DeviceMeshes(CASE.sizes, "cpu")
     return {
         "frozen": frozen_scores(CASE, batch, meshes),
         "frozen, bfloat16": frozen_scores(ROUNDED, batch, meshes),
-        "sets": frozen_scores(CASE, with_sets(batch), Meshes(ParallelSizes(context=2), "cpu")),
+        "sets": frozen_scores(CASE, with_sets(batch), DeviceMeshes(ParallelDims(context=2), "cpu")),
         "loading": loading(rank),
         **learning(rank, batch, meshes),
     }
 
 
 def loading(rank: int) -> dict[str, Any]:
-    model = load_once(lambda: build("llama").requires_grad_(False))
-    network = network_once(model, Network)
-    said = message(lambda: load_once(no_model))
+    model = load_on_rank_zero(lambda: build("llama").requires_grad_(False))
+    network = probe_on_rank_zero(model, Network)
+    said = message(lambda: load_on_rank_zero(no_model))
     return {
-        "shell": is_shell(model),
+        "shell": is_meta_model(model),
         "packed": network.packed,
         "trained": any(p.requires_grad for p in model.parameters()),
         "said": said,
@@ -69,11 +69,11 @@ def no_model() -> Any:
     raise FileNotFoundError("there is no such model")
 
 
-def learning(rank: int, batch: Batch, meshes: Meshes) -> dict[str, Any]:
-    network = network_of(CASE)
-    low = network_of(replace(CASE, dtype=torch.bfloat16))
-    found: dict[str, Any] = {"low": message(lambda: parallelize(low, meshes))}
-    placement = parallelize(network, meshes)
+def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
+    network = build_network(CASE)
+    low = build_network(replace(CASE, dtype=torch.bfloat16))
+    found: dict[str, Any] = {"low": message(lambda: parallelize_network(low, meshes))}
+    placement = parallelize_network(network, meshes)
     options = TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=40)
     found["optimizer"] = message(
         lambda: TorchLearner(
@@ -87,21 +87,21 @@ def learning(rank: int, batch: Batch, meshes: Meshes) -> dict[str, Any]:
         """Not finite where rank 0 alone computes."""
         return outputs.logprobs.sum() * (float("inf") if rank == 0 else 1.0), {}
 
-    learner.forward_backward_shares(without_signal(batch), loss_of(CASE))
+    learner.forward_backward_local(without_signal(batch), get_loss(CASE))
     found["zero"] = [float(parameter.grad.abs().max()) for parameter in learner.parameters if parameter.grad is not None]
-    found["idle"] = metrics.values(asyncio.run(learner.step()))["grad_norm"]
+    found["idle"] = metrics.to_floats(asyncio.run(learner.step()))["grad_norm"]
     before = [parameter.detach().clone() for parameter in learner.parameters]
-    learner.forward_backward_shares(batch, broken)
-    found["skipped"] = metrics.values(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
+    learner.forward_backward_local(batch, broken)
+    found["skipped"] = metrics.to_floats(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
     found["kept"] = all(torch.equal(old, new) for old, new in zip(before, learner.parameters, strict=True))
-    learner.forward_backward_shares(batch, loss_of(CASE))
+    learner.forward_backward_local(batch, get_loss(CASE))
     asyncio.run(learner.step())
     weights = list(learner.weights())
     found["weights"] = dict(weights)
     found["tensors"] = len({id(tensor) for _, tensor in weights})
     found["rows"] = sum(parameter.numel() for parameter in learner.parameters)
     found["same memory"] = all(
-        placement.local[name].untyped_storage().data_ptr() == piece.to_local().untyped_storage().data_ptr()
+        placement.local_parameters[name].untyped_storage().data_ptr() == piece.to_local().untyped_storage().data_ptr()
         for name, piece in placement.sharded.items()
     )
     return found
@@ -117,8 +117,8 @@ def message(run: Any) -> str:
 
 @cache
 def found() -> tuple[Batch, list[dict[str, Any]]]:
-    batch = batch_of(CASE)
-    return batch, on_ranks(2, everything, batch)
+    batch = make_batch(CASE)
+    return batch, run_on_ranks(2, everything, batch)
 
 
 @pytest.mark.parametrize(("name", "case"), [("frozen", CASE), ("frozen, bfloat16", ROUNDED)])
@@ -126,7 +126,7 @@ def test_a_frozen_network_on_many_ranks_scores_as_in_one_process(name: str, case
     batch, ranks = found()
     if case.weights_dtype is not None:
         case = replace(case, weights_dtype=None)
-        network = network_of(case)
+        network = build_network(case)
         network.model.to(torch.bfloat16)
         with torch.no_grad():
             wanted: Any = network.outputs(batch, case.sampling)
@@ -163,7 +163,7 @@ def test_answers_of_one_rank_are_not_taken_for_those_of_all() -> None:
     for rank in ranks:
         assert f"of the batch's {len(batch.target)} predicted tokens" in rank["alone"]
     with pytest.raises(ValueError, match="the outputs cover 0 of the batch's 3"):
-        assemble([Shares()], 3)
+        assemble_result([MicroBatchOutputs()], 3)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
@@ -173,14 +173,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
 
 def test_each_rank_steps_its_own_pieces_in_the_memory_they_are_gathered_from() -> None:
     _, ranks = found()
-    whole = sum(parameter.numel() for parameter in network_of(CASE).model.parameters())
+    whole = sum(parameter.numel() for parameter in build_network(CASE).model.parameters())
     assert sum(rank["rows"] for rank in ranks) == whole
     assert all(rank["same memory"] for rank in ranks)
 
 
 def test_every_rank_has_all_weights_and_tied_ones_are_one_tensor() -> None:
     _, (first, second) = found()
-    assert first["weights"].keys() == second["weights"].keys() == network_of(CASE).model.state_dict().keys()
+    assert first["weights"].keys() == second["weights"].keys() == build_network(CASE).model.state_dict().keys()
     assert first["tensors"] == len(first["weights"]) - 1
     for name, tensor in first["weights"].items():
         assert torch.equal(tensor, second["weights"][name])
@@ -197,15 +197,15 @@ def test_trained_weights_of_low_precision_are_refused_unless_it_is_asked_for() -
 
 def test_padded_rows_are_not_divided_among_ranks() -> None:
     network = Network(build("llama"), packed=False)
-    for sizes in (ParallelSizes(context=2), ParallelSizes(tensor=2), ParallelSizes(shard=2, expert=2)):
+    for sizes in (ParallelDims(context=2), ParallelDims(tensor=2), ParallelDims(shard=2, expert=2)):
         with pytest.raises(ValueError, match="reads padded rows"):
-            check_divisible(network, sizes)
-    check_divisible(network, ParallelSizes(replicate=2, shard=2))
+            check_parallelizable(network, sizes)
+    check_parallelizable(network, ParallelDims(replicate=2, shard=2))
 
 
 def test_heads_that_context_ranks_cannot_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="4 attention heads on a rank, which cannot be split evenly among 3 context ranks"):
-        check_divisible(Network(build("llama"), packed=True), ParallelSizes(context=3))
+        check_parallelizable(Network(build("llama"), packed=True), ParallelDims(context=3))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba", "qwen3_moe"])
@@ -218,4 +218,4 @@ def test_the_layers_of_a_decoder_are_found(family: str) -> None:
 
 def test_a_learner_without_a_placement_is_on_one_device() -> None:
     learner = TorchLearner(Network(build("llama")), Sampling(), TorchLearnerOptions())
-    assert learner.placement.leads and len(learner.placement.trained()) == len(learner.parameters)
+    assert learner.parallelism.is_leader and len(learner.parallelism.trainable_parameters()) == len(learner.parameters)

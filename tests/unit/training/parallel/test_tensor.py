@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.divided import difference, exact_model, hidden_states, loss_of, tokens_of, whole_gradient
-from tests.support.lora import adapted
-from tests.support.ranks import on_ranks
+from tests.support.divided import (
+    build_float64_model,
+    compute_hidden_states,
+    compute_loss,
+    gather_gradient,
+    largest_relative_difference,
+    random_tokens,
+)
+from tests.support.lora import with_random_adapters
+from tests.support.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
-from strop.models.adapters import adapters_off
+from strop.models.adapters import disable_adapters
 from strop.training.torch.parallel.experts import apply_expert_parallel
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
 from strop.training.torch.parallel.tensor import apply_tensor_parallel
 
 pytestmark = pytest.mark.slow
@@ -59,16 +66,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def model_of(case: dict[str, Any]) -> Any:
-    model = exact_model(case["family"], tied=case.get("tied", False), change=case.get("change"))
+    model = build_float64_model(case["family"], tied=case.get("tied", False), change=case.get("change"))
     if "lora" in case:
-        model = adapted(model, **case["lora"]).double()
+        model = with_random_adapters(model, **case["lora"]).double()
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     return model
 
 
-def differing(model: Any, partial: frozenset[str], meshes: Meshes) -> list[str]:
+def differing(model: Any, partial: frozenset[str], meshes: DeviceMeshes) -> list[str]:
     """Parameters with a gradient that should be the same on all tensor ranks, to the last bit, and is not."""
     found = []
     for name, parameter in model.named_parameters():
@@ -79,49 +86,52 @@ def differing(model: Any, partial: frozenset[str], meshes: Meshes) -> list[str]:
     return found
 
 
-def compared(case: dict[str, Any], meshes: Meshes) -> tuple[float, float, str]:
+def compared(case: dict[str, Any], meshes: DeviceMeshes) -> tuple[float, float, str]:
     """Relative differences of the hidden states and of the worst gradient, and whose that is."""
     whole, divided = model_of(case), model_of(case)
     partial = apply_tensor_parallel(divided, meshes, case.get("plan"))
     apply_expert_parallel(divided, meshes)
-    batches = [tokens_of(LENGTH + 4 * place, place) for place in range(case.get("micro_batches", 1))]
+    batches = [random_tokens(LENGTH + 4 * place, place) for place in range(case.get("micro_batches", 1))]
     for tokens in batches:
-        loss_of(whole, tokens).backward()
-        loss_of(divided, tokens, meshes).backward()
+        compute_loss(whole, tokens).backward()
+        compute_loss(divided, tokens, meshes).backward()
     with torch.no_grad():
-        wanted, found = hidden_states(whole, batches[0]), hidden_states(divided, batches[0])
-    if meshes.sizes.sequence:
-        wanted = wanted.chunk(meshes.sizes.tensor)[dist.get_rank(meshes.tensor)]
+        wanted, found = compute_hidden_states(whole, batches[0]), compute_hidden_states(divided, batches[0])
+    if meshes.dims.sequence:
+        wanted = wanted.chunk(meshes.dims.tensor)[dist.get_rank(meshes.tensor)]
     gradients = {name: parameter.grad for name, parameter in divided.named_parameters()}
     assert differing(divided, partial, meshes) == []
     for name in partial:
         if gradients[name] is not None:
             dist.all_reduce(gradients[name], group=meshes.tensor)
-    worst, name = difference(
-        {name: whole_gradient(parameter) for name, parameter in divided.named_parameters()},
-        {name: whole_gradient(parameter) for name, parameter in whole.named_parameters()},
+    worst, name = largest_relative_difference(
+        {name: gather_gradient(parameter) for name, parameter in divided.named_parameters()},
+        {name: gather_gradient(parameter) for name, parameter in whole.named_parameters()},
     )
     return float((found - wanted).abs().max() / wanted.abs().max()), worst, name
 
 
 def every_case(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]:
-    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
+    meshes = DeviceMeshes(ParallelDims(tensor=2, sequence=sequence), "cpu")
     return {name: compared(case, meshes) for name, case in CASES.items() if case.get("only", sequence) == sequence}
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_model_divided_among_two_ranks_has_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
-    for found in on_ranks(2, every_case, sequence):
+    for found in run_on_ranks(2, every_case, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}
 
 
 def without_adapters(rank: int, sequence: bool) -> float:
     """The largest difference of hidden states to those of a model that never had adapters."""
-    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
-    whole, divided = exact_model("llama", change=BIASES), model_of(CASES["llama, adapters"])
+    meshes = DeviceMeshes(ParallelDims(tensor=2, sequence=sequence), "cpu")
+    whole, divided = build_float64_model("llama", change=BIASES), model_of(CASES["llama, adapters"])
     apply_tensor_parallel(divided, meshes)
-    with torch.no_grad(), adapters_off(divided):
-        found, wanted = hidden_states(divided, tokens_of(LENGTH, 0)), hidden_states(whole, tokens_of(LENGTH, 0))
+    with torch.no_grad(), disable_adapters(divided):
+        found, wanted = (
+            compute_hidden_states(divided, random_tokens(LENGTH, 0)),
+            compute_hidden_states(whole, random_tokens(LENGTH, 0)),
+        )
     if sequence:
         wanted = wanted.chunk(2)[rank]
     return float((found - wanted).abs().max() / wanted.abs().max())
@@ -132,20 +142,20 @@ def without_adapters_both_ways(rank: int) -> list[float]:
 
 
 def test_a_divided_model_with_its_adapters_off_is_its_base() -> None:
-    for found in on_ranks(2, without_adapters_both_ways):
+    for found in run_on_ranks(2, without_adapters_both_ways):
         assert max(found) < BOUND
 
 
 def with_dropout(rank: int, sequence: bool, position: str) -> tuple[bool, bool, list[str]]:
     """Whether the tensor ranks computed the same loss, whether dropout did anything, and gradients that differ."""
-    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
+    meshes = DeviceMeshes(ParallelDims(tensor=2, sequence=sequence), "cpu")
     case = CASES["deepseek_v3, latent, adapters" if sequence else "deepseek_v3, adapters"]
     lora = case["lora"] | {"dropout": 0.5, "dropout_position": position}
     model = model_of(case | {"lora": lora, "checkpointing": True})
     partial = apply_tensor_parallel(model, meshes, case.get("plan"))
     apply_expert_parallel(model, meshes)
     torch.manual_seed(1)  # what its docstring asks for
-    losses = [loss_of(model, tokens_of(LENGTH, 0), meshes) for _ in range(2)]
+    losses = [compute_loss(model, random_tokens(LENGTH, 0), meshes) for _ in range(2)]
     losses[1].backward()
     other = losses[1].detach().clone()
     dist.broadcast(other, group=meshes.tensor, group_src=0)
@@ -157,7 +167,7 @@ def all_dropouts(rank: int) -> list[tuple[bool, bool, list[str]]]:
 
 
 def test_tensor_ranks_agree_under_dropout_when_their_generators_do() -> None:
-    for found in on_ranks(2, all_dropouts):
+    for found in run_on_ranks(2, all_dropouts):
         assert found == [(True, True, [])] * 4
 
 
@@ -173,23 +183,23 @@ class Scaled(torch.nn.Module):
 
 
 def work_on_a_sum(rank: int) -> str:
-    model = exact_model("llama")
+    model = build_float64_model("llama")
     model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
-    apply_tensor_parallel(model, meshes := Meshes(ParallelSizes(tensor=2), "cpu"))
+    apply_tensor_parallel(model, meshes := DeviceMeshes(ParallelDims(tensor=2), "cpu"))
     with pytest.raises(RuntimeError) as failure:
-        loss_of(model, tokens_of(LENGTH, 0), meshes)
+        compute_loss(model, random_tokens(LENGTH, 0), meshes)
     return str(failure.value)
 
 
 def test_a_module_that_works_on_its_sum_is_refused_when_it_first_does() -> None:
-    for found in on_ranks(2, work_on_a_sum):
+    for found in run_on_ranks(2, work_on_a_sum):
         assert found.startswith("model.layers.1.mlp (Scaled) does not return the sum of its sharded layers unchanged")
 
 
 def shapes_alone(rank: int) -> dict[str, tuple[list[int], str]]:
     with torch.device("meta"):
-        model = exact_model("qwen3_moe")
-    meshes = Meshes(ParallelSizes(tensor=2), "cpu")
+        model = build_float64_model("qwen3_moe")
+    meshes = DeviceMeshes(ParallelDims(tensor=2), "cpu")
     apply_tensor_parallel(model, meshes)
     apply_expert_parallel(model, meshes)
     found = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
@@ -198,7 +208,7 @@ def shapes_alone(rank: int) -> dict[str, tuple[list[int], str]]:
 
 def test_a_model_without_weights_is_divided_by_its_shapes() -> None:
     layer = "model.layers.0"
-    for found in on_ranks(2, shapes_alone):
+    for found in run_on_ranks(2, shapes_alone):
         assert found == {
             f"{layer}.self_attn.q_proj.weight": ([16, 32], "meta"),
             f"{layer}.self_attn.k_proj.weight": ([8, 32], "meta"),

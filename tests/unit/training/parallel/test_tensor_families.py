@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.unit.training.parallel.test_tensor import BOUND, compared
 
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
 from support import models
 from support.models import CONFIGS, WINDOW
 
@@ -56,7 +56,7 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 
 def every_family(rank: int, sequence: bool) -> dict[str, tuple[float, float, str]]:
     torch.Tensor.float = double  # type: ignore[method-assign, assignment]  # norms round to float32, in this process no more
-    meshes = Meshes(ParallelSizes(tensor=2, sequence=sequence), "cpu")
+    meshes = DeviceMeshes(ParallelDims(tensor=2, sequence=sequence), "cpu")
     found = {}
     for family in FAMILIES:
         CONFIGS.setdefault(family, lambda family=family: config_of(family))
@@ -67,5 +67,5 @@ def every_family(rank: int, sequence: bool) -> dict[str, tuple[float, float, str
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_every_familys_plan_gives_the_hidden_states_and_gradients_of_one_process(sequence: bool) -> None:
-    for found in on_ranks(2, every_family, sequence):
+    for found in run_on_ranks(2, every_family, sequence):
         assert {name: worst for name, worst in found.items() if max(worst[:2]) > BOUND} == {}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.divided import widen
-from tests.support.ranks import on_ranks
+from tests.support.divided import use_float64
+from tests.support.ranks import run_on_ranks
 from tests.unit.training.parallel.test_tensor import LATENT
 
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
-from support.parity import FEW, Case, Trained, batch_of, compare, train
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
+from support.parity import FEW, Case, TrainingResult, compare, make_batch, train
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -22,58 +22,58 @@ FLOAT32 = 2e-4
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
-        "tensor": Case(sizes=ParallelSizes(tensor=2)),
-        "tensor, tied, checkpointing": Case(sizes=ParallelSizes(tensor=2), family="qwen2", checkpointing=True),
-        "tensor, lora": Case(sizes=ParallelSizes(tensor=2), lora=True),
-        "tensor, experts": Case(sizes=ParallelSizes(tensor=2), family="qwen3_moe"),
-        "sequence": Case(sizes=ParallelSizes(tensor=2, sequence=True)),
+        "tensor": Case(sizes=ParallelDims(tensor=2)),
+        "tensor, tied, checkpointing": Case(sizes=ParallelDims(tensor=2), family="qwen2", checkpointing=True),
+        "tensor, lora": Case(sizes=ParallelDims(tensor=2), lora=True),
+        "tensor, experts": Case(sizes=ParallelDims(tensor=2), family="qwen3_moe"),
+        "sequence": Case(sizes=ParallelDims(tensor=2, sequence=True)),
         "sequence, tied, few groups": Case(
-            sizes=ParallelSizes(tensor=2, sequence=True), family="qwen2", shapes=FEW, checkpointing=True
+            sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", shapes=FEW, checkpointing=True
         ),
-        "sequence, experts, lora": Case(sizes=ParallelSizes(tensor=2, sequence=True), family="qwen3_moe", lora=True),
-        "experts over data": Case(sizes=ParallelSizes(shard=2, expert=2), family="qwen3_moe"),
-        "experts over data, few groups": Case(sizes=ParallelSizes(shard=2, expert=2), family="qwen3_moe", shapes=FEW),
+        "sequence, experts, lora": Case(sizes=ParallelDims(tensor=2, sequence=True), family="qwen3_moe", lora=True),
+        "experts over data": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe"),
+        "experts over data, few groups": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", shapes=FEW),
         "experts over data, latent attention": Case(
-            sizes=ParallelSizes(shard=2, expert=2), family="deepseek_v3", checkpointing=True
+            sizes=ParallelDims(shard=2, expert=2), family="deepseek_v3", checkpointing=True
         ),
-        "experts over tokens": Case(sizes=ParallelSizes(context=2, expert=2), family="qwen3_moe"),
-        "tensor, values": Case(sizes=ParallelSizes(tensor=2), value=True),
-        "sequence, values": Case(sizes=ParallelSizes(tensor=2, sequence=True), value=True),
-        "tensor, float32": Case(sizes=ParallelSizes(tensor=2), dtype=torch.float32),
+        "experts over tokens": Case(sizes=ParallelDims(context=2, expert=2), family="qwen3_moe"),
+        "tensor, values": Case(sizes=ParallelDims(tensor=2), value=True),
+        "sequence, values": Case(sizes=ParallelDims(tensor=2, sequence=True), value=True),
+        "tensor, float32": Case(sizes=ParallelDims(tensor=2), dtype=torch.float32),
     },
     4: {
-        "fsdp, tensor": Case(sizes=ParallelSizes(shard=2, tensor=2)),
-        "fsdp, sequence, lora": Case(sizes=ParallelSizes(shard=2, tensor=2, sequence=True), lora=True),
-        "copies, sequence, tied": Case(sizes=ParallelSizes(replicate=2, tensor=2, sequence=True), family="qwen2"),
-        "fsdp, tensor, experts": Case(sizes=ParallelSizes(shard=2, tensor=2), family="qwen3_moe"),
-        "fsdp, sequence, more experts": Case(sizes=ParallelSizes(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
-        "fsdp of experts": Case(sizes=ParallelSizes(shard=4, expert=2), family="qwen3_moe", checkpointing=True),
-        "copies, experts": Case(sizes=ParallelSizes(replicate=2, shard=2, expert=2), family="deepseek_v3"),
+        "fsdp, tensor": Case(sizes=ParallelDims(shard=2, tensor=2)),
+        "fsdp, sequence, lora": Case(sizes=ParallelDims(shard=2, tensor=2, sequence=True), lora=True),
+        "copies, sequence, tied": Case(sizes=ParallelDims(replicate=2, tensor=2, sequence=True), family="qwen2"),
+        "fsdp, tensor, experts": Case(sizes=ParallelDims(shard=2, tensor=2), family="qwen3_moe"),
+        "fsdp, sequence, more experts": Case(sizes=ParallelDims(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
+        "fsdp of experts": Case(sizes=ParallelDims(shard=4, expert=2), family="qwen3_moe", checkpointing=True),
+        "copies, experts": Case(sizes=ParallelDims(replicate=2, shard=2, expert=2), family="deepseek_v3"),
         "context, sequence, a plan by name": Case(
-            sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="deepseek_v3", tensor_plan=LATENT
+            sizes=ParallelDims(context=2, tensor=2, sequence=True), family="deepseek_v3", tensor_plan=LATENT
         ),
-        "context, tensor": Case(sizes=ParallelSizes(context=2, tensor=2)),
+        "context, tensor": Case(sizes=ParallelDims(context=2, tensor=2)),
         "context, sequence, experts, lora": Case(
-            sizes=ParallelSizes(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True
+            sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True
         ),
     },
 }
 
 
-def both(rank: int, cases: dict[str, Case]) -> dict[str, tuple[Trained, Trained | None, int]]:
+def both(rank: int, cases: dict[str, Case]) -> dict[str, tuple[TrainingResult, TrainingResult | None, int]]:
     """What this rank trained, and on the first one what one process trains."""
     found = {}
     for name, case in cases.items():
         if case.dtype == torch.float64:
-            widen(case.family)
-        batch = batch_of(case)
-        trained = train(case, batch, Meshes(case.sizes, "cpu"))
+            use_float64(case.family)
+        batch = make_batch(case)
+        trained = train(case, batch, DeviceMeshes(case.sizes, "cpu"))
         found[name] = trained, train(case, batch) if rank == 0 else None, len(batch.target)
     return found
 
 
 def differences(world: int) -> dict[str, Any]:
-    ranks: list[Any] = on_ranks(world, both, CASES[world])
+    ranks: list[Any] = run_on_ranks(world, both, CASES[world])
     return {name: compare([rank[name][0] for rank in ranks], ranks[0][name][1], ranks[0][name][2]) for name in CASES[world]}
 
 
@@ -87,11 +87,11 @@ def test_three_steps_of_a_divided_learner_are_those_of_one_process(world: int) -
 
 ROUNDED = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "steps": 1}
 ROUNDED_CASES = {
-    "tensor": Case(sizes=ParallelSizes(tensor=2), **ROUNDED),
-    "sequence, experts": Case(sizes=ParallelSizes(tensor=2, sequence=True), family="qwen3_moe", **ROUNDED),
-    "experts over data": Case(sizes=ParallelSizes(shard=2, expert=2), family="qwen3_moe", **ROUNDED),
+    "tensor": Case(sizes=ParallelDims(tensor=2), **ROUNDED),
+    "sequence, experts": Case(sizes=ParallelDims(tensor=2, sequence=True), family="qwen3_moe", **ROUNDED),
+    "experts over data": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", **ROUNDED),
     "experts over data, float32 routers": Case(
-        sizes=ParallelSizes(shard=2, expert=2),
+        sizes=ParallelDims(shard=2, expert=2),
         family="deepseek_v3",
         dtype=torch.float32,
         precision=torch.bfloat16,
@@ -101,7 +101,7 @@ ROUNDED_CASES = {
 
 
 def test_the_first_gradient_in_bfloat16_is_that_of_one_process_but_for_rounding() -> None:
-    ranks: list[Any] = on_ranks(2, both, ROUNDED_CASES)
+    ranks: list[Any] = run_on_ranks(2, both, ROUNDED_CASES)
     for name in ROUNDED_CASES:
         divided, alone, _ = ranks[0][name]
         assert divided.stepped[0]["grad_norm"] == pytest.approx(alone.stepped[0]["grad_norm"], rel=0.02), name

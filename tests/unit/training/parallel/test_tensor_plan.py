@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.lora import adapted
+from tests.support.lora import with_random_adapters
 from tests.support.models import CONFIGS, build
 
-from strop.training.torch.parallel.layout import ParallelSizes
-from strop.training.torch.parallel.plan import check_plan, load_plan, regions_of
+from strop.training.torch.parallel.layout import ParallelDims
+from strop.training.torch.parallel.plan import check_tensor_plan, find_regions, load_tensor_plan
 
-TWO = ParallelSizes(tensor=2)
-SEQUENCE = ParallelSizes(tensor=2, sequence=True)
+TWO = ParallelDims(tensor=2)
+SEQUENCE = ParallelDims(tensor=2, sequence=True)
 MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 
 
@@ -23,7 +23,7 @@ def divided(model: Any, plan: Any = None) -> dict[str, list[str]]:
     """Region -> last parts of the names of its divided layers."""
     return {
         region.name: [layer.name.removeprefix(f"{region.name}.") for layer in region.layers]
-        for region in regions_of(model, TWO, plan)
+        for region in find_regions(model, TWO, plan)
     }
 
 
@@ -32,7 +32,7 @@ def test_a_models_own_plan_divides_attentions_and_mlps_and_leaves_head_and_exper
     layers = [f"model.layers.{place}" for place in (0, 1)]
     expected = {f"{layer}.{part}": names for layer in layers for part, names in (("self_attn", attention), ("mlp", mlp))}
     assert divided(build("llama")) == expected
-    assert divided(adapted(build("llama"), dim=2)) == expected
+    assert divided(with_random_adapters(build("llama"), dim=2)) == expected
     assert divided(build("qwen3_moe")) == {f"{layer}.self_attn": attention for layer in layers}
     assert divided(build("deepseek_v3")) == {"model.layers.0.mlp": mlp, "model.layers.1.mlp.shared_experts": mlp}
 
@@ -41,7 +41,7 @@ def test_a_plan_may_name_layers_from_the_model_or_its_decoder_and_one_layer_apar
     whole = {f"model.{pattern}": style for pattern, style in MLP.items()}
     assert divided(build("llama"), whole) == divided(build("llama"), MLP)
     apart = whole | {"model.layers.1.mlp.gate_proj": "colwise_gather_output"}
-    styles = [layer.style for region in regions_of(build("llama"), TWO, apart) for layer in region.layers]
+    styles = [layer.style for region in find_regions(build("llama"), TWO, apart) for layer in region.layers]
     assert styles == ["colwise", "colwise", "rowwise", "colwise_gather_output", "colwise", "rowwise"]
 
 
@@ -49,9 +49,9 @@ def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> 
     module = ModuleType("my_plans")
     module.MLP, module.EMPTY, module.ODD = MLP, {}, {"mlp": 3}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_plans", module)
-    assert load_plan("my_plans:MLP") == load_plan("my_plans.MLP") == MLP
+    assert load_tensor_plan("my_plans:MLP") == load_tensor_plan("my_plans.MLP") == MLP
     own = "transformers.models.llama.configuration_llama:LlamaConfig.base_model_tp_plan"
-    assert load_plan(own)["layers.*.self_attn.o_proj"] == "rowwise"
+    assert load_tensor_plan(own)["layers.*.self_attn.o_proj"] == "rowwise"
     for name, reason in {
         "MLP": "is not a name of a plan; set it to module:NAME",
         "my_plans:": "is not a name of a plan",
@@ -62,7 +62,7 @@ def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> 
         "math:pi": "is a float, not a plan",
     }.items():
         with pytest.raises(ValueError, match=f"^policy.dtensor_cfg.custom_parallel_plan: .*{reason}"):
-            load_plan(name)
+            load_tensor_plan(name)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (
             "llama",
-            ParallelSizes(tensor=3),
+            ParallelDims(tensor=3),
             None,
             "tensor_parallel_size 3 does not divide the 4 attention heads of LlamaForCausalLM",
         ),
-        ("llama", ParallelSizes(tensor=4), None, "4 does not divide the 2 key-value heads .* set it to a divisor of 2"),
-        ("llama", ParallelSizes(tensor=5), MLP, "5 does not divide the 48 outputs of model.layers.0.mlp.gate_proj"),
-        ("phi3", ParallelSizes(tensor=3), None, "3 does not divide the 32 inputs of model.layers.0.self_attn.o_proj"),
+        ("llama", ParallelDims(tensor=4), None, "4 does not divide the 2 key-value heads .* set it to a divisor of 2"),
+        ("llama", ParallelDims(tensor=5), MLP, "5 does not divide the 48 outputs of model.layers.0.mlp.gate_proj"),
+        ("phi3", ParallelDims(tensor=3), None, "3 does not divide the 32 inputs of model.layers.0.self_attn.o_proj"),
         (
             "gpt2",
             TWO,
@@ -105,18 +105,18 @@ def test_a_plan_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> 
         ("llama", TWO, {"lm_head": "colwise"}, "the plan of LlamaForCausalLM shards no linear layer"),
         (
             "llama",
-            ParallelSizes(shard=2, expert=2),
+            ParallelDims(shard=2, expert=2),
             None,
             "expert_parallel_size is 2 and LlamaForCausalLM has no expert layers",
         ),
-        ("qwen3_moe", ParallelSizes(shard=3, expert=3), None, "expert_parallel_size 3 does not divide the 4 experts"),
+        ("qwen3_moe", ParallelDims(shard=3, expert=3), None, "expert_parallel_size 3 does not divide the 4 experts"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_to_set(
-    family: str, sizes: ParallelSizes, plan: dict[str, str] | None, reason: str
+    family: str, sizes: ParallelDims, plan: dict[str, str] | None, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        check_plan(build(family), sizes, plan)
+        check_tensor_plan(build(family), sizes, plan)
 
 
 def test_regions_inside_one_another_are_refused() -> None:
@@ -127,7 +127,7 @@ def test_regions_inside_one_another_are_refused() -> None:
     nested |= {"layers.*.self_attn.o_proj": "rowwise"}
     nested |= {"layers.*.self_attn.inner.up": "colwise", "layers.*.self_attn.inner.down": "rowwise"}
     with pytest.raises(ValueError, match=r"layers of model.layers.0.self_attn and of model.layers.0.self_attn.inner inside it"):
-        check_plan(model, TWO, nested)
+        check_tensor_plan(model, TWO, nested)
 
 
 def test_checking_needs_shapes_alone() -> None:
@@ -135,4 +135,4 @@ def test_checking_needs_shapes_alone() -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    check_plan(model, SEQUENCE)
+    check_tensor_plan(model, SEQUENCE)

@@ -10,34 +10,37 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from strop.models.adapters import low_rank_layers, save_adapters
-from strop.training.torch.parallel.export import exported
-from strop.training.torch.parallel.sharding import ManyRanks
-from strop.weights.adapters import adapter_marks, files_in
+from strop.models.adapters import lora_layers, save_adapters
+from strop.training.torch.parallel.export import iter_sharded_weights
+from strop.training.torch.parallel.sharding import Sharded
+from strop.weights.adapters import fingerprint_adapters, read_adapter_files
 from strop.weights.base import AdapterFiles
 from strop.weights.source import Weight
 
 
-class GatheredAdapters:
+class ShardedAdapterSource:
     """An ``AdapterSource`` of sharded adapters. All ranks call each method at the same time."""
 
-    def __init__(self, placement: ManyRanks) -> None:
-        self.placement = placement
+    def __init__(self, parallelism: Sharded) -> None:
+        self.parallelism = parallelism
 
-    def base(self) -> Iterable[Weight]:
-        return exported(self.placement, adapters=False)
+    def base_weights(self) -> Iterable[Weight]:
+        return iter_sharded_weights(self.parallelism, adapters=False)
 
-    def files(self) -> AdapterFiles:
+    def export_files(self) -> AdapterFiles:
         with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
-            save_adapters(self.placement.network.model, Path(name), self.placement.adapters())
-            return files_in(Path(name))
+            save_adapters(self.parallelism.network.model, Path(name), self.parallelism.adapters())
+            return read_adapter_files(Path(name))
 
     @torch.no_grad()
-    def marks(self, dtype: torch.dtype) -> Mapping[str, int]:
-        return adapter_marks(
-            ((layer, self._whole(layer.down), self._whole(layer.up)) for layer in low_rank_layers(self.placement.network.model)),
+    def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
+        return fingerprint_adapters(
+            (
+                (layer, self._full_tensor(layer.down), self._full_tensor(layer.up))
+                for layer in lora_layers(self.parallelism.network.model)
+            ),
             dtype,
         )
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        return self.placement.gathered(tensor) if isinstance(tensor, DTensor) else tensor
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
+        return self.parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -24,84 +24,84 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from strop.models.adapters import adapter_folder, load_adapters, low_rank_layers, save_adapters
-from strop.models.loading import quiet
+from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
+from strop.models.loading import quiet_transformers
 from strop.training.torch.optimizers import load_optimizer
 from strop.training.torch.parallel.pieces import (
-    Piece,
-    Stored,
-    StoredFiles,
-    StoredPieces,
-    StoredTensors,
-    is_divided,
-    names_in,
-    piece_of,
-    write_pieces,
+    InMemoryReader,
+    SafetensorsReader,
+    ShardedReader,
+    TensorReader,
+    TensorShard,
+    is_sharded,
+    local_shard,
+    names_with_prefix,
+    write_shards,
 )
-from strop.training.torch.parallel.placement import OneDevice
+from strop.training.torch.parallel.placement import SingleDevice
 
 if TYPE_CHECKING:
     from strop.training.torch.learner import TorchLearner
-    from strop.training.torch.parallel.sharding import ManyRanks
+    from strop.training.torch.parallel.sharding import Sharded
 
 dist: Any = torch.distributed
 
 STATE_FILE = "state.pt"
-LIMIT = timedelta(minutes=60)  # how long ranks wait for each other's files
+BARRIER_TIMEOUT = timedelta(minutes=60)  # how long ranks wait for each other's files
 
 
-def is_divided_checkpoint(folder: Path) -> bool:
+def is_sharded_checkpoint(folder: Path) -> bool:
     """Return whether a learner's folder is a sharded checkpoint."""
-    return is_divided(folder / "weights") or is_divided(folder / "optimizer")
+    return is_sharded(folder / "weights") or is_sharded(folder / "optimizer")
 
 
 # --- saving --------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class LearnerSnapshot:
     """This rank's part of a learner at one moment. If it was taken with copies, ``save`` may run during training."""
 
-    weights: Mapping[str, Piece]
-    average: Mapping[str, Piece] | None
-    optimizer: Mapping[str, Piece]
+    weights: Mapping[str, TensorShard]
+    average: Mapping[str, TensorShard] | None
+    optimizer: Mapping[str, TensorShard]
     state: Mapping[str, Any]  # unsharded state
     adapters: Mapping[str, Mapping[str, Tensor]]  # full tensors by folder, on the first rank only
     model: Any
-    group: Any | None
+    process_group: Any | None
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """Write the snapshot under ``folder``. All ranks must call it; when it returns, the files of all ranks are flushed."""
-        first = self.group is None or dist.get_rank() == 0
+        first = self.process_group is None or dist.get_rank() == 0
         if self.weights:
-            write_pieces(folder / "weights", self.weights, self.group)
+            write_shards(folder / "weights", self.weights, self.process_group)
         if self.average is not None and self.weights:
-            write_pieces(folder / "ema", self.average, self.group)
+            write_shards(folder / "ema", self.average, self.process_group)
         if optimizer:
-            write_pieces(folder / "optimizer", self.optimizer, self.group)
+            write_shards(folder / "optimizer", self.optimizer, self.process_group)
         if first:
             for name, tensors in self.adapters.items():
                 save_adapters(self.model, folder / name, tensors)
             for name in ("weights", "ema"):
-                if is_divided(folder / name):
+                if is_sharded(folder / name):
                     _save_config(self.model, folder / name, self.weights)
             if optimizer:
                 torch.save(dict(self.state), folder / "optimizer" / STATE_FILE)
-        if self.group is not None:
-            dist.barrier(group=self.group)
+        if self.process_group is not None:
+            dist.barrier(group=self.process_group)
 
 
-class Writing:
+class AsyncWrite:
     """Writes a snapshot in a background thread. All ranks must start it, one write at a time."""
 
-    def __init__(self, snapshot: Snapshot, folder: Path, *, optimizer: bool = True) -> None:
+    def __init__(self, snapshot: LearnerSnapshot, folder: Path, *, optimizer: bool = True) -> None:
         self._failed: BaseException | None = None
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, folder, optimizer), name="strop-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, folder: Path, optimizer: bool) -> None:
+    def _write(self, snapshot: LearnerSnapshot, folder: Path, optimizer: bool) -> None:
         torch.set_num_threads(1)  # leave the other cores to the trainer
         try:
             snapshot.save(folder, optimizer=optimizer)
@@ -119,50 +119,50 @@ class Writing:
 
 def save(learner: TorchLearner, folder: Path, *, optimizer: bool = True) -> None:
     """Save a sharded learner. All ranks must call it."""
-    snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+    take_snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
 
 
 @torch.no_grad()
-def snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = True) -> Snapshot:
+def take_snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = True) -> LearnerSnapshot:
     """Take a snapshot of a learner; all ranks must call it. With ``copies`` in CPU memory, training may continue immediately."""
-    keep: Callable[[Tensor], Tensor] = _copy if copies else Tensor.detach
-    places = _trained_pieces(learner)
-    adapted = bool(low_rank_layers(learner.model))
+    keep: Callable[[Tensor], Tensor] = _copy_to_cpu if copies else Tensor.detach
+    places = _trainable_shards(learner)
+    adapted = bool(lora_layers(learner.model))
     average = learner.average.state_dict() if learner.average is not None else None
-    weights: dict[str, Piece] = {}
+    weights: dict[str, TensorShard] = {}
     adapters: dict[str, Mapping[str, Tensor]] = {}
     if adapted:
-        adapters = _whole_adapters(learner)
+        adapters = _gather_adapters(learner)
     else:
-        rounded = _rounded(learner)
-        for name, piece in _own_weights(learner.model):
+        rounded = _param_dtype(learner)
+        for name, piece in _model_shards(learner.model):
             tensor = piece.tensor.to(rounded) if rounded is not None and name in places else piece.tensor
-            weights[name] = piece.like(keep(tensor))
-    averaged: dict[str, Piece] | None = None
-    pieces: dict[str, Piece] = {}
+            weights[name] = piece.with_tensor(keep(tensor))
+    averaged: dict[str, TensorShard] | None = None
+    pieces: dict[str, TensorShard] = {}
     if average is not None:
-        kept = {name: places[name].like(keep(tensor)) for name, tensor in average["average"].items()}
+        kept = {name: places[name].with_tensor(keep(tensor)) for name, tensor in average["average"].items()}
         pieces = {f"average.{name}": piece for name, piece in kept.items()}
         averaged = {
-            name: piece.like(kept[name].tensor.to(piece.tensor.dtype)) if name in kept else piece
+            name: piece.with_tensor(kept[name].tensor.to(piece.tensor.dtype)) if name in kept else piece
             for name, piece in weights.items()
         }
     state: Mapping[str, Any] = {}
     if optimizer:
         found, state = _optimizer_state(learner, places, keep)
         pieces |= found
-    group = _group(dist.group.WORLD) if dist.is_initialized() else None
-    return Snapshot(weights, averaged, pieces if optimizer else {}, state, adapters, learner.model, group)
+    group = _gloo_group(dist.group.WORLD) if dist.is_initialized() else None
+    return LearnerSnapshot(weights, averaged, pieces if optimizer else {}, state, adapters, learner.model, group)
 
 
 def _optimizer_state(
-    learner: TorchLearner, places: Mapping[str, Piece], keep: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, Piece], dict[str, Any]]:
+    learner: TorchLearner, places: Mapping[str, TensorShard], keep: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, TensorShard], dict[str, Any]]:
     """Return the shards and the unsharded state of the optimizer, the masters, the average and the schedule."""
     saved = learner.optimizer.state_dict()
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
     undivided: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(_names(saved)):
+    for number, name in enumerate(_parameter_names(saved)):
         for key, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 if value.shape != places[name].tensor.shape:
@@ -171,11 +171,11 @@ def _optimizer_state(
                         f"{tuple(places[name].tensor.shape)}: another number of ranks could not load it. Use torch.optim.AdamW, or set "
                         "checkpointing.save_optimizer=false"
                     )
-                pieces[f"state.{name}.{key}"] = places[name].like(keep(value))
+                pieces[f"state.{name}.{key}"] = places[name].with_tensor(keep(value))
             else:
                 undivided.setdefault(name, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     for name, master in _masters(learner).items():
-        pieces[f"masters.{name}"] = places[name].like(keep(master))
+        pieces[f"masters.{name}"] = places[name].with_tensor(keep(master))
     groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
     return pieces, {
         "groups": copy.deepcopy(groups),
@@ -185,28 +185,28 @@ def _optimizer_state(
     }
 
 
-def _whole_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
+def _gather_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
     """Gather the full adapters on all ranks; only the first rank keeps them."""
 
     def whole() -> dict[str, Tensor]:
-        found = {name: tensor.detach().cpu().clone() for name, tensor in learner.placement.adapters().items()}
+        found = {name: tensor.detach().cpu().clone() for name, tensor in learner.parallelism.adapters().items()}
         return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
     adapters: dict[str, Mapping[str, Tensor]] = {"weights": whole()}
     if learner.average is not None:
-        with learner.average.swapped_in(learner.trained):
+        with learner.average.swap_in(learner.trainable_parameters):
             adapters["ema"] = whole()
     return adapters
 
 
-def _save_config(model: Any, folder: Path, weights: Mapping[str, Piece]) -> None:
+def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -> None:
     """Write the model's configuration, which names its class, beside the shards."""
     config = copy.deepcopy(getattr(model, "config", None))
     if config is None:
         return
     config.architectures = [type(model).__name__]
     config.dtype = next((piece.tensor.dtype for piece in weights.values() if piece.tensor.is_floating_point()), None)
-    with quiet():
+    with quiet_transformers():
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             model.generation_config.save_pretrained(folder)
@@ -221,10 +221,10 @@ def load(learner: TorchLearner, folder: Path) -> None:
 
     Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
     """
-    optimizer, state = _saved_optimizer(folder)
+    optimizer, state = _open_optimizer(folder)
     weights = folder / "weights"
-    if low_rank_layers(learner.model):
-        load_adapters(learner.model, weights, _fill)
+    if lora_layers(learner.model):
+        load_adapters(learner.model, weights, _copy_shard)
     else:
         load_weights(learner.model, weights)
     _load_masters(learner, optimizer)
@@ -243,8 +243,8 @@ def load_weights(model: Any, folder: Path) -> None:
             "saved, or start with another checkpointing.checkpoint_dir"
         )
     aliases = _aliases(model)
-    own = dict(_own_weights(model))
-    stored = _stored_weights(model, folder, {alias for names in aliases.values() for alias in names})
+    own = dict(_model_shards(model))
+    stored = _open_weights(model, folder, {alias for names in aliases.values() for alias in names})
     found = {name: next((alias for alias in aliases[name] if alias in stored.shapes), None) for name in own}
     missing = [name for name, alias in found.items() if alias is None]
     known = {alias for names in aliases.values() for alias in names}
@@ -258,84 +258,87 @@ def load_weights(model: Any, folder: Path) -> None:
     stored.read({alias: own[name] for name, alias in found.items() if alias is not None})
 
 
-def _stored_weights(model: Any, folder: Path, known: set[str]) -> Stored:
+def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
     """Return a reader of the weights in a folder under the model's names.
 
     If a Hugging Face folder has other names (such as one tensor per expert instead of one per layer), Transformers converts them, and each
     rank loads the full model.
     """
-    if is_divided(folder):
-        return StoredPieces(folder)
-    stored = StoredFiles(folder)
+    if is_sharded(folder):
+        return ShardedReader(folder)
+    stored = SafetensorsReader(folder)
     if not stored.shapes:
         raise FileNotFoundError(f"{folder} has no weights: neither .metadata nor safetensors files")
     if stored.shapes.keys() <= known:
         return stored
-    with quiet():
+    with quiet_transformers():
         config = copy.deepcopy(model.config)
         whole, found = type(model).from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
     if odd := {kind: sorted(names)[:3] for kind, names in found.items() if names}:
         raise ValueError(f"the weights in {folder} do not fit the model: {odd}")
-    return StoredTensors(whole.state_dict())
+    return InMemoryReader(whole.state_dict())
 
 
-def _load_masters(learner: TorchLearner, stored: Stored) -> None:
-    saved, own = names_in(stored, "masters."), _masters(learner)
+def _load_masters(learner: TorchLearner, stored: TensorReader) -> None:
+    saved, own = names_with_prefix(stored, "masters."), _masters(learner)
     if set(saved) != set(own):
         raise ValueError(
             f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(own)}; they differ in "
             f"{', '.join(sorted(set(saved) ^ set(own))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
         )
-    places = _trained_pieces(learner)
+    places = _trainable_shards(learner)
     stored.read(
-        {f"masters.{name}": _fitting(stored, f"masters.{name}", places[name].like(tensor)) for name, tensor in own.items()}
+        {
+            f"masters.{name}": _check_shape(stored, f"masters.{name}", places[name].with_tensor(tensor))
+            for name, tensor in own.items()
+        }
     )
     learner.masters.write_back()
 
 
-def _load_optimizer(learner: TorchLearner, stored: Stored, state: Mapping[str, Any]) -> None:
+def _load_optimizer(learner: TorchLearner, stored: TensorReader, state: Mapping[str, Any]) -> None:
     """Load the optimizer state through ``load_optimizer``, which checks the parameter groups."""
-    places = _trained_pieces(learner)
+    places = _trainable_shards(learner)
     numbers = iter(range(len(places)))
     groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in state["groups"]]
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["undivided"].items()}
-    into: dict[str, Piece] = {}
-    for full in names_in(stored, "state."):
+    into: dict[str, TensorShard] = {}
+    for full in names_with_prefix(stored, "state."):
         name, _, key = full.rpartition(".")
         if name in places:
             place = places[name]
             room = torch.empty_like(place.tensor, dtype=stored.dtypes[f"state.{full}"])
-            into[f"state.{full}"] = _fitting(stored, f"state.{full}", place.like(room))
+            into[f"state.{full}"] = _check_shape(stored, f"state.{full}", place.with_tensor(room))
             entries.setdefault(name, {})[key] = room
     stored.read(into)
-    names = _names(learner.optimizer.state_dict())
+    names = _parameter_names(learner.optimizer.state_dict())
     numbered = {number: entries[name] for number, name in enumerate(names) if name in entries}
     load_optimizer(learner.optimizer, {"state": numbered, "param_groups": groups})
 
 
-def _load_average(learner: TorchLearner, stored: Stored, state: Mapping[str, Any], folder: Path) -> None:
+def _load_average(learner: TorchLearner, stored: TensorReader, state: Mapping[str, Any], folder: Path) -> None:
     if learner.average is None or state["average_steps"] is None:
         return learner.load_average(None, folder)
-    own, places = learner.average.state_dict()["average"], _trained_pieces(learner)
+    own, places = learner.average.state_dict()["average"], _trainable_shards(learner)
     found: dict[str, Tensor] = {}
-    for name in names_in(stored, "average."):  # the average reports other names as an error
+    for name in names_with_prefix(stored, "average."):  # the average reports other names as an error
         found[name] = torch.empty_like(own[name]) if name in own else torch.empty(0)
-    into = {f"average.{name}": places[name].like(room) for name, room in found.items() if name in own}
-    stored.read({name: _fitting(stored, name, piece) for name, piece in into.items()})
+    into = {f"average.{name}": places[name].with_tensor(room) for name, room in found.items() if name in own}
+    stored.read({name: _check_shape(stored, name, piece) for name, piece in into.items()})
     learner.load_average({"steps": state["average_steps"], "average": found}, folder)
 
 
-def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
+def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
     """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
     pieces, file = folder / "optimizer", folder / "optimizer.pt"
-    if is_divided(pieces):
-        return StoredPieces(pieces), torch.load(pieces / STATE_FILE, map_location="cpu", weights_only=True)
+    if is_sharded(pieces):
+        return ShardedReader(pieces), torch.load(pieces / STATE_FILE, map_location="cpu", weights_only=True)
     if not file.exists():
         raise FileNotFoundError(
             f"{pieces} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
         )
     saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    names = _names(saved["optimizer"])
+    names = _parameter_names(saved["optimizer"])
     tensors = {f"masters.{name}": tensor for name, tensor in saved.get("masters", {}).items()}
     undivided: dict[str, dict[str, Any]] = {}
     for number, values in saved["optimizer"]["state"].items():
@@ -347,7 +350,7 @@ def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
     average = saved.get("average")
     if average is not None:
         tensors |= {f"average.{name}": tensor for name, tensor in average["average"].items()}
-    return StoredTensors(tensors), {
+    return InMemoryReader(tensors), {
         "groups": [
             {key: value for key, value in group.items() if key != "params"} for group in saved["optimizer"]["param_groups"]
         ],
@@ -360,44 +363,44 @@ def _saved_optimizer(folder: Path) -> tuple[Stored, Mapping[str, Any]]:
 # --- the parts of a learner ----------------------------------------------------------------------------------------------------------
 
 
-def _trained_pieces(learner: TorchLearner) -> dict[str, Piece]:
+def _trainable_shards(learner: TorchLearner) -> dict[str, TensorShard]:
     """Return this rank's shards of the trained parameters."""
-    divided: Mapping[str, Tensor] = getattr(learner.placement, "sharded", {})
-    return {name: piece_of(divided.get(name, parameter)) for name, parameter in learner.trained}
+    divided: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
+    return {name: local_shard(divided.get(name, parameter)) for name, parameter in learner.trainable_parameters}
 
 
-def _rounded(learner: TorchLearner) -> torch.dtype | None:
+def _param_dtype(learner: TorchLearner) -> torch.dtype | None:
     """Return the dtype of the computation if the shards have a higher precision, else None."""
-    placement = learner.placement
-    return None if isinstance(placement, OneDevice) else cast("ManyRanks", placement).rounded
+    placement = learner.parallelism
+    return None if isinstance(placement, SingleDevice) else cast("Sharded", placement).param_dtype
 
 
 def _masters(learner: TorchLearner) -> Mapping[str, Tensor]:
     """Return the float32 masters of low-precision weights: the shards themselves, or the copies of a single process."""
-    if _rounded(learner) is not None:
-        return {name: parameter.detach() for name, parameter in learner.trained}
+    if _param_dtype(learner) is not None:
+        return {name: parameter.detach() for name, parameter in learner.trainable_parameters}
     return learner.masters.state_dict()
 
 
-def _own_weights(model: Any) -> Iterator[tuple[str, Piece]]:
+def _model_shards(model: Any) -> Iterator[tuple[str, TensorShard]]:
     """Yield this rank's shards of the model's weights, tied weights once under their first name."""
     names = _aliases(model)
     for name, tensor in model.state_dict().items():
         if name in names:
-            yield name, piece_of(tensor)
+            yield name, local_shard(tensor)
 
 
 def _aliases(model: Any) -> dict[str, list[str]]:
     """Return all names of each weight by its first name."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in model.state_dict().items():
-        piece = piece_of(tensor).tensor
+        piece = local_shard(tensor).tensor
         key = (piece.untyped_storage().data_ptr(), piece.storage_offset(), tuple(tensor.shape))
         found.setdefault(key if piece.untyped_storage().nbytes() else (name,), []).append(name)
     return {names[0]: names for names in found.values()}
 
 
-def _names(saved: Mapping[str, Any]) -> list[str]:
+def _parameter_names(saved: Mapping[str, Any]) -> list[str]:
     """Return the parameter names of an optimizer state by parameter number."""
     if any("param_names" not in group for group in saved["param_groups"]):
         raise ValueError(
@@ -407,23 +410,23 @@ def _names(saved: Mapping[str, Any]) -> list[str]:
     return [name for group in saved["param_groups"] for name in group["param_names"]]
 
 
-def _fitting(stored: Stored, name: str, piece: Piece) -> Piece:
+def _check_shape(stored: TensorReader, name: str, piece: TensorShard) -> TensorShard:
     if stored.shapes[name] != piece.shape:
         raise ValueError(f"the checkpoint has {name} of shape {stored.shapes[name]}, and this run's is {piece.shape}")
     return piece
 
 
-def _fill(own: Tensor, whole: Tensor) -> None:
+def _copy_shard(own: Tensor, whole: Tensor) -> None:
     """Copy this rank's shard of ``whole`` into ``own``."""
-    piece = piece_of(own)
+    piece = local_shard(own)
     piece.tensor.copy_(whole[piece.index])
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
 @lru_cache(maxsize=1)
-def _group(world: Any) -> Any:
+def _gloo_group(world: Any) -> Any:
     """Return a CPU process group for checkpoints, separate from training, so that both can communicate at the same time."""
-    return dist.new_group(backend="gloo", timeout=LIMIT)
+    return dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)

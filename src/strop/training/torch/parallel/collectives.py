@@ -22,43 +22,45 @@ dist: Any = torch.distributed  # untyped
 Group = Any  # torch.distributed.ProcessGroup
 
 
-def copy(tensor: Tensor, group: Group) -> Tensor:
+def copy_to_ranks(tensor: Tensor, group: Group) -> Tensor:
     """Return the tensor, equal on all ranks; backward: the sum of the ranks' gradients."""
     return _apply(_Copy, tensor, group)
 
 
-def reduce_sum(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum over the ranks; backward: the same gradient on each rank."""
-    return _apply(_Reduce, tensor, group)
+    return _apply(_AllReduce, tensor, group)
 
 
-def gather(tensor: Tensor, group: Group) -> Tensor:
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """[n, ...] of each rank -> [ranks * n, ...]; backward: the sum of the ranks' gradients of this rank's rows."""
-    return _apply(_Gather, tensor, group)
+    return _apply(_AllGather, tensor, group)
 
 
-def scatter_sum(tensor: Tensor, group: Group) -> Tensor:
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     """[ranks * n, ...] -> [n, ...]: this rank's rows of the sum over the ranks; backward: the ranks' gradients, gathered."""
-    return _apply(_Scatter, tensor, group)
+    return _apply(_ReduceScatter, tensor, group)
 
 
-def split(tensor: Tensor, group: Group) -> Tensor:
+def split_rows(tensor: Tensor, group: Group) -> Tensor:
     """[ranks * n, ...], equal on all ranks -> this rank's rows [n, ...]; backward: the ranks' gradients, gathered."""
     return _apply(_Split, tensor, group)
 
 
-def join(tensor: Tensor, group: Group) -> Tensor:
+def join_rows(tensor: Tensor, group: Group) -> Tensor:
     """[n, ...] of each rank -> [ranks * n, ...], used equally by all ranks; backward: the gradient of this rank's rows."""
     return _apply(_Join, tensor, group)
 
 
-def exchange(tensor: Tensor, group: Group, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+def all_to_all(
+    tensor: Tensor, group: Group, receive_sizes: list[int] | None = None, send_sizes: list[int] | None = None
+) -> Tensor:
     """Send ``send_sizes[r]`` rows to rank r and receive ``receive_sizes[r]`` rows from it; equal sizes if None.
 
     Backward: the reverse all-to-all.
     """
-    apply: Any = _Exchange.apply
-    exchanged: Tensor = apply(tensor, group, received, sent)
+    apply: Any = _AllToAll.apply
+    exchanged: Tensor = apply(tensor, group, receive_sizes, send_sizes)
     return exchanged
 
 
@@ -82,57 +84,57 @@ class _Collective(torch.autograd.Function):
 class _Copy(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _summed
+        ctx.group, ctx.back = group, _all_reduce
         return tensor.view_as(tensor)
 
 
-class _Reduce(_Collective):
+class _AllReduce(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _unchanged
-        return _summed(tensor, group)
+        ctx.group, ctx.back = group, _identity
+        return _all_reduce(tensor, group)
 
 
-class _Gather(_Collective):
+class _AllGather(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _scattered
-        return _gathered(tensor, group)
+        ctx.group, ctx.back = group, _reduce_scatter
+        return _all_gather(tensor, group)
 
 
-class _Scatter(_Collective):
+class _ReduceScatter(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _gathered
-        return _scattered(tensor, group)
+        ctx.group, ctx.back = group, _all_gather
+        return _reduce_scatter(tensor, group)
 
 
 class _Split(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _gathered
-        return own_rows(tensor, group).clone()
+        ctx.group, ctx.back = group, _all_gather
+        return local_rows(tensor, group).clone()
 
 
 class _Join(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _own_copy
-        return _gathered(tensor, group)
+        ctx.group, ctx.back = group, _copy_local_rows
+        return _all_gather(tensor, group)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, received: list[int] | None, sent: list[int] | None) -> Tensor:
         ctx.group, ctx.received, ctx.sent = group, received, sent
-        return _exchanged(tensor, group, received, sent)
+        return _all_to_all(tensor, group, received, sent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _exchanged(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+        return _all_to_all(grad, ctx.group, ctx.sent, ctx.received), None, None, None
 
 
-def own_rows(tensor: Tensor, group: Group) -> Tensor:
+def local_rows(tensor: Tensor, group: Group) -> Tensor:
     """Return a view of this rank's rows of [ranks * n, ...]."""
     size, place = dist.get_world_size(group), dist.get_rank(group)
     if len(tensor) % size:
@@ -141,33 +143,33 @@ def own_rows(tensor: Tensor, group: Group) -> Tensor:
     return tensor[place * count : (place + 1) * count]
 
 
-def _own_copy(tensor: Tensor, group: Group) -> Tensor:
-    return own_rows(tensor, group).contiguous()
+def _copy_local_rows(tensor: Tensor, group: Group) -> Tensor:
+    return local_rows(tensor, group).contiguous()
 
 
-def _unchanged(tensor: Tensor, group: Group) -> Tensor:
+def _identity(tensor: Tensor, group: Group) -> Tensor:
     return tensor
 
 
-def _summed(tensor: Tensor, group: Group) -> Tensor:
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def _gathered(tensor: Tensor, group: Group) -> Tensor:
+def _all_gather(tensor: Tensor, group: Group) -> Tensor:
     whole = tensor.new_empty(len(tensor) * dist.get_world_size(group), *tensor.shape[1:])
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
     return whole
 
 
-def _scattered(tensor: Tensor, group: Group) -> Tensor:
-    own = torch.empty_like(own_rows(tensor, group), memory_format=torch.contiguous_format)
+def _reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    own = torch.empty_like(local_rows(tensor, group), memory_format=torch.contiguous_format)
     dist.reduce_scatter_tensor(own, tensor.contiguous(), group=group)
     return own
 
 
-def _exchanged(tensor: Tensor, group: Group, received: list[int] | None, sent: list[int] | None) -> Tensor:
+def _all_to_all(tensor: Tensor, group: Group, received: list[int] | None, sent: list[int] | None) -> Tensor:
     size = len(tensor) if received is None else sum(received)
     result = tensor.new_empty(size, *tensor.shape[1:])
     dist.all_to_all_single(result, tensor.contiguous(), received, sent, group=group)

@@ -17,66 +17,66 @@ from torch.nn.functional import pad
 
 from strop.models.attention import AttentionPlan, AttentionSpec
 from strop.models.network import OutputsT
-from strop.training.torch.parallel.collectives import copy, exchange, gather, join
-from strop.training.torch.parallel.layout import Meshes
-from strop.training.torch.parallel.share import present
+from strop.training.torch.parallel.collectives import all_gather, all_to_all, copy_to_ranks, join_rows
+from strop.training.torch.parallel.layout import DeviceMeshes
+from strop.training.torch.parallel.share import tensor_fields
 
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
 
 
-class ReadTogether:
+class SampleSharding:
     """A ``TokenSharding`` (strop.models.network) over a sample group: contiguous chunks of tokens, in the order of the context ranks."""
 
-    def __init__(self, meshes: Meshes) -> None:
-        self.sizes = meshes.sizes
+    def __init__(self, meshes: DeviceMeshes) -> None:
+        self.dims = meshes.dims
         self.context: Group = meshes.context
         self.tensor: Group = meshes.tensor
         self.sample: Group = meshes.sample
 
-    def row(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
+    def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
         """[T] -> [t]: T is padded to a multiple of the sample group's size and split among the context ranks."""
-        missing = -len(tokens) % self.sizes.sample
+        missing = -len(tokens) % self.dims.sample
         tokens, positions = (pad(column, (0, missing)) for column in (tokens, positions))
-        if not missing and self.sizes.context == 1:
+        if not missing and self.dims.context == 1:
             return tokens, positions, plan
-        count = len(tokens) // self.sizes.context
+        count = len(tokens) // self.dims.context
         first = dist.get_rank(self.context) * count
         own = slice(first, first + count)
-        return tokens[own], positions[own], HeadExchange(plan, self.context, len(tokens) - missing)
+        return tokens[own], positions[own], UlyssesPlan(plan, self.context, len(tokens) - missing)
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
         """[t, H], or a tensor rank's rows of it -> [T or more, H], which each rank uses for its own predictions."""
-        across = gather if self.sizes.sequence else copy
-        return gather(across(hidden, self.tensor), self.context)
+        across = all_gather if self.dims.sequence else copy_to_ranks
+        return all_gather(across(hidden, self.tensor), self.context)
 
-    def own(self, column: Tensor) -> Tensor:
+    def shard_predictions(self, column: Tensor) -> Tensor:
         """[N, ...] -> [n, ...], with equal n on all ranks; the last row is repeated as padding."""
-        count: int = -(-len(column) // self.sizes.sample)
+        count: int = -(-len(column) // self.dims.sample)
         first: int = dist.get_rank(self.sample) * count
         own = column[first : first + count]
         missing = count - len(own)
         return torch.cat([own, column[-1:].expand(missing, *column.shape[1:])]) if missing else own
 
-    def joined(self, outputs: OutputsT, size: int) -> OutputsT:
-        columns: dict[str, Any] = {name: join(value, self.sample)[:size] for name, value in present(outputs)}
+    def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
+        columns: dict[str, Any] = {name: join_rows(value, self.sample)[:size] for name, value in tensor_fields(outputs)}
         return replace(outputs, **columns)
 
 
-class HeadExchange:
+class UlyssesPlan:
     """An attention plan that exchanges some tokens of all heads for all tokens of some heads, and calls ``plan`` with these."""
 
     def __init__(self, plan: AttentionPlan, group: Group, length: int) -> None:
         self.plan = plan
         self.group = group
-        self.ranks: int = dist.get_world_size(group)
+        self.world_size: int = dist.get_world_size(group)
         self.length = length  # tokens of the row without padding
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """[t, heads, D] -> [t, heads, D]. Raises ValueError if the heads cannot be split among the ranks."""
         heads, kv_heads = query.shape[1], key.shape[1]
-        check_heads(heads, self.ranks)
-        repeats = self.ranks // gcd(kv_heads, self.ranks)
+        check_heads(heads, self.world_size)
+        repeats = self.world_size // gcd(kv_heads, self.world_size)
         if repeats > 1:  # send a key to every rank with a query head that uses it
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         query, key, value = self._to_heads(query, key, value)
@@ -87,18 +87,18 @@ class HeadExchange:
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[t, heads, D] each -> [ranks * t, heads / ranks, D] each, in one exchange."""
-        if self.ranks == 1:
+        if self.world_size == 1:
             return list(tensors)
-        pieces = [tensor.unflatten(1, (self.ranks, -1)) for tensor in tensors]  # [t, ranks, heads / ranks, D]
+        pieces = [tensor.unflatten(1, (self.world_size, -1)) for tensor in tensors]  # [t, ranks, heads / ranks, D]
         rows = torch.cat([piece.flatten(2) for piece in pieces], dim=2).transpose(0, 1).flatten(0, 1)
-        received = exchange(rows, self.group).split([piece.shape[2] * piece.shape[3] for piece in pieces], dim=1)
+        received = all_to_all(rows, self.group).split([piece.shape[2] * piece.shape[3] for piece in pieces], dim=1)
         return [rows.unflatten(1, piece.shape[2:]) for rows, piece in zip(received, pieces, strict=True)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
         """[ranks * t, heads / ranks, D] -> [t, heads, D]."""
-        if self.ranks == 1:
+        if self.world_size == 1:
             return attended
-        received: Tensor = exchange(attended, self.group).unflatten(0, (self.ranks, -1))  # type: ignore[no-untyped-call]
+        received: Tensor = all_to_all(attended, self.group).unflatten(0, (self.world_size, -1))  # type: ignore[no-untyped-call]
         return received.transpose(0, 1).flatten(1, 2)
 
 

@@ -13,7 +13,7 @@ dist: Any = torch.distributed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelSizes:
+class ParallelDims:
     """The number of ranks of each parallel dimension, outermost first: adjacent ranks communicate the most.
 
     The model has ``replicate`` copies, each sharded over ``shard`` x ``context`` ranks (FSDP2; with several copies HSDP). ``context`` x
@@ -43,14 +43,14 @@ class ParallelSizes:
                 f"expert_parallel_size {self.expert} is not a multiple of tensor_parallel_size {self.tensor}: experts are sharded over the "
                 "tensor ranks too; set it to a multiple, or to 1"
             )
-        if (self.shard * self.context * self.tensor) % self.expert_ways:
+        if (self.shard * self.context * self.tensor) % self.expert_size:
             raise ValueError(
-                f"expert_parallel_size {self.expert_ways} does not divide the {self.shard * self.context * self.tensor} ranks of one copy "
+                f"expert_parallel_size {self.expert_size} does not divide the {self.shard * self.context * self.tensor} ranks of one copy "
                 "of the model; set it to a number that does"
             )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.replicate * self.shard * self.context * self.tensor
 
     @property
@@ -64,27 +64,27 @@ class ParallelSizes:
         return self.context * self.tensor
 
     @property
-    def expert_ways(self) -> int:
+    def expert_size(self) -> int:
         """The number of ranks that the experts of a layer are sharded over."""
         return max(self.expert, self.tensor)
 
 
-class Meshes:
+class DeviceMeshes:
     """The device meshes of a learner's ranks. All ranks create it at the same time, after the default process group."""
 
-    def __init__(self, sizes: ParallelSizes, device_type: str) -> None:
-        if dist.get_world_size() != sizes.world:
-            raise ValueError(f"{sizes} needs {sizes.world} ranks, and there are {dist.get_world_size()}")
-        self.sizes = sizes
+    def __init__(self, dims: ParallelDims, device_type: str) -> None:
+        if dist.get_world_size() != dims.world_size:
+            raise ValueError(f"{dims} needs {dims.world_size} ranks, and there are {dist.get_world_size()}")
+        self.dims = dims
         self.dense: Any = dist.init_device_mesh(
             device_type,
-            (sizes.replicate, sizes.shard, sizes.context, sizes.tensor),
+            (dims.replicate, dims.shard, dims.context, dims.tensor),
             mesh_dim_names=("replicate", "shard", "context", "tensor"),
         )
-        outer = sizes.shard * sizes.context * sizes.tensor // sizes.expert_ways
+        outer = dims.shard * dims.context * dims.tensor // dims.expert_size
         self.experts: Any = dist.init_device_mesh(
             device_type,
-            (sizes.replicate, outer, sizes.expert_ways),
+            (dims.replicate, outer, dims.expert_size),
             mesh_dim_names=("replicate", "expert_shard", "expert"),
         )
 
@@ -92,12 +92,12 @@ class Meshes:
     def fsdp(self) -> Any:
         """The mesh of ordinary parameters: [shard x context], or [replicate, shard x context] with several copies."""
         sharded = self.dense["shard", "context"]._flatten("shard_context")
-        return self.dense["replicate", "shard_context"] if self.sizes.replicate > 1 else sharded
+        return self.dense["replicate", "shard_context"] if self.dims.replicate > 1 else sharded
 
     @cached_property
     def expert_fsdp(self) -> Any:
         """The mesh that FSDP shards the experts of an expert rank over."""
-        return self.experts["replicate", "expert_shard"] if self.sizes.replicate > 1 else self.experts["expert_shard"]
+        return self.experts["replicate", "expert_shard"] if self.dims.replicate > 1 else self.experts["expert_shard"]
 
     @cached_property
     def sample(self) -> Any:
@@ -120,10 +120,10 @@ class Meshes:
     def data_rank(self) -> int:
         """The index of this rank's micro-batches among ``dims.data``."""
         place: Sequence[int] = self.dense.get_coordinate()
-        return place[0] * self.sizes.shard + place[1]
+        return place[0] * self.dims.shard + place[1]
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank reports the results of all ranks that read the same micro-batch."""
         place = self.dense.get_coordinate()
         return not any(place[2:])

@@ -17,7 +17,7 @@ from strop.models.network import Network
 dist: Any = torch.distributed
 
 
-def load_once(load: Callable[[], Any]) -> Any:
+def load_on_rank_zero(load: Callable[[], Any]) -> Any:
     """Call ``load`` on the first rank and return its model; on the other ranks return the same model on the meta device.
 
     All ranks must call it. An error of ``load`` is raised on every rank.
@@ -30,7 +30,7 @@ def load_once(load: Callable[[], Any]) -> Any:
         parameters = {name: (one.dtype, one.requires_grad) for name, one in model.named_parameters()}
         return type(model), model.config, model.training, parameters
 
-    kind, config, training, parameters = from_first(loaded)
+    kind, config, training, parameters = broadcast_from_rank_zero(loaded)
     if model is None:
         with torch.device("meta"):
             model = kind(config).train(training)
@@ -41,7 +41,7 @@ def load_once(load: Callable[[], Any]) -> Any:
     return model
 
 
-def network_once(model: Any, make: Callable[..., Network]) -> Network:
+def probe_on_rank_zero(model: Any, make: Callable[..., Network]) -> Network:
     """Call ``make(model)`` on the first rank, which probes the model, and ``make(model, packed=...)`` with its result on the others."""
     network: Network | None = None
 
@@ -50,14 +50,14 @@ def network_once(model: Any, make: Callable[..., Network]) -> Network:
         network = make(model)
         return network.packed, network.fallback
 
-    packed, fallback = from_first(made)
+    packed, fallback = broadcast_from_rank_zero(made)
     if network is None:
         network = make(model, packed=packed)
         network.fallback = fallback
     return network
 
 
-def from_first(find: Callable[[], Any]) -> Any:
+def broadcast_from_rank_zero(find: Callable[[], Any]) -> Any:
     """Call ``find`` on the first rank and return its result on every rank. Its error is raised on every rank."""
     told: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -71,34 +71,38 @@ def from_first(find: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def anywhere(here: bool) -> bool:
+def any_rank(here: bool) -> bool:
     """Return whether ``here`` is true on any rank."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, here)
     return any(told)
 
 
-def is_shell(model: nn.Module) -> bool:
+def is_meta_model(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def hollow(model: nn.Module) -> dict[str, Tensor]:
+def to_meta(model: nn.Module) -> dict[str, Tensor]:
     """Replace a model's parameters by meta tensors and return the original ones by name."""
     taken: dict[str, Tensor] = {}
     for name, parameter in list(model.named_parameters()):
         taken[name] = parameter.detach()
-        _put(model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad))
+        _replace_parameter(
+            model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        )
     return taken
 
 
 @torch.no_grad()
-def fill(root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shards: torch.device) -> None:
+def broadcast_weights(
+    root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shards: torch.device
+) -> None:
     """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
 
     Each rank keeps its shards on the device ``shards``. Raises ValueError for a weight that the first rank does not have.
     """
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
-    missing = from_first(lambda: sorted({name for name, _ in parameters} - weights.keys()))
+    missing = broadcast_from_rank_zero(lambda: sorted({name for name, _ in parameters} - weights.keys()))
     if missing:
         raise ValueError(
             f"the model on the first rank has no {', '.join(missing[:3])}: sharding changed the names of its weights"
@@ -108,19 +112,19 @@ def fill(root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], devic
         if dist.get_rank() == 0:
             whole.copy_(weights[name])
         dist.broadcast(whole, 0)
-        piece = _piece_of(whole, parameter).to(shards)
+        piece = _local_shard_of(whole, parameter).to(shards)
         filled = DTensor.from_local(
             piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        _put(model, parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))
+        _replace_parameter(model, parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))
     root.load_state_dict({}, strict=False)  # loads nothing, but makes FSDP update its references to the parameters
-    for holder, key, tensor in _other_tensors(model):
+    for holder, key, tensor in _non_parameter_tensors(model):
         here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
         dist.broadcast(here, 0)
         holder[key] = here
 
 
-def _piece_of(whole: Tensor, like: Any) -> Tensor:
+def _local_shard_of(whole: Tensor, like: Any) -> Tensor:
     """Return this rank's shard: inner mesh dimensions are split first, as FSDP does with a tensor that is already sharded."""
     place = like.device_mesh.get_coordinate()
     for dimension in reversed(range(like.device_mesh.ndim)):
@@ -132,7 +136,7 @@ def _piece_of(whole: Tensor, like: Any) -> Tensor:
     return whole.contiguous().clone()
 
 
-def _put(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+def _replace_parameter(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
     """Replace a parameter everywhere in the model."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -140,7 +144,7 @@ def _put(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
                 module._parameters[key] = new
 
 
-def _other_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+def _non_parameter_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield buffers, and tensors that are plain attributes, as (dictionary, key, tensor)."""
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._buffers, vars(module))

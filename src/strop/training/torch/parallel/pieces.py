@@ -29,20 +29,20 @@ METADATA = ".metadata"  # the file that marks a DCP folder
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorShard:
     """A block of a full tensor; the full tensor itself if it is not sharded."""
 
     tensor: Tensor
     offset: tuple[int, ...]  # of its first element in the full tensor
     shape: tuple[int, ...]  # of the full tensor
 
-    def like(self, tensor: Tensor) -> Piece:
+    def with_tensor(self, tensor: Tensor) -> TensorShard:
         """Return the same block of another tensor."""
         if tensor.shape != self.tensor.shape:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} cannot replace a shard of shape {tuple(self.tensor.shape)}"
             )
-        return Piece(tensor, self.offset, self.shape)
+        return TensorShard(tensor, self.offset, self.shape)
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -50,10 +50,10 @@ class Piece:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.tensor.shape, strict=True))
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def local_shard(tensor: Tensor) -> TensorShard:
     """Return this rank's shard of a tensor, sharing its memory. Raises ValueError for placements that are not blocks."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
+        return TensorShard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     local: Tensor = tensor.to_local().detach()
     offset, size = [0] * tensor.dim(), list(tensor.shape)
     place = tensor.device_mesh.get_coordinate() or ()
@@ -74,25 +74,25 @@ def piece_of(tensor: Tensor) -> Piece:
             f"a tensor of {tuple(tensor.shape)} with placements {tensor.placements} has a local shard of {tuple(local.shape)}, but "
             f"{size} was expected"
         )
-    return Piece(local, tuple(offset), tuple(tensor.shape))
+    return TensorShard(local, tuple(offset), tuple(tensor.shape))
 
 
-def is_divided(folder: Path) -> bool:
+def is_sharded(folder: Path) -> bool:
     """Return whether a folder has shards."""
     return (folder / METADATA).is_file()
 
 
-def write_pieces(folder: Path, pieces: Mapping[str, Piece], group: Any | None) -> None:
+def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | None) -> None:
     """Write the shards of all ranks of ``group``, which must all call this; None: only this process. Write replicated shards once.
 
     Files are flushed to disk, ``.metadata`` last. Raises if the shards do not cover the tensors.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    with _quiet():
-        dcp.save({}, storage_writer=writer, planner=_SavePlanner(pieces), process_group=group, no_dist=group is None)
+    with _ignore_single_process_warnings():
+        dcp.save({}, storage_writer=writer, planner=_SavePlanner(shards), process_group=group, no_dist=group is None)
 
 
-class Stored(Protocol):
+class TensorReader(Protocol):
     """Reads shards of stored tensors."""
 
     @property
@@ -101,16 +101,16 @@ class Stored(Protocol):
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
-    def read(self, into: Mapping[str, Piece]) -> None:
+    def read(self, into: Mapping[str, TensorShard]) -> None:
         """Read into the tensors of shards, in place."""
         ...
 
 
-class StoredPieces:
+class ShardedReader:
     """Reads a folder that ``write_shards`` wrote on any number of ranks. Raises FileNotFoundError."""
 
     def __init__(self, folder: Path) -> None:
-        if not is_divided(folder):
+        if not is_sharded(folder):
             raise FileNotFoundError(f"{folder / METADATA} is missing")
         self.folder = folder
         found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -118,13 +118,13 @@ class StoredPieces:
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
 
-    def read(self, into: Mapping[str, Piece]) -> None:
-        with _quiet():
+    def read(self, into: Mapping[str, TensorShard]) -> None:
+        with _ignore_single_process_warnings():
             dcp.load({}, storage_reader=dcp.FileSystemReader(self.folder), planner=_LoadPlanner(into), no_dist=True)
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensors:
+class InMemoryReader:
     """Reads tensors in memory, or mapped from a file."""
 
     tensors: Mapping[str, Tensor]
@@ -135,12 +135,12 @@ class StoredTensors:
         object.__setattr__(self, "shapes", {name: tuple(tensor.shape) for name, tensor in self.tensors.items()})
         object.__setattr__(self, "dtypes", {name: tensor.dtype for name, tensor in self.tensors.items()})
 
-    def read(self, into: Mapping[str, Piece]) -> None:
+    def read(self, into: Mapping[str, TensorShard]) -> None:
         for name, piece in into.items():
             piece.tensor.copy_(self.tensors[name][piece.index])
 
 
-class StoredFiles:
+class SafetensorsReader:
     """Reads the safetensors files of a Hugging Face folder, and of these only the requested parts."""
 
     def __init__(self, folder: Path) -> None:
@@ -156,7 +156,7 @@ class StoredFiles:
                     self.shapes[name] = tuple(found.get_shape())
                     self.dtypes[name] = _DTYPES[found.get_dtype()]
 
-    def read(self, into: Mapping[str, Piece]) -> None:
+    def read(self, into: Mapping[str, TensorShard]) -> None:
         for path in sorted({self._files[name] for name in into}):
             with _open(path) as file:
                 for name in (name for name in into if self._files[name] == path):
@@ -179,55 +179,59 @@ def _open(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
+def _chunk_metadata(piece: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
 
 
 class _SavePlanner(DefaultSavePlanner):
     """Plans the writing of shards."""
 
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.shards = shards
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(name, piece) for name, piece in self.pieces.items() if piece.tensor.numel()])
+        self.plan = SavePlan([_make_write_item(name, piece) for name, piece in self.shards.items() if piece.tensor.numel()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.pieces[index.fqn].tensor
+        return self.shards[index.fqn].tensor
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    data = TensorWriteData(_chunk(piece), TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
+def _make_write_item(name: str, piece: TensorShard) -> WriteItem:
+    data = TensorWriteData(_chunk_metadata(piece), TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
     return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.shards = shards
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored: Mapping[str, Any] = self.metadata.state_dict_metadata
-        here = ((name, piece) for name, piece in self.pieces.items() if piece.tensor.numel())
+        here = ((name, piece) for name, piece in self.shards.items() if piece.tensor.numel())
         return LoadPlan(
-            [item for name, piece in here for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])]
+            [
+                item
+                for name, piece in here
+                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk_metadata(piece)])
+            ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.pieces[index.fqn].tensor
+        return self.shards[index.fqn].tensor
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_single_process_warnings() -> Iterator[None]:
     """Suppress DCP's warnings about reading and writing in a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
         yield
 
 
-def names_in(stored: Stored, prefix: str) -> Sequence[str]:
+def names_with_prefix(stored: TensorReader, prefix: str) -> Sequence[str]:
     """Return the names that begin with ``prefix``, without it."""
     return [name.removeprefix(prefix) for name in stored.shapes if name.startswith(prefix)]

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.data.packing import micro_batches
+from strop.data.packing import split_micro_batches
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, merged_weights
 from strop.sampling import Sampling
-from strop.training.torch.parallel.share import Share
+from strop.training.torch.parallel.share import MicroBatch
 from strop.types import Batch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
-class PlacedNetwork(Protocol):
+class ParallelNetwork(Protocol):
     """The interface of a network to its parallelism."""
 
     model: Any
@@ -28,12 +28,12 @@ class PlacedNetwork(Protocol):
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
 
 
-class Placement(Protocol):
+class Parallelism(Protocol):
     """Operations that differ between a single device and several ranks. All ranks make the same calls in the same order."""
 
-    leads: bool  # whether this rank reports the results of all ranks that read the same micro-batches
+    is_leader: bool  # whether this rank reports the results of all ranks that read the same micro-batches
 
-    def trained(self) -> NamedParameters:
+    def trainable_parameters(self) -> NamedParameters:
         """Return the parameters that the optimizer steps, under the model's names: plain tensors on this rank."""
         ...
 
@@ -41,7 +41,7 @@ class Placement(Protocol):
         """Raises ValueError for optimizers that are not elementwise (Muon, Shampoo)."""
         ...
 
-    def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
+    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         """Return this rank's micro-batches, equally many on every rank, and metrics of the split."""
         ...
 
@@ -49,15 +49,15 @@ class Placement(Protocol):
         """Return the network's outputs for one micro-batch."""
         ...
 
-    def collect(self) -> None:
+    def finish_passes(self) -> None:
         """Finish the passes over a batch: set the gradients of the trained parameters and release gathered weights."""
         ...
 
-    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Clip the gradients of ``parameters`` to a norm of ``limit`` over all ranks; return their norm before. Call it once per step."""
         ...
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """Clean up after an optimizer step: drop gradients, so that the next pass uses the new weights."""
         ...
 
@@ -70,36 +70,36 @@ class Placement(Protocol):
         ...
 
 
-class OneDevice:
+class SingleDevice:
     """The full network is on one device, which reads every batch."""
 
-    leads = True
+    is_leader = True
 
-    def __init__(self, network: PlacedNetwork) -> None:
+    def __init__(self, network: ParallelNetwork) -> None:
         self.network = network
 
-    def trained(self) -> NamedParameters:
+    def trainable_parameters(self) -> NamedParameters:
         model: nn.Module = self.network.model
         return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
         pass
 
-    def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
-        parts = micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
-        idle = (part.batch.idle for part in parts)
-        return [Share(part, here is not None and bool(here.all())) for part, here in zip(parts, idle, strict=True)], {}
+    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
+        parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
+        idle = (part.batch.zero_gradient for part in parts)
+        return [MicroBatch(part, here is not None and bool(here.all())) for part, here in zip(parts, idle, strict=True)], {}
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         return self.network.outputs(batch, sampling)
 
-    def collect(self) -> None:
+    def finish_passes(self) -> None:
         pass
 
-    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, limit)
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         pass
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -19,37 +19,41 @@ from torch.optim import Optimizer
 
 from strop import metrics
 from strop.algorithms.base import Outputs
-from strop.data.balance import divide
-from strop.data.packing import select
+from strop.data.balance import partition_batch
+from strop.data.packing import select_rollouts
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_weights, layers_and_weights, low_rank_layers, merged_weights
+from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
-from strop.training.torch.master import round_weights
-from strop.training.torch.parallel.context import ReadTogether, check_heads
-from strop.training.torch.parallel.layout import Meshes, ParallelSizes
-from strop.training.torch.parallel.loading import anywhere, fill, hollow, is_shell
-from strop.training.torch.parallel.share import Share, present
+from strop.training.torch.master import cast_weights
+from strop.training.torch.parallel.context import SampleSharding, check_heads
+from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
+from strop.training.torch.parallel.loading import any_rank, broadcast_weights, is_meta_model, to_meta
+from strop.training.torch.parallel.share import MicroBatch, tensor_fields
 from strop.types import Batch
 
 dist: Any = torch.distributed
 
 # Elementwise optimizers, by the name of the class or a base class.
-ELEMENTWISE = frozenset(
+ELEMENTWISE_OPTIMIZERS = frozenset(
     {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "RMSprop", "Rprop", "ASGD", "Lion"}
 )
-WITH_SMALL_STATE = ("8bit", "4bit", "Fp8")  # suffixes of elementwise optimizers with quantized state, of bitsandbytes and torchao
+QUANTIZED_STATE_SUFFIXES = (
+    "8bit",
+    "4bit",
+    "Fp8",
+)  # suffixes of elementwise optimizers with quantized state, of bitsandbytes and torchao
 
 
-def parallelize(
+def parallelize_network(
     network: Network,
-    meshes: Meshes,
+    meshes: DeviceMeshes,
     *,
     weights_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
-) -> ManyRanks:
+) -> Sharded:
     """Shard a network over the ranks of ``meshes``, in place. All ranks must call it with the same full network, which may be on the meta
     device on all but the first rank (``load_on_rank_zero``).
 
@@ -58,53 +62,57 @@ def parallelize(
     state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
     sharded this way.
     """
-    check_divisible(network, meshes.sizes)
+    check_parallelizable(network, meshes.dims)
     model: nn.Module = network.model
-    policy = _round(model, weights_dtype)
-    shells = anywhere(is_shell(model))
-    weights = hollow(model) if shells and not is_shell(model) else {}
-    if not shells and meshes.sizes.tensor * meshes.sizes.expert > 1:
-        model.to(_own_device(meshes))  # tensor and expert shards must be on the device of their mesh
-    partial, experts = _divide_layers(model, meshes, tensor_plan)
+    policy = _apply_weights_dtype(model, weights_dtype)
+    shells = any_rank(is_meta_model(model))
+    weights = to_meta(model) if shells and not is_meta_model(model) else {}
+    if not shells and meshes.dims.tensor * meshes.dims.expert > 1:
+        model.to(_local_device(meshes))  # tensor and expert shards must be on the device of their mesh
+    partial, experts = _shard_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
-    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "shard_placement_fn": _dimension(meshes)}
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "shard_placement_fn": _make_shard_placement(meshes),
+    }
     for name, module in list(model.named_modules()):
         if name in experts:
-            _shard(module, meshes.expert_fsdp, options)
+            _fully_shard(module, meshes.expert_fsdp, options)
     for layer in decoder_layers(network.decoder):
-        _shard(layer, meshes.fsdp, options)
-    root = _shard(Root(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
-    if meshes.sizes.sample > 1:
-        network.reading = ReadTogether(meshes)
-    network.device = _own_device(meshes)
+        _fully_shard(layer, meshes.fsdp, options)
+    root = _fully_shard(FsdpRoot(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
+    if meshes.dims.sample > 1:
+        network.token_sharding = SampleSharding(meshes)
+    network.device = _local_device(meshes)
     if shells:
-        fill(
+        broadcast_weights(
             root, model, weights, network.device, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
         )
-    return ManyRanks(network, meshes, root, partial, policy.param_dtype)
+    return Sharded(network, meshes, root, partial, policy.param_dtype)
 
 
-def parallelize_head(head: ValueHead, trunk: ManyRanks) -> ManyRanks:
+def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
     """Shard a critic that is a head on the policy's trunk, after the policy. All ranks must call it with the same head."""
     meshes = trunk.meshes
     head.device = trunk.device
     head.model.to(trunk.device)
-    root = _shard(Root(head.model), meshes.fsdp, {})
-    head.read = trunk.hidden
-    partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.sizes.tensor > 1)
-    return ManyRanks(head, meshes, root, partial, None, trunk=trunk)
+    root = _fully_shard(FsdpRoot(head.model), meshes.fsdp, {})
+    head.compute_hidden = trunk.hidden
+    partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.dims.tensor > 1)
+    return Sharded(head, meshes, root, partial, None, trunk=trunk)
 
 
-def check_divisible(network: Network, sizes: ParallelSizes) -> None:
+def check_parallelizable(network: Network, dims: ParallelDims) -> None:
     """Raises ValueError for a network that cannot be sharded by ``dims``."""
-    if not network.packed and (sizes.sample > 1 or sizes.expert > 1):
+    if not network.packed and (dims.sample > 1 or dims.expert > 1):
         raise ValueError(
             f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
             "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
         )
     heads = getattr(network.model.config.get_text_config(), "num_attention_heads", None)
-    if heads is not None and heads % sizes.tensor == 0:
-        check_heads(heads // sizes.tensor, sizes.context)
+    if heads is not None and heads % dims.tensor == 0:
+        check_heads(heads // dims.tensor, dims.context)
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
@@ -116,7 +124,7 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     return list(largest)
 
 
-def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """Cast the weights to the dtypes of their shards and return the policy that they are gathered with."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weights_dtype is None:
@@ -125,7 +133,7 @@ def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisio
                 f"trained weights are {low.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
             )
         return MixedPrecisionPolicy()
-    if low_rank_layers(model) or not trained:
+    if lora_layers(model) or not trained:
         for name, parameter in model.named_parameters():  # adapters are float32, and so is their computation
             if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
                 parameter.data = parameter.data.to(weights_dtype)
@@ -134,28 +142,30 @@ def _round(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisio
         raise ValueError(
             f"{type(model).__name__} requires {sorted(kept)} in float32, and shards are gathered in one dtype: set weights_dtype=float32"
         )
-    round_weights(model, weights_dtype)
+    cast_weights(model, weights_dtype)
     for parameter in trained:
         parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
 
 
-def _divide_layers(model: nn.Module, meshes: Meshes, plan: Mapping[str, str] | None) -> tuple[frozenset[str], frozenset[str]]:
+def _shard_layers(
+    model: nn.Module, meshes: DeviceMeshes, plan: Mapping[str, str] | None
+) -> tuple[frozenset[str], frozenset[str]]:
     """Apply tensor and expert parallelism; return the names of parameters with partial gradients and of expert modules."""
     partial: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
-    if meshes.sizes.tensor > 1:
+    if meshes.dims.tensor > 1:
         from strop.training.torch.parallel.tensor import apply_tensor_parallel
 
         partial = apply_tensor_parallel(model, meshes, plan)
-    if meshes.sizes.expert_ways > 1:
+    if meshes.dims.expert_size > 1:
         from strop.training.torch.parallel.experts import apply_expert_parallel
 
         experts = apply_expert_parallel(model, meshes)
     return partial, experts
 
 
-def _dimension(meshes: Meshes) -> Callable[[nn.Parameter], Shard | None]:
+def _make_shard_placement(meshes: DeviceMeshes) -> Callable[[nn.Parameter], Shard | None]:
     """Return FSDP's ``shard_placement_fn``: dimension 1 for a weight that is already sharded along dimension 0, if it splits evenly."""
     ways: int = meshes.fsdp.size(-1)
 
@@ -167,19 +177,19 @@ def _dimension(meshes: Meshes) -> Callable[[nn.Parameter], Shard | None]:
     return dimension
 
 
-def _own_device(meshes: Meshes) -> torch.device:
+def _local_device(meshes: DeviceMeshes) -> torch.device:
     kind = meshes.dense.device_type
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
+def _fully_shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
     sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
     sharded.set_gradient_divide_factor(1.0)  # gradients are summed
     sharded.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
     return sharded
 
 
-class Root(nn.Module):
+class FsdpRoot(nn.Module):
     """FSDP's root module: a computation inside its forward pass has the gathered embedding, final norm and output layer."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -191,53 +201,55 @@ class Root(nn.Module):
         return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
 
 
-class ManyRanks:
+class Sharded:
     """A ``Parallelism`` over the ranks of ``meshes``. Created by ``parallelize_network``."""
 
     def __init__(
         self,
         network: Network | ValueHead,
-        meshes: Meshes,
+        meshes: DeviceMeshes,
         root: Any,
         partial: frozenset[str],
-        rounded: torch.dtype | None,
+        param_dtype: torch.dtype | None,
         *,
-        trunk: ManyRanks | None = None,
+        trunk: Sharded | None = None,
     ) -> None:
         self.network = network
         self.trunk = trunk  # the sharded trunk of a network that is only a head
         self.meshes = meshes
-        self.leads = meshes.leads
+        self.is_leader = meshes.is_leader
         self.root = root
-        self.rounded = rounded
+        self.param_dtype = param_dtype
         self.device: torch.device = network.device
         self.sharded: dict[str, Any] = {  # DTensors of the trained parameters by name
             name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
         }
-        self.local = {name: nn.Parameter(_piece(parameter)) for name, parameter in self.sharded.items()}
-        self._copies = {id(self.local[name]): _copies(parameter) for name, parameter in self.sharded.items()}
+        self.local_parameters = {name: nn.Parameter(_local_tensor(parameter)) for name, parameter in self.sharded.items()}
+        self._copy_counts = {
+            id(self.local_parameters[name]): _count_copies(parameter) for name, parameter in self.sharded.items()
+        }
         self._partial = [name for name in self.sharded if name in partial]
 
     # --- the interface of Parallelism ------------------------------------------------------------------------------------
 
-    def trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        return list(self.local.items())
+    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return list(self.local_parameters.items())
 
     def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
-        if not any(_plain_name(kind) in ELEMENTWISE for kind in type(optimizer).__mro__):
+        if not any(_base_optimizer_name(kind) in ELEMENTWISE_OPTIMIZERS for kind in type(optimizer).__mro__):
             raise ValueError(
                 f"{section}.optimizer.name: {type(optimizer).__name__} is not known to be elementwise, and each rank has only a shard of "
                 "each weight: its update would differ from that of the full weight. Use torch.optim.AdamW or another elementwise "
                 "optimizer, or train on a single device"
             )
 
-    def shares(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[Share], Metrics]:
+    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         padded = not self.network.packed
-        division = divide(batch, self.meshes.sizes.data, token_budget, padded=padded, whole_groups=whole_groups)
+        division = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
         plan = division.ranks[self.meshes.data_rank]
         shares = [
-            Share(select(batch, part or (division.smallest,)), idle, stand_in=not part)
-            for parts, idle in ((plan.busy, False), (plan.idle, True))
+            MicroBatch(select_rollouts(batch, part or (division.dummy_sequence,)), idle, dummy=not part)
+            for parts, idle in ((plan.trained, False), (plan.forward_only, True))
             for part in parts
         ]
         return shares, {"tokens_per_rank_max_over_mean": metrics.mean(division.max_over_mean, 1)}
@@ -247,10 +259,10 @@ class ManyRanks:
 
         def compute() -> list[Tensor]:
             found.append(self.network.outputs(batch, sampling))
-            return [tensor for _, tensor in present(found[0])]
+            return [tensor for _, tensor in tensor_fields(found[0])]
 
         tensors = self.root(compute)
-        names = (name for name, _ in present(found[0]))
+        names = (name for name, _ in tensor_fields(found[0]))
         columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
         return replace(found[0], **columns)
 
@@ -261,19 +273,19 @@ class ManyRanks:
         hidden: Tensor = self.root(lambda: [network.hidden(batch)])[0]
         return hidden
 
-    def collect(self) -> None:
+    def finish_passes(self) -> None:
         for name, parameter in self.sharded.items():
             gradient: Any = parameter.grad
             if gradient is not None:
-                self.local[name].grad = gradient.to_local()
+                self.local_parameters[name].grad = gradient.to_local()
         if self.trunk is not None:
-            self.trunk.collect()
+            self.trunk.finish_passes()
         self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be stale after a step
 
     @torch.no_grad()
-    def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         for name in self._partial:
-            if (gradient := self.local[name].grad) is not None:
+            if (gradient := self.local_parameters[name].grad) is not None:
                 summed = gradient.to(self.device)  # from the CPU with offload
                 dist.all_reduce(summed, group=self.meshes.tensor)
                 gradient.copy_(summed)
@@ -281,7 +293,7 @@ class ManyRanks:
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in held:
             norm = torch.linalg.vector_norm(parameter.grad).to(self.device, torch.float64)  # type: ignore[arg-type]
-            squares += norm.square() / self._copies[id(parameter)]
+            squares += norm.square() / self._copy_counts[id(parameter)]
         dist.all_reduce(squares)
         norm = squares.sqrt()
         if held and held[0].dtype != torch.float64:
@@ -289,53 +301,53 @@ class ManyRanks:
         nn.utils.clip_grads_with_norm_(held, limit, norm)
         return norm
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         for parameter in self.sharded.values():
             parameter.grad = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""
         model = self.network.model
-        left = Counter(_memory(tensor) for _, tensor, _ in layers_and_weights(model))
+        left = Counter(_storage_pointer(tensor) for _, tensor, _ in weights_with_layers(model))
         tied: dict[int, Tensor] = {}
 
         def whole(tensor: Tensor) -> Tensor:
-            if (memory := _memory(tensor)) not in tied:
+            if (memory := _storage_pointer(tensor)) not in tied:
                 if left[memory] <= 1:
-                    return self.gathered(tensor)
-                tied[memory] = self.gathered(tensor)
+                    return self.full_tensor(tensor)
+                tied[memory] = self.full_tensor(tensor)
             return tied[memory]
 
         return merged_weights(model, whole)
 
     def adapters(self) -> Mapping[str, Tensor]:
-        return {name: self.gathered(tensor) for name, tensor in adapter_weights(self.network.model).items()}
+        return {name: self.full_tensor(tensor) for name, tensor in adapter_weights(self.network.model).items()}
 
     @torch.no_grad()
-    def gathered(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """Gather one of the model's tensors on this rank's device, in the dtype of the computation. All ranks must call it."""
         if not isinstance(tensor, DTensor):
             return tensor.detach()
-        dtype = self.rounded if self.rounded is not None and tensor.is_floating_point() else tensor.dtype
-        whole: Tensor = like(tensor, _piece(tensor).to(self.device, dtype)).full_tensor()
+        dtype = self.param_dtype if self.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        whole: Tensor = dtensor_like(tensor, _local_tensor(tensor).to(self.device, dtype)).full_tensor()
         return whole
 
 
-def _plain_name(kind: type) -> str:
+def _base_optimizer_name(kind: type) -> str:
     name = kind.__name__.removeprefix("Paged")
-    for ending in WITH_SMALL_STATE:
+    for ending in QUANTIZED_STATE_SUFFIXES:
         name = name.removesuffix(ending)
     return name
 
 
-def like(tensor: DTensor, local: Tensor) -> DTensor:
+def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
     """Return a DTensor with the local shard ``local`` and the sharding of ``tensor``."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
-def _copies(parameter: DTensor) -> int:
+def _count_copies(parameter: DTensor) -> int:
     """Return how many ranks have the same shard of a parameter."""
     mesh = parameter.device_mesh
     pieces = 1
@@ -344,14 +356,14 @@ def _copies(parameter: DTensor) -> int:
     return int(dist.get_world_size()) // pieces
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_pointer(tensor: Tensor) -> int:
     """Return a value that is equal only for tied weights; an empty shard has one too, because FSDP pads it."""
-    piece = _piece(tensor) if isinstance(tensor, DTensor) else tensor
+    piece = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return piece.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
-def _piece(tensor: DTensor) -> Tensor:
+def _local_tensor(tensor: DTensor) -> Tensor:
     """Return this rank's shard, sharing its memory."""
     piece: Tensor = tensor.to_local().detach()
     return piece

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.models.adapters import ADAPTER
-from strop.training.torch.parallel.collectives import copy, gather, join, own_rows, reduce_sum, scatter_sum
-from strop.training.torch.parallel.experts import check_experts, experts_of
-from strop.training.torch.parallel.layout import Meshes
-from strop.training.torch.parallel.plan import KEY, Layer, Plan, Region, regions_of
-from strop.training.torch.parallel.sharded import divide, local
+from strop.training.torch.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
+from strop.training.torch.parallel.experts import check_experts, find_experts
+from strop.training.torch.parallel.layout import DeviceMeshes
+from strop.training.torch.parallel.plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
+from strop.training.torch.parallel.sharded import shard_parameter, to_local
 
 dist: Any = torch.distributed
 Group = Any  # torch.distributed.ProcessGroup
 
 
-def apply_tensor_parallel(model: Any, meshes: Meshes, plan: Plan | None = None) -> frozenset[str]:
+def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | None = None) -> frozenset[str]:
     """Shard a model over the tensor ranks, in place; return the names of the parameters with a partial gradient on each of them.
 
     ``plan`` None is the model's own. Call it before ``fully_shard``, on a model that every rank has in full (or on the meta device).
@@ -40,30 +40,30 @@ def apply_tensor_parallel(model: Any, meshes: Meshes, plan: Plan | None = None) 
     T, H], or with sequence parallelism this rank's rows [1, T / ranks, H]. Seed the random generators equally on all tensor ranks, so that
     dropout in adapters outside of regions is equal. Raises ValueError as ``check_tensor_plan`` does.
     """
-    if meshes.sizes.tensor == 1:
+    if meshes.dims.tensor == 1:
         return frozenset()
-    check_experts(model, meshes.sizes)
-    regions = regions_of(model, meshes.sizes, plan)
-    group, sequence = meshes.tensor, meshes.sizes.sequence
+    check_experts(model, meshes.dims)
+    regions = find_regions(model, meshes.dims, plan)
+    group, sequence = meshes.tensor, meshes.dims.sequence
     divided: set[int] = set()
     for region in regions:
-        ends = _Ends(region, group, sequence)
-        region.module.register_forward_pre_hook(ends.enter, with_kwargs=True)
-        region.module.register_forward_hook(ends.leave)
+        ends = _RegionHooks(region, group, sequence)
+        region.module.register_forward_pre_hook(ends.on_enter, with_kwargs=True)
+        region.module.register_forward_hook(ends.check_output)
         for layer in region.layers:
-            divided |= {id(parameter) for parameter in _divide(layer, meshes.dense["tensor"])}
-            _connect(layer, group, ends)
+            divided |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"])}
+            _register_layer_hooks(layer, group, ends)
     embedding = model.get_input_embeddings()
-    embedding.register_forward_pre_hook(partial(_own_tokens, group))
+    embedding.register_forward_pre_hook(partial(_local_tokens, group))
     if not sequence:
-        embedding.register_forward_hook(partial(_all_tokens, group))
-    parts = {id(parameter) for parameter in _partial(model, regions, sequence)} - divided
+        embedding.register_forward_hook(partial(_gather_tokens, group))
+    parts = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - divided
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in parts)
 
 
-def _partial(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.Parameter]:
+def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.Parameter]:
     """Yield the parameters with partial gradients on tensor ranks: those applied to some of the tokens, or inside of a region."""
-    experts = {id(parameter) for module in experts_of(model).values() for parameter in module.parameters()}
+    experts = {id(parameter) for module in find_experts(model).values() for parameter in module.parameters()}
     if sequence:
         yield from (parameter for parameter in model.parameters() if id(parameter) not in experts)
         return
@@ -72,7 +72,7 @@ def _partial(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.P
     yield from (
         parameter for parameter in model.parameters() if id(parameter) not in inner
     )  # the head is applied to some of the tokens
-    after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.by_columns}
+    after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.is_colwise}
     for region in regions:
         yield from (parameter for parameter in region.module.parameters() if id(parameter) not in after_sum)
 
@@ -84,96 +84,96 @@ class LocalLinear(nn.Linear):
     """A linear layer that computes with this rank's shard of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, local(self.weight), None if self.bias is None else local(self.bias))
+        return F.linear(input, to_local(self.weight), None if self.bias is None else to_local(self.bias))
 
 
-class LocalRows(LocalLinear):
+class LocalRowwiseLinear(LocalLinear):
     """A layer sharded by rows. Its bias is added after the sum over the ranks, by a hook."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, local(self.weight))
+        return F.linear(input, to_local(self.weight))
 
 
-def _divide(layer: Layer, mesh: Any) -> Iterator[nn.Parameter]:
+def _shard_layer(layer: ShardedLayer, mesh: Any) -> Iterator[nn.Parameter]:
     """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
     base = layer.base
-    base.__class__ = LocalLinear if layer.by_columns else LocalRows
-    base.weight = divide(base.weight, mesh, 0 if layer.by_columns else 1)
+    base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
+    base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
     yield base.weight
-    if layer.by_columns and base.bias is not None:
-        base.bias = divide(base.bias, mesh, 0)
+    if layer.is_colwise and base.bias is not None:
+        base.bias = shard_parameter(base.bias, mesh, 0)
         yield base.bias
     if layer.module is not base:
         held: Any = layer.module
-        adapter = (held.lora_B if layer.by_columns else held.lora_A)[ADAPTER]
+        adapter = (held.lora_B if layer.is_colwise else held.lora_A)[ADAPTER]
         adapter.__class__ = LocalLinear
-        adapter.weight = divide(adapter.weight, mesh, 0 if layer.by_columns else 1)
+        adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
         yield adapter.weight
 
 
 # --- hooks ---------------------------------------------------------------------------------------------------------------
 
 
-class _Ends:
+class _RegionHooks:
     """The hooks at the start and the end of a region."""
 
     def __init__(self, region: Region, group: Group, sequence: bool) -> None:
         self.region, self.group = region, group
-        self.begin, self.total = (gather, scatter_sum) if sequence else (copy, reduce_sum)
-        self.summed = 0  # data pointer of the last sum
+        self.enter_collective, self.sum_collective = (all_gather, reduce_scatter) if sequence else (copy_to_ranks, all_reduce)
+        self.last_sum_pointer = 0  # data pointer of the last sum
 
-    def enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def on_enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Apply the collective to the input, which is the first argument or ``hidden_states``."""
         if given:
-            return (_over_rows(self.begin, given[0], self.group), *given[1:]), named
-        return given, named | {"hidden_states": _over_rows(self.begin, named["hidden_states"], self.group)}
+            return (_apply_to_rows(self.enter_collective, given[0], self.group), *given[1:]), named
+        return given, named | {"hidden_states": _apply_to_rows(self.enter_collective, named["hidden_states"], self.group)}
 
-    def sum(self, layer: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
+    def sum_outputs(self, layer: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sum the output of a layer sharded by rows, including its adapter, over the ranks; add the bias once."""
-        summed = _over_rows(self.total, output, self.group)
+        summed = _apply_to_rows(self.sum_collective, output, self.group)
         bias = getattr(layer, "base_layer", layer).bias
         summed = summed if bias is None else summed + bias.to(summed.dtype)
-        self.summed = summed.data_ptr()
+        self.last_sum_pointer = summed.data_ptr()
         return summed
 
-    def leave(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+    def check_output(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         """Raises RuntimeError unless the region returns its sum unchanged: gradients of further computations would be too large."""
         first: Tensor = output[0] if isinstance(output, tuple) else output
-        if first.data_ptr() != self.summed:
+        if first.data_ptr() != self.last_sum_pointer:
             raise RuntimeError(
                 f"{self.region.name} ({type(module).__name__}) does not return the sum of its sharded layers unchanged, so it cannot be "
-                f"sharded; name a plan without its layers in {KEY}, or set tensor_parallel_size=1"
+                f"sharded; name a plan without its layers in {PLAN_KEY}, or set tensor_parallel_size=1"
             )
 
 
-def _connect(layer: Layer, group: Group, ends: _Ends) -> None:
-    if layer.by_columns and layer.outside_whole:
-        layer.module.register_forward_hook(partial(_all_columns, group))
-    if not layer.by_columns:
-        if layer.outside_whole:
-            layer.module.register_forward_pre_hook(partial(_own_columns, group))
-        layer.module.register_forward_hook(ends.sum)
+def _register_layer_hooks(layer: ShardedLayer, group: Group, ends: _RegionHooks) -> None:
+    if layer.is_colwise and layer.is_boundary_replicated:
+        layer.module.register_forward_hook(partial(_gather_columns, group))
+    if not layer.is_colwise:
+        if layer.is_boundary_replicated:
+            layer.module.register_forward_pre_hook(partial(_local_columns, group))
+        layer.module.register_forward_hook(ends.sum_outputs)
 
 
-def _over_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
+def _apply_to_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
     """Apply a collective to the rows of [n, H] or [1, n, H]."""
     rows = collective(tensor.reshape(-1, tensor.shape[-1]), group)
     return rows.view(*tensor.shape[:-2], -1, tensor.shape[-1])
 
 
-def _all_columns(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-    return gather(output.movedim(-1, 0), group).movedim(0, -1)
+def _gather_columns(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    return all_gather(output.movedim(-1, 0), group).movedim(0, -1)
 
 
-def _own_columns(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _local_columns(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Select this rank's columns, without a collective in the backward pass: inside a region gradients are partial sums."""
     count, place = given[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
     return given[0].narrow(-1, place * count, count), *given[1:]
 
 
-def _own_tokens(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return own_rows(given[0].squeeze(0), group).unsqueeze(0), *given[1:]
+def _local_tokens(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return local_rows(given[0].squeeze(0), group).unsqueeze(0), *given[1:]
 
 
-def _all_tokens(group: Group, _: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:
-    return _over_rows(join, embedded, group)
+def _gather_tokens(group: Group, _: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:
+    return _apply_to_rows(join_rows, embedded, group)
