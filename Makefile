@@ -57,7 +57,7 @@ format: setup-dev ## let ruff format and mend what it can
 	$(BIN)/ruff check --fix .
 
 docs: setup-dev ## write docs/configuration.md from the schema, then build the site into build/site
-	$(BIN)/python -m strop.config.document > docs/configuration.md
+	$(BIN)/python -m strop.config.load.reference > docs/configuration.md
 	$(BIN)/mkdocs build --strict
 
 site: setup-dev ## build the site as it is committed; a warning or a broken link is an error
@@ -65,7 +65,7 @@ site: setup-dev ## build the site as it is committed; a warning or a broken link
 
 docs-check: site ## the same, then the tests of the pages: names, links, commands, examples, the README's table
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py tests/unit/test_readme.py \
-	    tests/unit/environments/test_environments_doc.py tests/unit/config/test_config_document.py $(ARGS)
+	    tests/unit/environments/test_environments_doc.py tests/unit/config/test_reference.py $(ARGS)
 
 bench: setup-bench ## Strop against TRL on this machine: benchmarks/grpo_vs_trl.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py $(ARGS)

@@ -26,15 +26,15 @@ from common import Spread, spread, table
 
 from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
-from strop.algorithms.grpo import GRPO
-from strop.loop import Run, TrainOptions, train
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.learner.base import BackwardResult
+from strop.learner.threaded import LearnerThread, wrap_in_thread
 from strop.metrics import Metrics
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream
-from strop.tracking.base import NullTracker
-from strop.tracking.rollouts import RolloutStore
-from strop.training.base import BackwardResult
-from strop.training.threaded import LearnerThread, wrap_in_thread
+from strop.trainer.loop_tmp import Run, TrainOptions, train
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
 
 WARM_UP = 4  # steps until the pipeline is full; not counted

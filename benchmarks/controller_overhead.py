@@ -69,11 +69,11 @@ def recipe(options: argparse.Namespace, folder: Path, ranks: int) -> Any:
 
 async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list[Step]:
     """Measure a run on ``ranks`` ranks; 0 means one process."""
-    from strop.assembly.clusters import open_cluster
-    from strop.assembly.run import build_run
-    from strop.assembly.training import make_tracker
-    from strop.loop import train
-    from strop.tracking.jsonl import read_metrics
+    from strop.build.cluster.cluster_run import open_cluster
+    from strop.build.lifecycle import make_tracker
+    from strop.build.training_run import build_run
+    from strop.monitoring.trackers.jsonl import read_metrics
+    from strop.trainer.loop_tmp import train
 
     config = recipe(options, folder, ranks)
     tracker = make_tracker(config)

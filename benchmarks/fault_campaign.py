@@ -369,7 +369,7 @@ def check_steps_unique(folder: Path) -> str | None:
 
 def check_rollouts_unique(folder: Path) -> str | None:
     """Check the stored rollouts: no duplicates, and no gaps, since tasks start in order."""
-    from strop.tracking.rollouts import RolloutStore
+    from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
     records = list(RolloutStore(folder / "logs").read_all())
     twice = [key for key, count in Counter((record.group, record.sample) for record in records).items() if count > 1]

@@ -25,7 +25,7 @@ from typing import Any
 
 from common import DISTURBED, MODEL, foreign_seconds, machine_line, number, spread, table, use_threads, versions, wait_for_quiet
 
-from strop.tracking.base import NullTracker
+from strop.monitoring.trackers.base import NullTracker
 
 CONFIG = Path(__file__).parents[1] / "examples" / "configs" / "quickstart.yaml"
 SIDES = ("torch", "vllm")
@@ -163,8 +163,8 @@ def recipe(options: argparse.Namespace, folder: Path, steps: int, **changes: Any
 
 
 async def begin(config: Any, tracker: Recorder, baton: Baton | None, quiet: float) -> None:
-    from strop.assembly.run import build_run
-    from strop.loop import train
+    from strop.build.training_run import build_run
+    from strop.trainer.loop_tmp import train
 
     run, generator = await build_run(config, tracker)
     if baton is not None:

@@ -121,7 +121,7 @@ def trl_side(settings: Settings, baton: Connection) -> None:
 
     from strop.environments.answers import extract_last_number
     from strop.models.loading import load_model, load_tokenizer
-    from strop.models.memory import reuse_freed_memory
+    from strop.models.malloc import reuse_freed_memory
 
     torch.set_num_threads(settings.threads)
     tasks = training_rows(settings)
@@ -252,7 +252,7 @@ def strop_config(settings: Settings, model: str) -> Any:
 
 def training_rows(settings: Settings) -> list[dict[str, Any]]:
     """Return the prompts of Strop's stream in order, as rows for TRL."""
-    from strop.assembly.tasks import make_training_tasks
+    from strop.build.tasks import make_training_tasks
 
     config = strop_config(settings, settings.model)
     source = make_training_tasks(
@@ -267,12 +267,12 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
 
 def strop_side(settings: Settings, baton: Connection) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
-    from strop.assembly.rollouts import build_rollout_run
-    from strop.assembly.training import make_tracker, seed_everything
-    from strop.generation.torch.engine import TorchEngine
-    from strop.loop import Run, train
-    from strop.rollouts.template import ChatTemplate
-    from strop.tracking.base import NullTracker
+    from strop.build.lifecycle import make_tracker, seed_everything
+    from strop.build.rollout_run import build_rollout_run
+    from strop.generation.torch.torch_engine import TorchEngine
+    from strop.models.chat_template import ChatTemplate
+    from strop.monitoring.trackers.base import NullTracker
+    from strop.trainer.loop_tmp import Run, train
     from strop.types import Batch, Group, Message
 
     config = strop_config(settings, settings.model)
@@ -439,11 +439,11 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.assembly.roles import load_training_policy, make_torch_engine
-    from strop.assembly.rollouts import make_episode_rules
-    from strop.assembly.tasks import make_validation_tasks
-    from strop.evaluation import Evaluator
+    from strop.build.models import load_training_policy, make_torch_engine
+    from strop.build.rollout_run import make_episode_rules
+    from strop.build.tasks import make_validation_tasks
     from strop.sampling import Sampling
+    from strop.trainer.evaluation import Evaluator
 
     config = strop_config(settings, model)
     policy = load_training_policy(config.policy)
@@ -591,7 +591,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="seconds to wait before each step for an idle machine",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.memory)"
+        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.malloc)"
     )
     parser.add_argument("--profile", action="store_true", help="one more step of Strop under torch.profiler")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all measurements to this file")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.base import PolicyGradient
 
 ROOT = Path(__file__).parents[1]
 RECORDED = {"conversations": ("sft", "conversations"), "preferences": ("dpo", "preferences"), "judgements": ("dpo", "judgements")}

@@ -309,7 +309,7 @@ def run_trl(race: Race, turns: TurnTaker) -> None:
     )
 
     from strop.models.loading import load_tokenizer
-    from strop.models.memory import reuse_freed_memory
+    from strop.models.malloc import reuse_freed_memory
 
     torch.set_num_threads(race.threads)
     if race.trl_options.get("reuse_memory"):
@@ -489,10 +489,10 @@ def strop_config(race: Race) -> Any:
 
 def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
-    from strop.assembly.run import build_run
-    from strop.assembly.training import make_tracker
-    from strop.loop import Run, train
-    from strop.tracking.base import NullTracker
+    from strop.build.lifecycle import make_tracker
+    from strop.build.training_run import build_run
+    from strop.monitoring.trackers.base import NullTracker
+    from strop.trainer.loop_tmp import Run, train
     from strop.types import Batch, Group
 
     config = strop_config(race)
@@ -593,7 +593,7 @@ class StepCollector:
 
 def try_sizes(side: Side, race: Race, sizes: Sequence[int]) -> dict[int, float]:
     """Return the seconds of forward and backward per step by micro-batch size. The first size takes an extra warm-up step."""
-    from strop.models.memory import trim_freed_memory
+    from strop.models.malloc import trim_freed_memory
 
     silence_libraries()
     found = {}
@@ -851,7 +851,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="Strop micro-batch sizes to try, in tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.memory)"
+        "--trl-reuse-memory", action="store_true", help="use Strop's malloc settings for TRL's process too (strop.models.malloc)"
     )
     parser.add_argument("--trl-sort-rows", action="store_true", help="sort each step's rows by length for TRL: less padding")
     parser.add_argument("--trl-compile", action="store_true", help="use torch.compile in TRL")

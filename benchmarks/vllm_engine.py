@@ -22,9 +22,9 @@ from common import DISTURBED, MODEL, foreign_seconds, machine_line, spread, tabl
 async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
-    from strop.generation.replicas import EnginePool
-    from strop.generation.vllm.arguments import VllmOptions
-    from strop.generation.vllm.engine import VllmEngine
+    from strop.generation.pool import EnginePool
+    from strop.generation.vllm.engine_args import VllmOptions
+    from strop.generation.vllm.vllm_engine import VllmEngine
     from strop.models.loading import load_model, load_tokenizer
     from strop.sampling import Sampling
 

@@ -31,13 +31,13 @@ import torch
 from common import DISTURBED, Spread, machine_seconds, number, spread, table, use_threads, wait_for_quiet
 from torch import Tensor
 
-from strop.weights.base import ChannelAddress, Manifest, Sender
-from strop.weights.broadcast import BroadcastSender
-from strop.weights.fingerprints import fingerprint
-from strop.weights.folder import FolderSender
-from strop.weights.manifest import build_manifest, move_large_to_middle
-from strop.weights.memory import MemorySender
-from strop.weights.source import local_weights
+from strop.weight_sync.base import ChannelAddress, Manifest, Sender
+from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.host_memory import MemorySender
+from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
+from strop.weight_sync.transports.shared_folder import FolderSender
+from strop.weight_sync.weight_source import local_weights
 
 TRANSPORTS = ("memory", "gloo", "folder")
 Named = list[tuple[str, Tensor]]

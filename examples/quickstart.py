@@ -18,7 +18,7 @@ from typing import Any
 
 from strop.cli import main as strop
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.tracking.jsonl import METRICS_FILE, read_metrics
+from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 
 CONFIG = Path(__file__).parent / "configs" / "quickstart.yaml"
 FOLDERS = ("logger.log_dir", "checkpointing.checkpoint_dir")
@@ -67,7 +67,7 @@ def last_step(log_dir: Path) -> int | None:
 
 def summary(log_dir: Path) -> str:
     """Summarize validation and samples before and after training, the rewards, and the output files."""
-    from strop.tracking.plot import plot_run
+    from strop.monitoring.plot import plot_run
 
     steps = read_metrics(log_dir / METRICS_FILE)
     lines = ["", f"Held-out tasks that were never trained on ({log_dir / 'validation'}):"]

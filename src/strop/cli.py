@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop import __version__
-from strop.stopping import STOPPED_EXIT_CODE, RunStopped
+from strop.trainer.early_stop import STOPPED_EXIT_CODE, RunStopped
 
 if TYPE_CHECKING:
     from strop.config import ConfigError, EvalRunConfig, LoadedConfig, TrainingRunConfig
@@ -96,9 +96,9 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
         _print_warnings(loaded)
         if options.dry_run:
             return _dry_run(loaded.config)
-        from strop import assembly
+        from strop import build
 
-        return assembly.run_training(loaded.config)
+        return build.run_training(loaded.config)
     except ConfigError as error:
         return _print_config_error(error)
     except KeyboardInterrupt:
@@ -134,9 +134,9 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
         _print_warnings(loaded)
         if options.dry_run:
             return _dry_run(loaded.config)
-        from strop import assembly
+        from strop import build
 
-        return assembly.run_evaluation(loaded.config)
+        return build.run_evaluation(loaded.config)
     except ConfigError as error:
         return _print_config_error(error)
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def plot(arguments: Sequence[str], command_line: str) -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    from strop.tracking.plot import plot_run
+    from strop.monitoring.plot import plot_run
 
     try:
         print(plot_run(options.run, options.output))
@@ -178,7 +178,7 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     options = parser.parse_args(arguments)
-    from strop.watch.doctor import RunNotFound, diagnose, format_plain, print_diagnosis
+    from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_plain, print_diagnosis
 
     try:
         found = diagnose(_find_log_folder(options.run))
@@ -219,7 +219,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     options = parser.parse_intermixed_args(arguments)
     from strop.config import ConfigError
-    from strop.config.kinds import load_any_kind
+    from strop.config.load.kinds import load_any_kind
 
     try:
         loaded = load_any_kind(options.config, options.overrides)
@@ -227,7 +227,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     except ConfigError as error:
         return _print_config_error(error)
     try:
-        from strop.assembly.cluster_check import check_cluster
+        from strop.build.cluster.cluster_check import check_cluster
 
         return check_cluster(loaded.config)
     except KeyboardInterrupt:
@@ -236,7 +236,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
 
 def _find_log_folder(run: Path) -> Path:
     """Return the log folder of a run, given the folder itself, a configuration, or a checkpoint, which contains its configuration."""
-    from strop.config import yaml_text
+    from strop.config.load import yaml_text
 
     for file in (run, run / "config.yaml"):
         if file.suffix in (".yaml", ".yml") and file.is_file() and not (run / "metrics.jsonl").exists():
@@ -260,8 +260,8 @@ def config(arguments: Sequence[str], command_line: str) -> int:
         "schema", choices=(*TRAINING, "eval"), nargs="?", default="grpo", help="command to list the keys of (default: grpo)"
     )
     options = parser.parse_args(arguments)
-    from strop.config.document import render_annotated_yaml
-    from strop.config.schema import TRAINING_RUNS, EvalRunConfig
+    from strop.config.load.reference import render_annotated_yaml
+    from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
 
     print(render_annotated_yaml(TRAINING_RUNS.get(options.schema, EvalRunConfig)), end="")
     return 0
@@ -289,10 +289,10 @@ def _dry_run(config: TrainingRunConfig | EvalRunConfig) -> int:
     from strop.config import dump_config
 
     print(dump_config(config))
-    from strop import assembly
+    from strop import build
 
     try:
-        print(assembly.summarize(config))
+        print(build.summarize(config))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR

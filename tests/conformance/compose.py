@@ -9,8 +9,8 @@ from torch import Tensor
 
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm
-from strop.algorithms.parts import Advantage, GroupRewards, Part
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Part
 
 
 @dataclass(frozen=True, kw_only=True)

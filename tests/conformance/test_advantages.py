@@ -20,7 +20,7 @@ from conformance.cases import REWARDS, STEPS, Step
 from conformance.compose import part, policy_gradient
 from conformance.harness import SINGLE, Leaves, packed
 from strop.algorithms.kl import Kl
-from strop.algorithms.parts import GroupRewards
+from strop.algorithms.policy_gradient.parts import GroupRewards
 from support.each import each
 
 GROUP = each("rewards", REWARDS.values(), ids=REWARDS)

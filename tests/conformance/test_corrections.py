@@ -15,7 +15,7 @@ from conformance.compose import part, policy_gradient
 from conformance.corrections import CORRECTIONS, CorrectionCase, logs
 from conformance.formulas_common import AGGREGATIONS, Row
 from conformance.harness import EXACT, Leaves, assert_same, column, given_advantages, packed, through_formula, through_strop
-from strop.algorithms.parts import Mismatch
+from strop.algorithms.policy_gradient.parts import Mismatch
 from support.each import each
 
 STEP = each("step", STEPS.values(), ids=STEPS)

@@ -19,7 +19,7 @@ from conformance.cases import STEPS, Step, on_policy
 from conformance.compose import algorithm, part
 from conformance.formulas_common import AGGREGATIONS, Row, Scalar, constant
 from conformance.harness import SINGLE, Candidates, Leaves, Outcome, assert_same, column, groups_of, packed, through_strop
-from strop.training.torch.teachers import MixedTeachers
+from strop.learner.torch.teacher import MixedTeachers
 from strop.types import Batch, Group
 from support.each import each
 

@@ -12,7 +12,7 @@ import torch
 from conformance.cases import PAIRS, STEPS, Step, on_policy
 from conformance.compose import algorithm, part, policy_gradient
 from conformance.harness import EXACT, Outcome, assert_same, column, packed, through_strop
-from strop.algorithms.parts import GroupRewards
+from strop.algorithms.policy_gradient.parts import GroupRewards
 from support.each import each
 
 NEAR = {name: step for name, step in STEPS.items() if name != "log ratios of 50"}

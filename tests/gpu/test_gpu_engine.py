@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from strop.generation.torch.runner import CachedRunner, infer_cache_shape
+from strop.generation.torch.model_runner import CachedRunner, infer_cache_shape
+from strop.learner.torch.learner import FrozenScorer
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
-from strop.training.torch.learner import FrozenScorer
-from support.engine import Request, make_engine, make_runner, run_requests, token_lists
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
+from support.torch_engine import Request, make_engine, make_runner, run_requests, token_lists
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_lit
 
 
 def test_draws_on_the_gpu_are_those_on_the_cpu() -> None:
-    from strop.generation.torch.draw import sample_tokens
+    from strop.generation.torch.sampler import sample_tokens
     from strop.sampling import uniform
 
     logits = 2 * torch.randn(500, 1000, generator=torch.Generator().manual_seed(0))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.data.packing import pack
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
 from support.algorithms import grpo
 from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64

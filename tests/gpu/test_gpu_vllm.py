@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from strop.sampling import Sampling
-from strop.weights.base import Sender
-from strop.weights.broadcast import BroadcastSender
-from strop.weights.cuda_ipc import CudaIpcSender
-from strop.weights.memory import MemorySender
+from strop.weight_sync.base import Sender
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
+from strop.weight_sync.transports.host_memory import MemorySender
 from support.needs import needs_vllm
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 needs_vllm()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -33,7 +33,7 @@ SENDERS = {
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[BackgroundLoop]:
-    from support.engines import BackgroundLoop
+    from support.vllm_engines import BackgroundLoop
 
     room = BackgroundLoop()
     yield room
@@ -42,8 +42,8 @@ def room() -> Iterator[BackgroundLoop]:
 
 @pytest.fixture(scope="module")
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve, served_model
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model().to(DEVICE)
     folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
@@ -57,7 +57,7 @@ def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
 
 @pytest.mark.parametrize("transport", list(SENDERS))
 def test_weights_of_a_gpu_arrive_and_are_proven(room: BackgroundLoop, served: ServedModel, transport: str) -> None:
-    from support.engines import perturb
+    from support.vllm_engines import perturb
 
     def make(receivers: int) -> Sender:
         return SENDERS[transport](receivers)
@@ -70,7 +70,7 @@ def test_weights_of_a_gpu_arrive_and_are_proven(room: BackgroundLoop, served: Se
 
 
 def test_an_engine_sleeps_while_the_learner_works_and_wakes_with_new_weights(room: BackgroundLoop, served: ServedModel) -> None:
-    from support.engines import perturb
+    from support.vllm_engines import perturb
 
     free = torch.cuda.mem_get_info(DEVICE)[0]
     room.run(served.weights.yield_device())

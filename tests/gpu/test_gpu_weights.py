@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from strop.weights.base import ChannelAddress, Sender
-from strop.weights.broadcast import BroadcastSender
-from strop.weights.cuda_ipc import CudaIpcSender
-from strop.weights.fingerprints import combine_fingerprints, fingerprint
-from strop.weights.memory import MemorySender
+from strop.weight_sync.base import ChannelAddress, Sender
+from strop.weight_sync.fingerprints import combine_fingerprints, fingerprint
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
+from strop.weight_sync.transports.host_memory import MemorySender
 from support.transports import expected_fingerprints, make_manifest, make_tensors, receive_fingerprints, spawn_child
 
 pytestmark = pytest.mark.gpu

@@ -15,21 +15,21 @@ import torch
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn, TokenOutputs
 from strop.checkpointing.base import RunState
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.evaluation import Evaluator
 from strop.generation.base import Completion
-from strop.loop import Run, TrainOptions
+from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
-from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
-from strop.stopping import EarlyStop
-from strop.tracking.rollouts import RolloutStore
-from strop.training.base import BackwardResult
+from strop.trainer.early_stop import EarlyStop
+from strop.trainer.evaluation import Evaluator
+from strop.trainer.loop_tmp import Run, TrainOptions
 from strop.types import Batch, Group, Rollout, Task
-from strop.weights.shared import InProcessWeights
+from strop.weight_sync.in_process import InProcessWeights
 from support.algorithms import grpo
 
 T = TypeVar("T")

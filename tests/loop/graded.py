@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.types import Rollout, Task
 

@@ -17,16 +17,16 @@ POINTS = {
     "at a rename": "pathlib:Path.rename",
     "at a file's replacement": "os:replace",
     "at a file of the checkpoint": "torch:save",
-    "at the log": "strop.tracking.jsonl:JsonlTracker.log",
-    "at the stored rollouts": "strop.tracking.rollouts:RolloutStore.write",
+    "at the log": "strop.monitoring.trackers.jsonl:JsonlTracker.log",
+    "at the stored rollouts": "strop.monitoring.rollout_store.rollout_store:RolloutStore.write",
     "at pruning": "strop.checkpointing.folders:FolderCheckpointer._prune",
     "at a save": "strop.checkpointing.folders:FolderCheckpointer.save",
-    "at the optimizer step": "strop.training.torch.learner:TorchLearner.step",
-    "in the backward pass": "strop.training.torch.learner:TorchLearner._part",
-    "at a validation": "strop.evaluation:Evaluator.evaluate",
-    "while generating": "strop.generation.torch.runner:CachedRunner.decode",
-    "at a publish": "strop.weights.shared:InProcessWeights.publish",
-    "in the middle of a publish": "strop.weights.memory:MemorySender._written",
+    "at the optimizer step": "strop.learner.torch.learner:TorchLearner.step",
+    "in the backward pass": "strop.learner.torch.learner:TorchLearner._part",
+    "at a validation": "strop.trainer.evaluation:Evaluator.evaluate",
+    "while generating": "strop.generation.torch.model_runner:CachedRunner.decode",
+    "at a publish": "strop.weight_sync.in_process:InProcessWeights.publish",
+    "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._written",
 }
 
 
@@ -83,7 +83,7 @@ class HalfALine:
     nth: int
 
     def __call__(self) -> None:
-        from strop.tracking.jsonl import JsonlTracker
+        from strop.monitoring.trackers.jsonl import JsonlTracker
 
         write, calls = JsonlTracker._append, 0
 

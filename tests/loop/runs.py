@@ -134,7 +134,7 @@ def heed_interrupts() -> None:
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
     """Return the lines of metrics.jsonl by step."""
-    from strop.tracking.jsonl import read_metrics
+    from strop.monitoring.trackers.jsonl import read_metrics
 
     lines = read_metrics(folder / "metrics.jsonl")
     assert [step for step, _ in lines] == sorted({step for step, _ in lines}), "each step occurs once, in order"

@@ -18,19 +18,19 @@ from loop.fakes import FakeLearner, Letters, Recorder, Tasks
 from strop import metrics
 from strop.algorithms.base import Algorithm, LossFn
 from strop.checkpointing.base import RunState
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment
-from strop.evaluation import Evaluator
 from strop.generation.base import Completion
-from strop.loop import Run, TrainOptions
+from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.order import Fifo, GroupOrder
 from strop.rollouts.stream import RolloutStream
-from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling, mix_seed
-from strop.tracking.rollouts import RolloutStore
-from strop.training.base import BackwardResult
+from strop.trainer.evaluation import Evaluator
+from strop.trainer.loop_tmp import Run, TrainOptions
 from strop.types import Batch, Group, Messages, Rollout, Task, user
 from support.algorithms import grpo
 

@@ -13,8 +13,8 @@ from loop.killing import replace_function
 
 POINTS = {
     "environment": "strop.environments.base:score",
-    "engine": "strop.generation.torch.engine:TorchEngine.generate",
-    "learner": "strop.training.torch.learner:TorchLearner.step",
+    "engine": "strop.generation.torch.torch_engine:TorchEngine.generate",
+    "learner": "strop.learner.torch.learner:TorchLearner.step",
 }
 
 
@@ -27,7 +27,7 @@ class StuckAt:
     how: Literal["waits", "blocks", "in a thread"]
 
     def __call__(self) -> None:
-        from strop.watch import watchdog
+        from strop.monitoring.watchdog import watchdog
 
         watchdog.SHUTDOWN_SECONDS = 1.0
         replace_function(POINTS[self.point], self._around)
@@ -59,7 +59,7 @@ class SamplerOff:
     def __call__(self) -> None:
         from dataclasses import replace
 
-        from strop.generation.torch.engine import TorchEngine
+        from strop.generation.torch.torch_engine import TorchEngine
 
         generate = TorchEngine.generate
 

@@ -15,12 +15,12 @@ import pytest
 from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
-from strop.loop import TrainOptions, train
+from strop.learner.threaded import LearnerThread, wrap_in_thread
+from strop.monitoring.rollout_store.rollout_store import RolloutRecord
 from strop.rollouts.episode import RewardScaling
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import StreamState
-from strop.tracking.rollouts import RolloutRecord
-from strop.training.threaded import LearnerThread, wrap_in_thread
+from strop.trainer.loop_tmp import TrainOptions, train
 from support.algorithms import grpo
 from support.sweep import sweep
 

@@ -11,7 +11,7 @@ import torch
 
 from loop.killing import Kill
 from loop.runs import grpo, metrics_of, repeatable
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loop.runs import Environ, Outcome, grpo, metrics_of, overrides, strop
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ class Mine(Environment[Task]):
 ALGORITHM = """
 from dataclasses import dataclass
 from strop.algorithms.base import Algorithm
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 
 @dataclass(frozen=True, kw_only=True)
 class Strong(GRPO):

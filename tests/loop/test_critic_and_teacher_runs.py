@@ -16,7 +16,7 @@ from loop.killing import HalfALine, Kill
 from loop.kinds import bitwise_equal, refusal_message, sampling_config, train, train_to_end, write_data
 from loop.runs import metrics_of, overrides, repeatable, strop
 from loop.tiny import build_tiny, tiny_model, tiny_tokenizer
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

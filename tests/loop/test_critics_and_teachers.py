@@ -15,28 +15,28 @@ import torch
 from loop.fakes import Recorder, Tasks
 from loop.tiny import tiny_model, tiny_tokenizer
 from strop.algorithms.base import Algorithm
-from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
-from strop.algorithms.gae import VALUES, Gae
+from strop.algorithms.critic.gae import VALUES, Gae
+from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.ppo import PPO
-from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.loop import Run, TrainOptions, train
+from strop.learner.base import ColumnSource, LogprobColumn, ValueColumn
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
+from strop.learner.torch.teacher import SelfTeacher, Teacher, TeacherLogprobs, TeacherTopK
+from strop.models.chat_template import ChatTemplate
 from strop.models.network import Network
-from strop.models.value import ValueNetwork
 from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueNetwork
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
-from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
-from strop.tracking.rollouts import RolloutStore
-from strop.training.base import ColumnSource, LogprobColumn, ValueColumn
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
-from strop.training.torch.teachers import SelfTeacher, Teacher, TeacherLogprobs, TeacherTopK
+from strop.trainer.loop_tmp import Run, TrainOptions, train
 from strop.types import Group, Rollout, Task
-from strop.weights.shared import InProcessWeights
-from support.engine import make_engine, make_runner
+from strop.weight_sync.in_process import InProcessWeights
+from support.torch_engine import make_engine, make_runner
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from loop.kinds import sampling_config, train_to_end
 from loop.runs import grpo, metrics_of
 from loop.tiny import build_tiny
 from strop.algorithms.catalogue import all_algorithms
-from strop.assembly.algorithms import infer_section
-from strop.tracking.rollouts import RolloutStore
+from strop.build.algorithm.algorithms import infer_section
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

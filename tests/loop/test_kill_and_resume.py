@@ -16,7 +16,7 @@ import torch
 
 from loop.killing import HalfAFolder, HalfALine, Kill
 from loop.runs import grpo, metrics_of, overrides, repeatable, start, tiny_config
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow

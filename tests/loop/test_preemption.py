@@ -11,7 +11,7 @@ import pytest
 
 from loop.preempted import SendStopSignal
 from loop.runs import Outcome, grpo, metrics_of, repeatable
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
 

@@ -16,20 +16,20 @@ from loop.kinds import SUMS, sampling_config, write_rows
 from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
 from loop.tiny import build_tiny
-from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation
-from strop.assembly.scorer_hosts import TeacherSpec, spawn_teachers
-from strop.assembly.teachers import StudentInfo
-from strop.cluster.base import ActorOptions
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.build.cluster.teacher_worker import TeacherSpec, spawn_teachers
+from strop.build.teachers import StudentInfo
 from strop.config import load_config
-from strop.config.schema import DistillationRunConfig
+from strop.config.schema.run_config import DistillationRunConfig
 from strop.data.packing import pack
+from strop.distributed.base import ActorOptions
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling
 from support.rollouts import simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
-from strop.cluster.ray import ClusterOptions, connect
+from strop.distributed.ray import ClusterOptions, connect
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

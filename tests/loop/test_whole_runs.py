@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loop.runs import Environ, grpo, metrics_of, overrides, strop, tiny_config
-from strop.tracking.rollouts import RolloutStore
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 
 pytestmark = pytest.mark.slow
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms.clip import Clip
-from strop.algorithms.grpo import GRPO, GroupRelative
-from strop.algorithms.gspo import SequenceClip
 from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 
 _ADVANTAGE = ("baseline", "leave_one_out", "normalize")
 _OBJECTIVE = {"clip_low": "low", "clip_high": "high", "dual_clip": "dual"}

@@ -16,8 +16,8 @@ from typing import Any
 
 PRELOAD = [
     "strop.cli",
-    "strop.assembly",
-    "strop.tracking.plot",
+    "strop.build",
+    "strop.monitoring.plot",
     "strop.environments.arithmetic",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from strop.algorithms.parts import Mismatch
+from strop.algorithms.policy_gradient.parts import Mismatch
 from strop.data.packing import pack, with_totals
 from support.algorithms import grpo
 from support.rollouts import make_group, make_rollout, sampled_turn

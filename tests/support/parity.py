@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
-from strop.algorithms.dpo import DPO
-from strop.algorithms.sft import SFT
+from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.supervised.sft import SFT
 from strop.data.packing import pack
+from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
+from strop.learner.parallel.sharded import parallelize_head, parallelize_network
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.learner.torch.master_weights import cast_weights
 from strop.models.network import Network
-from strop.models.value import ValueNetwork
 from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
-from strop.training.torch.master import cast_weights
-from strop.training.torch.parallel.layout import DeviceMeshes, ParallelDims
-from strop.training.torch.parallel.loading import load_on_rank_zero
-from strop.training.torch.parallel.placement import Parallelism
-from strop.training.torch.parallel.sharding import parallelize_head, parallelize_network
-from strop.training.torch.parallel.share import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.types import Batch, Group
 from support.algorithms import grpo
 from support.lora import with_random_adapters

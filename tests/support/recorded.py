@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
-from strop.models.value import get_score_layer
+from strop.learner.base import ColumnSource, require_token_outputs
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.models.value_network import get_score_layer
 from strop.sampling import Sampling
-from strop.training.base import ColumnSource, require_token_outputs
-from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group, Rollout, Task, Turn
 from support.models import CONFIGS, VOCABULARY, build
 from support.rollouts import GroupShape, make_group, make_rollout, rollout_shapes

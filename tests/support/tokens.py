@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.parts import GroupRewards, Objective, PolicyTokens
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.parts import GroupRewards, Objective, PolicyTokens
 from strop.data.packing import pack, with_totals
 from strop.types import Batch
 from support.algorithms import grpo

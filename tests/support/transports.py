@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.weights.base import ChannelAddress, Manifest, Sender, TransportError
-from strop.weights.fingerprints import fingerprint
-from strop.weights.manifest import build_manifest
+from strop.weight_sync.base import ChannelAddress, Manifest, Sender, TransportError
+from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.transports.manifest import build_manifest
 from support.forks import forks
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import pytest
 
 from strop import __version__, cli
 from strop.config import GrpoRunConfig
-from strop.config.schema import TRAINING_RUNS
-from strop.stopping import RunStopped
+from strop.config.schema.run_config import TRAINING_RUNS
+from strop.trainer.early_stop import RunStopped
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -37,12 +37,12 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             raise calls.raises
         return 0
 
-    module: Any = ModuleType("strop.assembly")
+    module: Any = ModuleType("strop.build")
     module.run_training = run_training
     module.run_evaluation = lambda config: calls.evaluation.append(config) or 0
     module.summarize = lambda config: "what would run where"
-    monkeypatch.setitem(sys.modules, "strop.assembly", module)
-    monkeypatch.setattr("strop.assembly", module, raising=False)
+    monkeypatch.setitem(sys.modules, "strop.build", module)
+    monkeypatch.setattr("strop.build", module, raising=False)
     yield calls
 
 
@@ -133,9 +133,9 @@ def test_plot_names_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str
 def test_plot_prints_the_picture_it_wrote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module: Any = ModuleType("strop.tracking.plot")
+    module: Any = ModuleType("strop.monitoring.plot")
     module.plot_run = lambda run, output: output or run / "curves.png"
-    monkeypatch.setitem(sys.modules, "strop.tracking.plot", module)
+    monkeypatch.setitem(sys.modules, "strop.monitoring.plot", module)
     assert cli.main(["plot", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
 
@@ -265,9 +265,9 @@ def test_a_layout_that_does_not_fit_is_a_mistake_in_a_dry_run(capsys: pytest.Cap
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that a cluster was checked for, by a stand-in that finds problems."""
     configs: list[Any] = []
-    module: Any = ModuleType("strop.assembly.cluster_check")
+    module: Any = ModuleType("strop.build.cluster.cluster_check")
     module.check_cluster = lambda config: configs.append(config) or 1
-    monkeypatch.setitem(sys.modules, "strop.assembly.cluster_check", module)
+    monkeypatch.setitem(sys.modules, "strop.build.cluster.cluster_check", module)
     return configs
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import strop.algorithms
 from strop.algorithms.base import Algorithm
-from strop.algorithms.parts import Part
+from strop.algorithms.policy_gradient.parts import Part
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from strop.checkpointing.base import RunState, Saveable, Stageable
 from strop.checkpointing.folders import FolderCheckpointer, get_random_states
-from strop.training.base import Learner
+from strop.learner.base import Learner
 
 
 class BackgroundCheckpointer:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from strop.learner.base import Learner
 from strop.rollouts.stream import StreamState
-from strop.stopping import EarlyStop
-from strop.training.base import Learner
+from strop.trainer.early_stop import EarlyStop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from strop.learner.parallel.shard_files import METADATA, ShardedReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder
 from strop.models.export import export_weights, load_model_config
 from strop.models.loading import load_tokenizer
-from strop.training.torch.parallel.pieces import METADATA, ShardedReader, TensorShard, is_sharded
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp")  # endings of shard files, which are not copied
 

@@ -28,7 +28,7 @@ import numpy
 import torch
 
 from strop.checkpointing.base import RunState, Saveable
-from strop.training.base import Learner
+from strop.learner.base import Learner
 
 _STEP = re.compile(r"step_(\d+)")
 

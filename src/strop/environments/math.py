@@ -7,7 +7,7 @@ from typing import Literal
 
 from strop.environments.answers import extract_final_answer, extract_last_boxed, is_integer, normalize_answer
 from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
-from strop.environments.workers import ScoringResult, get_scoring_pool
+from strop.environments.sandbox.scoring_pool import ScoringResult, get_scoring_pool
 from strop.types import Rollout
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from strop.data.placement import Interleaving
+from strop.data.interleaving import Interleaving
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.types import Task
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from strop.data.errors import DataError, suggest_names
-from strop.data.source import DataSource
-from strop.data.split import is_held_out
+from strop.data.sources.errors import DataError, suggest_names
+from strop.data.sources.source import DataSource
+from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number
 from strop.environments.base import (
     DEFAULT_NUM_TASKS,
@@ -22,7 +22,7 @@ from strop.environments.base import (
     PromptedTask,
     reward,
 )
-from strop.environments.workers import ScoringResult, get_scoring_pool
+from strop.environments.sandbox.scoring_pool import ScoringResult, get_scoring_pool
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
 

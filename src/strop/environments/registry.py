@@ -13,14 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from strop.data.errors import suggest_names
+from strop.data.sources.errors import suggest_names
 from strop.environments.base import Environment, EnvironmentConfigError
 
 ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
     "math": "strop.environments.math:MathEnvironment",
     "reasoning_gym": "strop.environments.reasoning_gym:ReasoningGym",
-    "reward_model": "strop.rollouts.reward_model:RewardModelEnvironment",
+    "reward_model": "strop.environments.reward_model_environment:RewardModelEnvironment",
 }
 
 

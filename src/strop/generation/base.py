@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from strop.sampling import Sampling
-from strop.weights.base import UpdatableEngine
+from strop.weight_sync.base import UpdatableEngine
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

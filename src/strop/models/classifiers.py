@@ -11,7 +11,7 @@ import torch
 
 from strop.models.adapters import adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 from strop.models.loading import apply_overrides, load_base_config, load_model, locate_model, quiet_transformers
-from strop.models.value import get_score_layer
+from strop.models.value_network import get_score_layer
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.data.errors import suggest_names
+from strop.data.sources.errors import suggest_names
 from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer, quiet_transformers
-from strop.models.value import get_score_layer
+from strop.models.value_network import get_score_layer
 
 # Initialization of `down`; `up` is zero, so that the model initially equals its base.
 INITIALISERS: dict[str, Callable[..., Tensor]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from strop.algorithms.base import ValueOutputs
 from strop.models.network import Network
-from strop.models.value import apply_score_layer
+from strop.models.value_network import apply_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch
 

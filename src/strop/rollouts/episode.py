@@ -11,10 +11,10 @@ import torch
 
 from strop.environments.base import Environment, RewardResult
 from strop.generation.base import Generator
-from strop.rollouts.template import ChatTemplate
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.watchdog.waits import waiting
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
-from strop.watch.waits import waiting
 
 log = logging.getLogger(__name__)
 

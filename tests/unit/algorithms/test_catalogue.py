@@ -8,9 +8,9 @@ import pytest
 
 from strop.algorithms.base import Plan
 from strop.algorithms.catalogue import all_algorithms, all_parts
-from strop.algorithms.gdpo import DecoupledRewards
-from strop.algorithms.parts import Advantage, Objective, Selection, Shaping
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.parts import Advantage, Objective, Selection, Shaping
 
 FAMILY = (
     "cispo", "clip_cov", "dapo", "decoupled_ppo", "dppo", "dr_grpo", "gdpo", "gmpo", "grpo", "gspo", "kl_cov", "lite_ppo", "luspo", "m2po",

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from strop.algorithms.cispo import CISPO, ClippedWeight
-from strop.algorithms.reinforce import Reinforce
+from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
+from strop.algorithms.policy_gradient.objectives.cispo import CISPO, ClippedWeight
 from support.tokens import evaluate_objective, loss_gradients, make_step
 
 BEFORE = [[-1.0, -2.0, -3.0], [-0.5]]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.catalogue import all_parts
-from strop.algorithms.parts import Correction
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.parts import Correction
 from strop.data.packing import split_micro_batches
 from support.algorithms import grpo
 from support.mismatch import make_mismatch

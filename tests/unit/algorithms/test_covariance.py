@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.clip_cov import ClipCov, CovarianceClip, covariances
-from strop.algorithms.kl_cov import CovarianceKl, KlCov
+from strop.algorithms.policy_gradient.objectives.clip_cov import ClipCov, CovarianceClip, covariances
+from strop.algorithms.policy_gradient.objectives.kl_cov import CovarianceKl, KlCov
 from support.tokens import Step, evaluate_objective, loss_gradients, make_step
 
 

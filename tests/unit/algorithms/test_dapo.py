@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.dapo import DAPO
-from strop.algorithms.overlong import SoftOverlong
+from strop.algorithms.policy_gradient.advantages.dapo import DAPO
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.types import Ending, Group
 from support.rollouts import make_group, make_rollout, sampled_turn
 from support.tokens import loss_gradients, make_step

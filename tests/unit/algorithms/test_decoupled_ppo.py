@@ -7,8 +7,8 @@ import math
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.decoupled_ppo import DecoupledPPO
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.objectives.decoupled_ppo import DecoupledPPO
 from support.tokens import loss_gradients, make_step
 
 NOW, BEFORE, SAMPLER = [[-1.0, -1.0], [-1.0]], [[-1.1, -1.5], [-0.9]], [[-2.0, -1.4], [-0.7]]

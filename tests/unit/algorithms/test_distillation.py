@@ -9,9 +9,9 @@ import torch
 
 from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
-from strop.algorithms.grpo import GRPO, GroupRelative
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
 from strop.data.packing import pack
 from strop.types import Batch
 from support.rollouts import make_group, make_rollout, sampled_turn, simple_groups

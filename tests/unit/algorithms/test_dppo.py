@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.dppo import DPPO, DivergenceMask
-from strop.algorithms.truncated import Tis
+from strop.algorithms.policy_gradient.corrections.truncated import Tis
+from strop.algorithms.policy_gradient.objectives.dppo import DPPO, DivergenceMask
 from support.tokens import evaluate_objective, make_step
 
 

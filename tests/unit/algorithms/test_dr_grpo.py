@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.dr_grpo import DrGRPO
+from strop.algorithms.policy_gradient.advantages.dr_grpo import DrGRPO
 from support.tokens import loss_gradients, make_group_rewards, make_step
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.gdpo import GDPO, DecoupledRewards
-from strop.algorithms.overlong import SoftOverlong
+from strop.algorithms.policy_gradient.advantages.gdpo import GDPO, DecoupledRewards
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.data.packing import pack
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, sampled_turn

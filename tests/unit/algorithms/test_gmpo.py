@@ -7,7 +7,7 @@ import math
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.gmpo import GMPO, GeometricMean
+from strop.algorithms.policy_gradient.objectives.gmpo import GMPO, GeometricMean
 from support.tokens import evaluate_objective, loss_gradients, make_step
 
 ZEROS = [[-1.0] * 3, [-1.0] * 2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo

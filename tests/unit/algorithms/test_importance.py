@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.icepop import Icepop
-from strop.algorithms.importance import Importance
-from strop.algorithms.masked import Mis
-from strop.algorithms.parts import Correction, Mismatch
-from strop.algorithms.sequence_mask import SequenceMaskTis
-from strop.algorithms.truncated import Tis
+from strop.algorithms.policy_gradient.corrections.icepop import Icepop
+from strop.algorithms.policy_gradient.corrections.importance import Importance
+from strop.algorithms.policy_gradient.corrections.masked import Mis
+from strop.algorithms.policy_gradient.corrections.sequence_mask import SequenceMaskTis
+from strop.algorithms.policy_gradient.corrections.truncated import Tis
+from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from support.mismatch import log_ratios, make_mismatch
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.algorithms.kl import Kl
-from strop.algorithms.lite_ppo import LitePPO
+from strop.algorithms.policy_gradient.advantages.lite_ppo import LitePPO
 from strop.data.packing import pack
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, sampled_turn

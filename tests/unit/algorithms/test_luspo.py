@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.gspo import GSPO
-from strop.algorithms.luspo import LUSPO
+from strop.algorithms.policy_gradient.objectives.gspo import GSPO
+from strop.algorithms.policy_gradient.objectives.luspo import LUSPO
 from support.tokens import loss_gradients, make_step
 
 

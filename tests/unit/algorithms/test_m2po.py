@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan
-from strop.algorithms.m2po import M2PO, SecondMomentMask, smallest_within_mean
+from strop.algorithms.policy_gradient.objectives.m2po import M2PO, SecondMomentMask, smallest_within_mean
 from support.tokens import evaluate_objective, loss_gradients, make_step
 
 

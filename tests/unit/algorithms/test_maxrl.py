@@ -8,8 +8,8 @@ import pytest
 
 from strop.algorithms.base import Plan
 from strop.algorithms.kl import Kl
-from strop.algorithms.maxrl import MaxRL, SuccessRate
-from strop.algorithms.overlong import SoftOverlong
+from strop.algorithms.policy_gradient.advantages.maxrl import MaxRL, SuccessRate
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from support.tokens import make_group_rewards
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.opo import OPO, LengthWeighted
+from strop.algorithms.policy_gradient.advantages.opo import OPO, LengthWeighted
 from support.tokens import make_group_rewards
 
 

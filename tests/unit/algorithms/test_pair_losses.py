@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.apo_down import APODown
-from strop.algorithms.apo_zero import APOZero
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.cdpo import CDPO
-from strop.algorithms.dpo import DPO
-from strop.algorithms.ipo import IPO
-from strop.algorithms.orpo import ORPO, log_odds
-from strop.algorithms.preference import PairwisePreference
-from strop.algorithms.robust_dpo import RobustDPO
-from strop.algorithms.simpo import SimPO
-from strop.algorithms.slic import SLiC
+from strop.algorithms.preference.apo_down import APODown
+from strop.algorithms.preference.apo_zero import APOZero
+from strop.algorithms.preference.base import PairwisePreference
+from strop.algorithms.preference.cdpo import CDPO
+from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.ipo import IPO
+from strop.algorithms.preference.orpo import ORPO, log_odds
+from strop.algorithms.preference.robust_dpo import RobustDPO
+from strop.algorithms.preference.simpo import SimPO
+from strop.algorithms.preference.slic import SLiC
 
 FAMILY: dict[str, PairwisePreference] = {
     "dpo": DPO(),

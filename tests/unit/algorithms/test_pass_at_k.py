@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan
-from strop.algorithms.pass_at_k import BestOfK, PassAtK
+from strop.algorithms.policy_gradient.advantages.pass_at_k import BestOfK, PassAtK
 from support.tokens import make_group_rewards
 
 _rewards = st.lists(st.integers(0, 4).map(float), min_size=2, max_size=7)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.clip_cov import CovarianceClip
-from strop.algorithms.gdpo import DecoupledRewards
-from strop.algorithms.grpo import GRPO
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient import PolicyGradient
+from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.each import each

@@ -11,12 +11,12 @@ import torch
 
 from strop.algorithms.base import Plan, TokenOutputs, ValueOutputs
 from strop.algorithms.catalogue import all_algorithms
+from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae
+from strop.algorithms.critic.ppo import PPO
+from strop.algorithms.critic.vapo import VAPO
 from strop.algorithms.functional import kl_estimate
-from strop.algorithms.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae
-from strop.algorithms.grpo import GRPO
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.algorithms.ppo import PPO
-from strop.algorithms.vapo import VAPO
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.rollouts import make_group, make_rollout, sampled_turn, simple_groups
@@ -234,7 +234,7 @@ def test_vapo_trains_its_critic_on_plain_returns_and_imitates_what_was_right() -
 
 
 def test_a_critics_column_is_filled_by_the_value_learner() -> None:
-    from strop.training.base import ValueColumn
+    from strop.learner.base import ValueColumn
 
     class Critic:
         async def score(self, batch: Batch) -> ValueOutputs:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.dpo import DPO
-from strop.algorithms.ipo import IPO
-from strop.algorithms.orpo import ORPO, log_odds
-from strop.algorithms.preference import PairwisePreference
-from strop.algorithms.sft import SFT
-from strop.algorithms.simpo import SimPO
+from strop.algorithms.preference.base import PairwisePreference
+from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.ipo import IPO
+from strop.algorithms.preference.orpo import ORPO, log_odds
+from strop.algorithms.preference.simpo import SimPO
+from strop.algorithms.supervised.sft import SFT
 from strop.data.packing import pack, select_rollouts
 from strop.types import Batch, Group
 from support.recorded import recorded_group

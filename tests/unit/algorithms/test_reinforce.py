@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.importance import Importance
-from strop.algorithms.reinforce import REINFORCE, PlainReward, Reinforce
+from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE, PlainReward, Reinforce
+from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.data.packing import pack
 from support.rollouts import make_group, make_rollout, sampled_turn
 from support.tokens import loss_gradients, make_group_rewards, make_step

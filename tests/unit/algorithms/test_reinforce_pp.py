@@ -7,8 +7,8 @@ import torch
 
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import whiten
-from strop.algorithms.reinforce_pp import BatchWhitened, ReinforcePP
-from strop.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
+from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened, ReinforcePP
+from strop.algorithms.policy_gradient.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from strop.data.packing import pack
 from strop.types import Ending, Group
 from support.rollouts import make_group, make_rollout, sampled_turn

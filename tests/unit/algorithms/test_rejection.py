@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.algorithms.kpop import Kpop
-from strop.algorithms.opsm import Opsm
-from strop.algorithms.parts import Correction, Mismatch
-from strop.algorithms.rejection import GeometricRejection, K3Rejection
+from strop.algorithms.policy_gradient.corrections.kpop import Kpop
+from strop.algorithms.policy_gradient.corrections.opsm import Opsm
+from strop.algorithms.policy_gradient.corrections.rejection import GeometricRejection, K3Rejection
+from strop.algorithms.policy_gradient.parts import Correction, Mismatch
 from support.mismatch import log_ratios, make_mismatch
 
 

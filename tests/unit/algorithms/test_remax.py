@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from strop.algorithms.base import Plan
-from strop.algorithms.overlong import SoftOverlong
-from strop.algorithms.remax import GreedyBaseline, ReMax
+from strop.algorithms.policy_gradient.advantages.remax import GreedyBaseline, ReMax
+from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.types import Group
 from support.rollouts import make_group, make_rollout, sampled_turn
 from support.tokens import loss_gradients, make_group_rewards, make_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import ValueOutputs
-from strop.algorithms.reward_model import RewardModel
+from strop.algorithms.supervised.reward_model import RewardModel
 from strop.data.packing import pack, select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group

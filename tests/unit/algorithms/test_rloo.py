@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Plan
-from strop.algorithms.grpo import GroupRelative
-from strop.algorithms.rloo import RLOO, LeaveOneOut
+from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.advantages.rloo import RLOO, LeaveOneOut
 from support.tokens import loss_gradients, make_group_rewards, make_step
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from strop.algorithms.sapo import SAPO, SoftGate
+from strop.algorithms.policy_gradient.objectives.sapo import SAPO, SoftGate
 from support.tokens import evaluate_objective, loss_gradients, make_step
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.sft import SFT
+from strop.algorithms.supervised.sft import SFT
 from strop.data.packing import pack, select_rollouts
 from strop.types import observation_turn
 from support.recorded import recorded_group, recorded_turn

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.algorithms.grpo import GRPO
-from strop.algorithms.top_entropy import TopEntropy
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO
+from strop.algorithms.policy_gradient.top_entropy import TopEntropy
 from support.tokens import loss_gradients, make_step
 
 NOW = [[-1.0, -1.0, -1.0], [-1.0, -1.0]]

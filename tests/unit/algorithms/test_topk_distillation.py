@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
-from strop.algorithms.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, complete_distribution
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, complete_distribution
 from strop.data.packing import pack
 from strop.types import Batch
 from support.rollouts import simple_groups

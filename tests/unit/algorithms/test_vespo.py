@@ -7,8 +7,8 @@ import math
 import pytest
 
 from strop.algorithms.base import Plan
-from strop.algorithms.reinforce import Reinforce
-from strop.algorithms.vespo import VESPO, GammaWeight
+from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
+from strop.algorithms.policy_gradient.objectives.vespo import VESPO, GammaWeight
 from support.tokens import evaluate_objective, make_step
 
 

@@ -221,10 +221,10 @@ def model_folder(tmp_path_factory):
 
 
 def torch_learner(folder: Path, seed: int = 0):
+    from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
     from strop.models.loading import load_model
     from strop.models.network import Network
     from strop.sampling import Sampling
-    from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 
     network = Network(load_model(str(folder)), packed=True)
     options = TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, schedule=[{"name": "torch.optim.lr_scheduler.ConstantLR"}])

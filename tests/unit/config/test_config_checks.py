@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, load_config
-from strop.config.schema import PpoRunConfig
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config.checks import run_checks
+from strop.config.schema.run_config import PpoRunConfig
 
 RUN = [
     "policy.model_name=m",
@@ -112,7 +113,7 @@ def test_all_refusals_are_reported_together() -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_installed", lambda package: False)
+    monkeypatch.setattr(run_checks, "is_installed", lambda package: False)
     assert "wandb is not installed" in str(refusal("logger.wandb_enabled=true"))
     assert "tensorboard is not installed" in str(refusal("logger.tensorboard_enabled=true"))
 
@@ -120,7 +121,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "policy.dtensor_cfg.lora_cfg.enabled=true"
     assert accepted(asked) == []
-    monkeypatch.setattr(checks, "is_installed", lambda package: package != "peft")
+    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "peft")
     assert "the package peft is not installed" in str(refusal(asked)) and "pip install 'strop[lora]'" in str(refusal(asked))
 
 
@@ -168,7 +169,7 @@ def test_a_kl_term_of_weight_zero_is_said_to_change_nothing(overrides: list[str]
 def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "strop_no_such_package").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not checks.is_installed("strop_no_such_package") and checks.is_installed("pydantic")
+    assert not run_checks.is_installed("strop_no_such_package") and run_checks.is_installed("pydantic")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, checks, engine_checks, load_config
-from strop.config.schema import SftRunConfig
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config.checks import engine_checks, run_checks
+from strop.config.schema.run_config import SftRunConfig
 
 RUN = [
     "policy.model_name=m",
@@ -24,7 +25,7 @@ G, C, W = "policy.generation.", "policy.generation.vllm_cfg.", "policy.generatio
 
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(run_checks, "is_installed", lambda package: True)
 
 
 def warnings(*overrides: str, root: Any = GrpoRunConfig, base: list[str] = RUN) -> list[str]:
@@ -122,7 +123,7 @@ def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None
 
 
 def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
     error = refusal(VLLM)
     assert "vLLM is not installed" in str(error) and "make setup-vllm" in str(error)
     with pytest.raises(ConfigError, match=r"generation\.backend: found vllm, but vLLM is not installed"):
@@ -130,7 +131,7 @@ def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest
 
 
 def test_a_run_on_recorded_data_needs_no_engine_and_says_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "data.validation.dataset_name=squad"]
     assert warnings(root=SftRunConfig, base=base) == []
     (warning,) = warnings(VLLM, f"{C}speculation.method=ngram", root=SftRunConfig, base=base)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, EvalRunConfig, load_config
-from strop.config.data import DataEntryConfig
-from strop.config.schema import TRAINING_RUNS
-from strop.config.source import read_config_file
+from strop.config.load.source import read_config_file
+from strop.config.schema.data_config import DataEntryConfig
+from strop.config.schema.run_config import TRAINING_RUNS
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "examples" / "configs"
@@ -27,7 +27,7 @@ MEGATRON = {"policy.megatron_cfg.enabled"}
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths in the examples are relative to the repository's root; what they need is installed."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("strop.config.checks.is_installed", lambda package: True)
+    monkeypatch.setattr("strop.config.checks.run_checks.is_installed", lambda package: True)
 
 
 def section_of(path: Path) -> str:
@@ -75,8 +75,8 @@ def test_an_example_on_sums_loads_with_the_data_that_is_made_for_it(
 
 @pytest.mark.parametrize("kind", ["conversations", "preferences", "judgements"])
 def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_trained_on(kind: str, sums: Path) -> None:
-    from strop.assembly.recorded import EXAMPLE_READERS
-    from strop.assembly.tasks import make_data_source
+    from strop.build.recorded_run import EXAMPLE_READERS
+    from strop.build.tasks import make_data_source
 
     parts = {}
     for part, size in (("train", 200), ("validation", 20)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from strop.config.generation import GenerationConfig
+from strop.config.schema.generation_config import GenerationConfig
 from strop.sampling import MAX_RECORDED_TOP_K, Sampling
 
 

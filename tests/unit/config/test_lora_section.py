@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.config.lora import LoraConfig
-from strop.config.schema import SftRunConfig
+from strop.config.schema.lora_config import LoraConfig
+from strop.config.schema.run_config import SftRunConfig
 from strop.models.lora import LoraOptions
 
 RECIPE: dict[str, Any] = {  # as every recipe of NeMo-RL has it

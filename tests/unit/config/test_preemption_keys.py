@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.config import ConfigError, load_config
-from strop.config.schema import GrpoRunConfig
+from strop.config.schema.run_config import GrpoRunConfig
 
 BASE = ("policy.model_name=m", "data.train.env_name=arithmetic", "env.arithmetic={}", "grpo.val_period=0")
 BY = "checkpointing.checkpoint_must_save_by"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.generation import MismatchConfig
-from strop.config.schema import TRAINING_RUNS
-from strop.config.watchdog import WatchdogConfig
-from strop.mismatch import MismatchLimits
-from strop.watch.trouble import WaitLimits
+from strop.config.schema.generation_config import MismatchConfig
+from strop.config.schema.run_config import TRAINING_RUNS
+from strop.config.schema.watchdog_config import WatchdogConfig
+from strop.monitoring.watchdog.stalls import WaitLimits
+from strop.trainer.mismatch import MismatchLimits
 
 
 def test_every_kind_of_training_run_has_a_watchdog() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from strop.data import hub
-from strop.data.errors import DataError
-from strop.data.examples import conversations
-from strop.data.messages import ROLES
-from strop.data.source import DataSource, split_train_validation
+from strop.data.recorded.examples import conversations
+from strop.data.recorded.messages import ROLES
+from strop.data.sources import hub
+from strop.data.sources.errors import DataError
+from strop.data.sources.source import DataSource, split_train_validation
 from strop.types import Message, assistant, system, user
 
 TALK = [{"role": "user", "content": "12 + 7?"}, {"role": "assistant", "content": "19"}]

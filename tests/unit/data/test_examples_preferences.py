@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from strop.data import hub
-from strop.data.errors import DataError
-from strop.data.examples import Preference, UnpairedPreference, preferences, unpaired_preferences
-from strop.data.source import DataSource, split_train_validation
+from strop.data.recorded.examples import Preference, UnpairedPreference, preferences, unpaired_preferences
+from strop.data.sources import hub
+from strop.data.sources.errors import DataError
+from strop.data.sources.source import DataSource, split_train_validation
 from strop.types import assistant, system, user
 
 ASK = {"role": "user", "content": "12 + 7?"}

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from strop.data import hub
-from strop.data.builtin import BUILTIN_DATASETS
-from strop.data.errors import DataError
-from strop.data.source import DataSource
+from strop.data.sources import hub
+from strop.data.sources.builtin import BUILTIN_DATASETS
+from strop.data.sources.errors import DataError
+from strop.data.sources.source import DataSource
 
 datasets = pytest.importorskip("datasets")
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.dpo import DPO
-from strop.algorithms.reward_model import RewardModel
-from strop.algorithms.sft import SFT
+from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.supervised.reward_model import RewardModel
+from strop.algorithms.supervised.sft import SFT
 from strop.data.packing import pack, select_rollouts, split_micro_batches
 from strop.types import Batch, Group, Rollout, observation_turn
 from support.recorded import pair_shapes, recorded_group, recorded_turn, with_prompt

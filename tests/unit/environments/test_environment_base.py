@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, RewardError, compute_rewards, reward
 from strop.types import Rollout, Task, user
 

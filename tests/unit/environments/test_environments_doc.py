@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import compute_rewards
 from strop.environments.mixture import Mixture
 from strop.environments.registry import import_attribute, make_environment

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.placement import permute_index
-from strop.data.source import DataSource
+from strop.data.interleaving import permute_index
+from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.mixture import Component, Mixture

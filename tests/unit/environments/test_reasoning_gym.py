@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError, compute_rewards
 from strop.environments.reasoning_gym import ReasoningGym
 

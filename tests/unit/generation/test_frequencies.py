@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.generation.torch.draw import sample_tokens
+from strop.generation.torch.sampler import sample_tokens
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed, uniform
-from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import VOCABULARY, build
 from support.statistics import chi_square, chi_square_limit, is_consistent
+from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 DRAWS = 20_000
 SAMPLINGS = {

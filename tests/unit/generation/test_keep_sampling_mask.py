@@ -18,17 +18,17 @@ from torch import Tensor
 from strop.algorithms.base import CANDIDATES, TokenOutputs
 from strop.data.packing import pack
 from strop.generation.base import Completion
-from strop.generation.torch.draw import sample_tokens
-from strop.generation.torch.runner import RecomputeRunner
+from strop.generation.torch.model_runner import RecomputeRunner
+from strop.generation.torch.sampler import sample_tokens
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch, Group, Rollout
 from support.algorithms import grpo
-from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, with_columns
+from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 FLOAT32 = 2e-5  # the order of additions, as in test_sampler_and_learner_agree
 EXACT = 1e-9  # float64

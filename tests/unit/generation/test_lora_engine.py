@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strop.generation.torch.linears import FastLinears
-from strop.generation.torch.runner import CachedRunner, RecomputeRunner
+from strop.generation.torch.fast_linears import FastLinears
+from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner
+from strop.learner.torch.adapter_reference import AdapterOffScorer
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.models.adapters import lora_layers
 from strop.models.lora import LoraOptions, add_adapters
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
-from strop.training.torch.reference import AdapterOffScorer
 from strop.types import Batch
-from support.engine import Request, make_engine, make_runner, run_requests, token_lists
 from support.lora import build_with_adapters, copy_base_weights, with_random_adapters
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
+from support.torch_engine import Request, make_engine, make_runner, run_requests, token_lists
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.generation.torch.cache import Prefix, PrefixStore
+from strop.generation.torch.kv_cache import Prefix, PrefixStore
 
 
 def prefix(tokens: tuple[int, ...], logits: bool = False) -> Prefix:

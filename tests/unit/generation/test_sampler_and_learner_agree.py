@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from strop.generation.torch.runner import RecomputeRunner
+from strop.generation.torch.model_runner import RecomputeRunner
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.sampling import Sampling
-from strop.training.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
 from strop.types import Batch
-from support.engine import Request, make_engine, make_runner, run_requests
 from support.models import FAMILIES, VOCABULARY, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
+from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02

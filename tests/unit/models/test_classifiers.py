@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms.reward_model import RewardModel
+from strop.algorithms.supervised.reward_model import RewardModel
 from strop.data.packing import pack
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
-from strop.models.value import ValueNetwork, get_score_layer
+from strop.models.value_network import ValueNetwork, get_score_layer
 from strop.sampling import Sampling
-from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from support.models import build
 from support.recorded import build_classifier, make_learner, recorded_group, train_steps
 from support.tokenizer import END, PAD

@@ -24,7 +24,7 @@ from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer
 from strop.models.lora import LoraOptions, add_adapters, count_parameters, export_merged_model, find_target_layers, main
 from strop.models.network import Network, disable_dropout
-from strop.models.value import ValueNetwork
+from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from support.lora import build_with_adapters, copy_weights, with_random_adapters
 from support.models import FAMILIES, build

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.gae import RETURNS, VALUES
-from strop.algorithms.ppo import PPO
+from strop.algorithms.critic.gae import RETURNS, VALUES
+from strop.algorithms.critic.ppo import PPO
 from strop.data.packing import pack
+from strop.learner.base import Learner, ValueColumn
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
-from strop.training.base import Learner, ValueColumn
-from strop.training.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.types import Batch
 from support.models import build, copy_gradients, to_float64
 from support.rollouts import simple_groups

@@ -13,11 +13,11 @@ import torch
 
 from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
-from strop.data.source import DataSource
+from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.generation.base import Completion
+from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, RewardScaling, run_episode, run_group
-from strop.rollouts.template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Ending, Message, Messages, Rollout, Task, assistant, user
 

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 
-from strop.weights.control import is_process_alive
+from strop.weight_sync.transports.control import is_process_alive
 
 DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
 DRIVER_POLL_SECONDS = 1.0  # seconds between checks

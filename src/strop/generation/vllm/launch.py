@@ -23,7 +23,7 @@ PRELOAD = [
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
-    "strop.weights.fingerprints",
+    "strop.weight_sync.fingerprints",
 ]
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 

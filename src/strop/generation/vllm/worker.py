@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from strop.generation.vllm.guardian import exit_with_driver
-from strop.generation.vllm.layout import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
-from strop.generation.vllm.repairs import apply_patches
-from strop.weights.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
-from strop.weights.fingerprints import fingerprint, normalize_zeros
+from strop.generation.vllm.vllm_patches import apply_patches
+from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
+from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint
+from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
 exit_with_driver()
 

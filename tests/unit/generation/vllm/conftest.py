@@ -12,7 +12,7 @@ from support.forks import with_vllm
 from support.needs import needs_vllm
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 needs_vllm()
 
@@ -32,7 +32,7 @@ def pytest_runtest_call() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def room() -> Iterator[BackgroundLoop]:
-    from support.engines import BackgroundLoop
+    from support.vllm_engines import BackgroundLoop
 
     room = BackgroundLoop()
     yield room
@@ -42,8 +42,8 @@ def room() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="session")
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """One engine in float32, whose worker can be told to go wrong, with weights published once. Tests leave it in order."""
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve, served_model
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
     folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from strop.sampling import Sampling
-from strop.weights.base import EngineDied
-from support.engines import compute_logprobs, perturb
+from strop.weight_sync.base import EngineDied
+from support.vllm_engines import compute_logprobs, perturb
 
 if TYPE_CHECKING:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import BackgroundLoop, ServedModel
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ PROMPTS = tuple(tuple(range(start, start + 20)) for start in range(40, 240, 10))
 
 @pytest.fixture(scope="module")
 def pair(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve, served_model
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
     engines = [

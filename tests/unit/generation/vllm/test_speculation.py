@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from strop.sampling import Sampling, filtered_logits
-from support.engines import compute_logprobs, perturb
 from support.statistics import is_consistent
 from support.sweep import sweep
+from support.vllm_engines import compute_logprobs, perturb
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted")
 
 
 def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> ServedModel:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve, served_model
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
 
     model = served_model()
     engine = VllmEngine(
@@ -53,7 +53,7 @@ def ngram(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokeni
 @pytest.fixture(scope="module")
 def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """The draft is the policy itself as it begins: later publishes change the policy alone."""
-    from support.engines import save_model_folder, served_model
+    from support.vllm_engines import save_model_folder, served_model
 
     draft = save_model_folder(served_model(), tokenizer, tmp_path_factory.mktemp("draft"), weights=True)
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}

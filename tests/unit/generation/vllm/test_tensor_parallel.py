@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from strop.sampling import Sampling
-from strop.weights.proof import VerificationFailed
-from support.engines import compute_logprobs, perturb
+from strop.weight_sync.verification import VerificationFailed
 from support.models import VOCABULARY
 from support.tokenizer import END
+from support.vllm_engines import compute_logprobs, perturb
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +55,8 @@ def family(name: str) -> Any:
 
 
 def serve_family(room: BackgroundLoop, name: str, folder: Path, tokenizer: Any, **changes: Any) -> ServedModel:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve
 
     model = family(name)
     settings = make_engine_options(

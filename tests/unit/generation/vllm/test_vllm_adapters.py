@@ -14,13 +14,13 @@ import torch
 
 from strop.models.adapters import lora_layers
 from strop.sampling import Sampling
-from strop.weights.adapters import LocalAdapterSource
-from strop.weights.proof import VerificationFailed
-from support.engines import compute_logprobs
+from strop.weight_sync.adapters_tmp import LocalAdapterSource
+from strop.weight_sync.verification import VerificationFailed
 from support.lora import with_random_adapters
+from support.vllm_engines import compute_logprobs
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,8 @@ def serve_adapters(
     lora: dict[str, Any] | None = None,
     **changes: Any,
 ) -> ServedModel:
-    from strop.generation.vllm.engine import VllmEngine
-    from support.engines import make_engine_options, save_model_folder, serve, served_model
+    from strop.generation.vllm.vllm_engine import VllmEngine
+    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
 
     model = with_random_adapters(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
     engine = VllmEngine(

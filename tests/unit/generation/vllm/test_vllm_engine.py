@@ -10,12 +10,12 @@ import torch
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.sampling import KEPT_TOKENS, Sampling, filtered_logits, keep_mask
-from support.engines import compute_logprobs
+from support.vllm_engines import compute_logprobs
 
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 PROMPT = tuple(range(40, 60))
 

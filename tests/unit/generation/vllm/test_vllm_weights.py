@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from strop.sampling import Sampling
-from strop.weights.base import Sender
-from strop.weights.broadcast import BroadcastSender
-from strop.weights.folder import FolderSender
-from strop.weights.proof import VerificationFailed
-from support.engines import compute_logprobs, perturb
+from strop.weight_sync.base import Sender
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.shared_folder import FolderSender
+from strop.weight_sync.verification import VerificationFailed
+from support.vllm_engines import compute_logprobs, perturb
 
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from support.engines import BackgroundLoop, ServedModel
+    from support.vllm_engines import BackgroundLoop, ServedModel
 
 PROMPT = tuple(range(40, 60))
 SAMPLING = Sampling(max_new_tokens=8)

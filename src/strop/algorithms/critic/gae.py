@@ -1,0 +1,117 @@
+"""Generalized advantage estimation (arXiv 1506.02438): credit of tokens from rewards and a critic's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.functional import RELATIVE_ROUNDING, whiten
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards
+from strop.types import Batch
+
+VALUES = "values"  # a batch column, [N]: the critic's value before each token, with its weights before the update
+TOKEN_REWARDS = "token_rewards"  # a batch column, [N] float64: the reward of each token
+RETURNS = "returns"  # a batch column, [N]: the critic's targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gae(Advantage):
+    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, with delta_t = r_t + gamma V_{t+1} - V_t.
+
+    A time step is a sampled token; tokens of prompts and of the environment are no time steps. V_t is the critic's value of everything
+    before token t, so the value after the last token of a turn is that of the state after the environment's response. After the last
+    token of a rollout the value is 0, whether the rollout stopped or reached a length limit: the limit is part of the task, as in TRL and
+    verl, and the critic never reads the last token. (``overlong_filtering`` leaves rollouts that reached the limit out of both losses.)
+
+    ``lambda_value`` is the lambda of the critic's targets V + A. VAPO's decoupled GAE (2504.05118) sets it to 1, so that the targets are
+    plain discounted returns. ``length_adaptive_alpha`` a > 0 sets the policy's lambda to 1 - 1 / (a l), at least 0, for a rollout of l
+    sampled tokens (VAPO: 0.05). ``whiten`` subtracts the mean of the advantages and divides by their population standard deviation, over
+    all counted tokens of the batch; the result is exactly 0 if they do not vary. The critic's targets are never whitened.
+    """
+
+    min_group_size: ClassVar[int] = 1
+    requires: ClassVar[frozenset[str]] = frozenset({VALUES})
+    gamma: float = 1.0
+    lambda_policy: float = 0.95
+    lambda_value: float | None = None  # None: the policy's
+    length_adaptive_alpha: float = 0.0
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lambda_policy", "lambda_value"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(f"{name} is {share}; it discounts the credit of later tokens and must lie in [0, 1]")
+        if self.length_adaptive_alpha < 0:
+            raise ValueError(f"length_adaptive_alpha is {self.length_adaptive_alpha}; set it above 0, or to 0 for a fixed lambda")
+
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
+        """Return the plain reward, because the critic's values are not known yet."""
+        return group.rewards
+
+    def token_advantages(self, batch: Batch) -> Tensor:
+        """Compute advantages, [N] float32, from the columns TOKEN_REWARDS and VALUES."""
+        advantages = self._discounted_errors(batch, self.lambdas(batch))
+        return (_whiten_or_zero(advantages, batch) if self.whiten else advantages).float()
+
+    def returns(self, batch: Batch) -> Tensor:
+        """Compute the critic's targets, [N] float32, from the same columns."""
+        share = self.lambda_policy if self.lambda_value is None else self.lambda_value
+        same = torch.full((len(batch.target),), share, dtype=torch.float64)
+        return (batch.column(VALUES).double() + self._discounted_errors(batch, same)).float()
+
+    def lambdas(self, batch: Batch) -> Tensor:
+        """Return the lambda of the policy's advantages for each token, [N] float64; it is the same for all tokens of a rollout."""
+        if not self.length_adaptive_alpha:
+            return torch.full((len(batch.target),), self.lambda_policy, dtype=torch.float64)
+        lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
+        adaptive = 1 - 1 / (self.length_adaptive_alpha * lengths.clamp(min=1))
+        return adaptive.clamp(min=0)[batch.sequence]
+
+    def _discounted_errors(self, batch: Batch, lambdas: Tensor) -> Tensor:  # [N] float64
+        values = batch.column(VALUES).double()
+        following = torch.zeros_like(values)
+        goes_on = batch.sequence[1:] == batch.sequence[:-1]
+        following[:-1] = values[1:].where(goes_on, 0.0)
+        errors = batch.column(TOKEN_REWARDS) + self.gamma * following - values
+        return discounted_sums(errors, self.gamma * lambdas, batch)
+
+
+def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
+    """Sum decay^distance x value over each token and the later tokens of its rollout, [N] float64.
+
+    ``decay`` [N] float64, in [0, 1], is the same for all tokens of a rollout. The tokens of a rollout must be contiguous and in order, as
+    ``pack`` arranges them. The sums are computed by doubling, over 1, 2, 4, ... tokens, so that ten thousand tokens take fourteen steps.
+    """
+    sums, factor, span = values, decay, 1
+    longest = int(torch.bincount(batch.sequence).max())
+    while span < longest:
+        reaches = batch.sequence[span:] == batch.sequence[:-span]
+        later = (factor[:-span] * sums[span:]).where(reaches, 0.0)
+        sums = torch.cat([sums[:-span] + later, sums[-span:]])
+        factor, span = factor.square(), 2 * span
+    return sums
+
+
+def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:
+    """Place the rewards of rollouts [S] at the last sampled token of each, [N] float64; 0 elsewhere.
+
+    The reward of a rollout without sampled tokens is lost.
+    """
+    count = len(batch.target)
+    last = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence, torch.arange(count), "amax")
+    placed = torch.zeros(count, dtype=torch.float64)
+    placed[last[last >= 0]] = rewards.double()[last >= 0]
+    return placed
+
+
+def _whiten_or_zero(advantages: Tensor, batch: Batch) -> Tensor:
+    """Whiten; return zeros if the advantages are within the rounding error of the float32 values and rewards they are computed from."""
+    counted = batch.mask > 0
+    terms = torch.stack([batch.column(VALUES).double(), batch.rewards[batch.sequence]]).abs()
+    if not counted.any() or advantages[counted].abs().max() <= RELATIVE_ROUNDING * terms[:, counted].max():
+        return torch.zeros_like(advantages)
+    return whiten(advantages, batch.mask)

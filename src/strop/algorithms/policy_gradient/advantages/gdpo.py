@@ -1,0 +1,72 @@
+"""GDPO (arXiv 2601.05242): normalizes each of several rewards within its group before adding them, so that none dominates.
+
+Metrics: ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Plan
+from strop.algorithms.functional import EPS, group_advantages
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledRewards(Advantage):
+    """The sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, divided by the deviation of that sum in the
+    batch.
+
+    A reward that does not vary in a group adds exactly 0. The mean of the sum over the batch is 0, because it is 0 in each group; it is
+    not subtracted again, so that groups without signal keep a credit of 0. The deviation in the batch is over rollouts, as in the paper
+    and TRL; verl whitens over tokens. ``weights`` maps the names of rewards to weights; rewards without a weight are ignored. Without
+    any weights, every reward has weight 1, including those an environment only logs, which ``validate`` rejects. The environment's own
+    weights are not used.
+    """
+
+    needs_named_rewards: ClassVar[bool] = True
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from super().validate(plan)
+        known = ", ".join(plan.environment_rewards) or "train/rewards/* in the log"
+        if len(self.weights) < 2:
+            yield (
+                f"GDPO normalizes each reward separately and adds them, but {len(self.weights)} rewards have a weight; set the "
+                f"weights of at least two in algorithm.kwargs.advantage.weights (available: {known}), or choose grpo for a "
+                "single reward"
+            )
+        unknown = [name for name in self.weights if name not in plan.environment_rewards]
+        if plan.environment_rewards and unknown:
+            yield f"GDPO has weights for rewards that no environment returns: {', '.join(unknown)}; available are {known}"
+
+    def rollout_advantages(self, group: GroupRewards) -> Tensor:
+        """Return the weighted sum of the normalized rewards, [G]. Raises ValueError if the group has no reward with a weight."""
+        weights = self.weights or dict.fromkeys(group.by_name, 1.0)
+        found = {name: rewards for name, rewards in group.by_name.items() if name in weights}
+        if not found:
+            raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.by_name)}")
+        return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in found.items()]).sum(0)
+
+    def token_advantages(self, batch: Batch) -> Tensor:
+        tokens = torch.bincount(batch.sequence, minlength=batch.num_sequences)
+        sums = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, batch.advantages.double())
+        credit = (sums / tokens.clamp(min=1))[tokens > 0]
+        deviation = credit.square().mean().sqrt()
+        return (batch.advantages.double() / (deviation + EPS)).to(batch.advantages.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO(PolicyGradient):
+    """Each reward normalized by its group, their sum by the batch, PPO's clip, mean over all tokens of the batch."""
+
+    advantage: Advantage = DecoupledRewards()
+    objective: Objective = Clip()

@@ -1,0 +1,118 @@
+"""Policy gradients: one algorithm with independently chosen parts. GRPO, DAPO, RLOO and others are compositions of parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import Plan, TokenOutputs
+from strop.algorithms.functional import Aggregation, aggregate, sequence_sum
+from strop.algorithms.policy_gradient.group_credit import GroupCredit
+from strop.algorithms.policy_gradient.part_checks import validate_parts
+from strop.algorithms.policy_gradient.parts import Correction, Mismatch, Objective, PolicyTokens, Selection
+from strop.metrics import Metrics
+from strop.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(GroupCredit):
+    """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
+
+    objective: Objective
+    corrections: tuple[Correction, ...] = ()
+    selection: Selection | None = None
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = None
+    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # the policy in the denominator of the ratio
+    proximal_weight: float = 0.5  # for ratio_to between: the weight a of the policy in log pi_o = log mu + a (log pi - log mu)
+    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), with value 1
+    entropy_bonus: float = 0.0  # weight of the entropy in the objective, which is maximized
+    entropy_target: float | None = None  # nats: the bonus applies only while the step's mean entropy is below this
+    positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        yield from validate_parts(self, plan)
+
+    @property
+    def needs_step_outputs(self) -> bool:
+        return self.selection is not None or self.objective.needs_step_outputs or self.entropy_target is not None
+
+    def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
+        columns: dict[str, Tensor] = {}
+        if outputs is not None:
+            if self.selection is not None:
+                columns["selected"] = self.selection.choose(self.policy_tokens(outputs, batch))
+            if self.objective.needs_step_outputs:
+                columns.update(self.objective.prepare_step(self.policy_tokens(outputs, batch)))
+            if self.entropy_target is not None:
+                below = aggregate(outputs.entropy, batch) < self.entropy_target
+                columns["entropy_bonus"] = torch.full((len(batch.target),), float(below))
+        if self.positive_nll:
+            positive = (batch.rewards > 0).float()[batch.sequence] * batch.mask
+            columns["positive"] = positive * (batch.totals.tokens / max(float(positive.sum()), 1.0))
+        return batch.with_columns(columns)
+
+    def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
+        """Return the rollouts with all advantages 0, [S] bool, mostly of groups that do not vary; none if the loss has other terms."""
+        in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
+        if in_loss or self.entropy_bonus or self.positive_nll or not self.objective.zero_gradient_without_advantage:
+            return super().zero_gradient(batch, learner)
+        return sequence_sum(batch.advantages.abs(), batch) == 0
+
+    def old_logprobs(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [N] from before the update: those in the denominator of the ratio, and the learner's.
+
+        With one optimizer step per batch, the learner's are the current ones. With ``ratio_to`` between, they are approximated from
+        those of the sampler and the current policy.
+        """
+        current = logprobs.detach()
+        learner = batch.columns.get("policy_logprobs", current)
+        if self.ratio_to == "between":
+            learner = batch.rollout_logprobs + self.proximal_weight * (current - batch.rollout_logprobs)
+        if self.on_policy_ratio:
+            return current, learner
+        return (batch.rollout_logprobs if self.ratio_to == "sampler" else learner), learner
+
+    def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
+        before, _ = self.old_logprobs(outputs.logprobs, batch)
+        return PolicyTokens(
+            logprobs=outputs.logprobs, old_logprobs=before, rollout_logprobs=batch.rollout_logprobs, entropy=outputs.entropy,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
+
+    def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        tokens = self.policy_tokens(outputs, batch)
+        _, learner = self.old_logprobs(outputs.logprobs, batch)
+        objective, columns = self.objective(tokens)
+        mismatch = Mismatch(
+            log_ratio=learner - batch.rollout_logprobs, current_log_ratio=outputs.logprobs.detach() - batch.rollout_logprobs,
+            advantages=batch.advantages, batch=batch,
+        )  # fmt: skip
+        for correction in self.corrections:
+            weights, cut = correction.weights(mismatch)
+            objective, columns = objective * weights, {**columns, **cut}
+        if "selected" in batch.columns:
+            objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
+        loss = -self._aggregate(objective, batch)
+        columns = {"probs_ratio": tokens.ratio, **columns}
+        if self.kl is not None and self.kl.weight:
+            kl = self.kl.estimate(outputs.logprobs, batch)
+            columns["kl_penalty"] = kl
+            if self.kl.place == "loss":
+                loss = loss + self.kl.weight * self._aggregate(kl * tokens.ratio if self.kl.unbiased else kl, batch)
+        if self.entropy_bonus:
+            paid = batch.columns.get("entropy_bonus", batch.mask)
+            loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * paid, batch)
+        if self.positive_nll:
+            loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
+        logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}
+        logged["probs_ratio_max"] = metrics.maximum(columns["probs_ratio"].max().item() if len(batch.target) else 0.0)
+        return loss, {**logged, "loss": metrics.total(loss.item())}
+
+    def _aggregate(self, values: Tensor, batch: Batch) -> Tensor:
+        return aggregate(values, batch, self.aggregation, self.constant_length)

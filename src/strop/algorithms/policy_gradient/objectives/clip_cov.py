@@ -1,0 +1,87 @@
+"""Clip-Cov (arXiv 2505.22617): removes the gradient of a few of the tokens that reduce the policy's entropy most.
+
+Metrics: covariance_clipped, the share of tokens without gradient; ratio_outside_clip, ratio_clipped, probs_ratio and its maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
+from strop.types import Batch
+
+
+def covariances(tokens: PolicyTokens) -> Tensor:
+    """Return (A - mean A) (log pi - mean log pi), with means over counted tokens, [N] float64; -inf for tokens that do not count."""
+    counted = tokens.batch.mask > 0
+    advantages, logprobs = tokens.advantages.double(), tokens.logprobs.detach().double()
+    products = (advantages - advantages[counted].mean()) * (logprobs - logprobs[counted].mean())
+    return torch.where(counted, products, -torch.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovarianceClip(Clip):
+    """PPO's clip, multiplied by 0 for ``share`` of the counted tokens, chosen among those with a covariance between ``lowest`` and
+    ``highest``.
+
+    At least one token is chosen, as in the authors' code, and none that the clip already leaves without gradient. ``choose`` uniform
+    samples them with a seed derived from the step's tokens, so that runs are reproducible; largest takes those with the largest covariance.
+    """
+
+    needs_step_outputs: ClassVar[bool] = True
+    share: float = 2e-4
+    lowest: float = 1.0
+    highest: float = 5.0
+    choose: Literal["uniform", "largest"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or self.lowest >= self.highest:
+            raise ValueError(
+                f"share is {self.share}, lowest {self.lowest} and highest {self.highest}: the share must lie in (0, 1], and lowest must be "
+                "below highest"
+            )
+
+    def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
+        kept = torch.ones_like(tokens.batch.mask)
+        if bool((tokens.batch.mask > 0).any()):
+            kept[self._choose_tokens(tokens)] = 0.0
+        return {"covariance_kept": kept}
+
+    def _choose_tokens(self, tokens: PolicyTokens) -> Tensor:
+        """Return the indices into N of the tokens that get no gradient."""
+        found = covariances(tokens)
+        _, columns = self.clipped(tokens.ratio, tokens.advantages)
+        eligible = ((found > self.lowest) & (found < self.highest) & (columns["ratio_clipped"] == 0)).nonzero().squeeze(1)
+        count = max(int(self.share * tokens.batch.totals.tokens), 1)
+        if self.choose == "largest":
+            return eligible[found[eligible].argsort(descending=True, stable=True)[:count]]
+        generator = torch.Generator().manual_seed(_seed(tokens.batch))
+        return eligible[torch.randperm(len(eligible), generator=generator)[:count]]
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        objective, columns = super().__call__(tokens)
+        kept = tokens.batch.column("covariance_kept")
+        return objective * kept, {**columns, "covariance_clipped": 1 - kept}
+
+
+def _seed(batch: Batch) -> int:
+    """Derive a seed from the sampled tokens in their order, so that it depends on this step only."""
+    places = torch.arange(1, len(batch.target) + 1)
+    return int((batch.target.cpu() * places % 2_147_483_647).sum()) + int(batch.versions.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(PolicyGradient):
+    """GRPO's advantage, PPO's clip without some tokens of high covariance, mean over all tokens of the batch."""
+
+    advantage: Advantage = GroupRelative()
+    objective: Objective = CovarianceClip()

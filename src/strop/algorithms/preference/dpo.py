@@ -1,0 +1,22 @@
+"""Direct Preference Optimization (arXiv 2305.18290)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from strop.algorithms.preference.base import ReferencedPreference
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(ReferencedPreference):
+    """-log sigmoid(beta (h(chosen) - h(rejected))), with h = log pi - log pi_ref of a completion.
+
+    The loss is log 2 at the reference policy. With ``average_log_probs``, h is the mean per token (NeMo-RL's preference_average_log_probs,
+    TRL's "sigmoid_norm").
+    """
+
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(self.beta * (chosen - rejected))

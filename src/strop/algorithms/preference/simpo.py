@@ -1,0 +1,36 @@
+"""Simple Preference Optimization (arXiv 2405.14734): the reward is the mean log-probability, without a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from strop.algorithms.preference.base import PairwisePreference, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO(PairwisePreference):
+    """-log sigmoid(beta (h(chosen) - h(rejected)) - gamma), with h the mean log pi of a completion's tokens.
+
+    ``gamma`` is the margin of the scaled rewards, as in the paper. TRL's CPOTrainer has the same option (simpo_gamma), but its default
+    beta is 0.1, while the paper uses 2 to 2.5.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    average_log_probs: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("beta", self.beta)
+        if self.gamma < 0:
+            raise ValueError(f"gamma is {self.gamma}: the margin between chosen and rejected completion must not be negative")
+
+    @property
+    def reward_scale(self) -> float:
+        return self.beta
+
+    def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        return -logsigmoid(self.beta * (chosen - rejected) - self.gamma)

@@ -1,0 +1,250 @@
+"""Build an algorithm from a configuration: its name, its parts, and the flat keys that set fields of parts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from functools import partial
+from types import UnionType
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from strop.algorithms.base import Algorithm, Plan
+from strop.algorithms.catalogue import all_algorithms, all_parts, part_name
+from strop.algorithms.critic.gae import VALUES
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.parts import Part
+from strop.data.sources.errors import suggest_names
+from strop.environments.registry import import_attribute
+
+
+@dataclass(frozen=True)
+class AlgorithmSetting:
+    """A flat key of a configuration and the field of the algorithm that it sets."""
+
+    key: str  # as written in the configuration
+    field: str  # of the algorithm, or ``part.field``
+    value: Any
+
+
+def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[AlgorithmSetting] = ()) -> Algorithm:
+    """Make the algorithm called ``name``: its own defaults, overridden by ``kwargs``, then by ``settings``.
+
+    Raises ValueError for an unknown name, for an option that neither the algorithm nor its part has, and for a value of the wrong type.
+    """
+    kind = find_algorithm(name)
+    known = {item.name: item for item in fields(kind) if item.init}
+    for key in kwargs:
+        if key not in known:
+            raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{suggest_names(key, known)}")
+    given = {
+        key: parse_option(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", known[key])
+        for key, value in kwargs.items()
+    }
+    missing = [key for key, item in known.items() if key not in given and _is_required(item)]
+    if missing:
+        raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
+    algorithm: Algorithm = _construct(kind, given, "algorithm.kwargs")
+    unread = []
+    for setting in settings:
+        if ":" in name and setting.field.partition(".")[0] not in known:
+            unread.append(setting.key)
+        else:
+            algorithm = _apply_setting(algorithm, setting, name)
+    if unread:
+        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unread)}; these keys have no effect", stacklevel=2)
+    return algorithm
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """Return the algorithm class for a file name in ``strop.algorithms`` or for ``module:Class``. Raises ValueError."""
+    kind = import_attribute(name) if ":" in name else all_algorithms().get(name)
+    if kind is None:
+        raise ValueError(
+            f"algorithm.name: {name!r} is neither one of Strop's algorithms nor module:Class{suggest_names(name, all_algorithms())}"
+        )
+    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+        raise ValueError(f"algorithm.name: {name!r} is not a subclass of strop.algorithms.base.Algorithm")
+    if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which every algorithm must define")
+    if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
+        raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
+    return kind
+
+
+def format_algorithm(name: str, algorithm: Algorithm) -> str:
+    """Format an algorithm and its parts on one line: all options of each part, and the algorithm's own options that differ from their
+    defaults."""
+    shown = []
+    for item in fields(algorithm):
+        value = getattr(algorithm, item.name)
+        if isinstance(value, Part | Kl):
+            shown.append(f"{item.name} {_format_part(value)}")
+        elif isinstance(value, tuple) and any(isinstance(one, Part) for one in value):
+            shown.append(f"{item.name} {', '.join(_format_part(one) for one in value)}")
+        elif value != item.default or item.name == "aggregation":
+            shown.append(f"{item.name} {value}")
+    return f"{name}: {'; '.join(shown)}" if shown else name
+
+
+def _format_part(part: Part | Kl) -> str:
+    options = ", ".join(
+        f"{item.name}={getattr(part, item.name)}" for item in fields(part) if getattr(part, item.name) is not None
+    )
+    kind = part_name(type(part)) if isinstance(part, Part) else part.estimator
+    return f"{kind}({options})" if options else kind
+
+
+SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what algorithms of this kind of run learn from
+    "grpo": "learns from the rewards of rollouts",
+    "ppo": "learns from rollouts with a critic",
+    "distillation": "learns from rollouts with a teacher",
+    "sft": "learns from recorded conversations",
+    "dpo": "learns from recorded preferences, paired or unpaired",
+    "rm": "scores whole rollouts, as a reward model does",
+}
+
+
+def infer_section(algorithm: Algorithm) -> str:
+    """Return the section of the configuration (the kind of run) that provides what an algorithm needs."""
+    if algorithm.recorded_data:
+        return "rm" if algorithm.predict == "last_token" else "sft" if algorithm.recorded_data == "conversations" else "dpo"
+    if VALUES in algorithm.requires:
+        return "ppo"
+    return "distillation" if algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES} else "grpo"
+
+
+def check_section(name: str, algorithm: Algorithm, section: str) -> None:
+    """Raise ValueError if an algorithm belongs to another kind of run."""
+    if (wanted := infer_section(algorithm)) != section:
+        raise ValueError(
+            f"algorithm.name: {name} {SECTION_DESCRIPTIONS[wanted]}, so it belongs to strop {wanted}; an algorithm of strop {section} "
+            f"{SECTION_DESCRIPTIONS[section]}. Choose another algorithm, or run strop {wanted}"
+        )
+
+
+def check_algorithm(algorithm: Algorithm, plan: Plan) -> None:
+    """Raise ValueError with every problem that the algorithm finds in the plan of the run."""
+    if found := list(algorithm.validate(plan)):
+        raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(found))
+
+
+def parse_option(annotation: Any, value: Any, where: str, field: Field[Any] | None = None) -> Any:
+    """Convert a YAML value to the type of its field. A part is ``name`` or ``{name: .., option: ..}``; several parts are a list.
+
+    Raises ValueError."""
+    base, several = _find_part_type(annotation)
+    if base is None:
+        return _parse_plain(annotation, value, where)
+    if several:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: found {value!r}; give a list of parts, such as [{{name: tis}}]")
+        return tuple(_parse_part(base, item, f"{where}.{place}") for place, item in enumerate(value))
+    return None if value is None else _parse_part(base, value, where, _default_value(field))
+
+
+def _parse_part(base: type, value: Any, where: str, default: Any = None) -> Any:
+    """Make a part. Without a name, make the field's default part with other options."""
+    options = {"name": value} if isinstance(value, str) else value
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where}: found {value!r}; give the part's name, or {{name: .., option: ..}}")
+    options = dict(options)
+    if "name" in options and base is not Kl:
+        kind = find_part(base, str(options.pop("name")), where)
+        return _construct(kind, _parse_options(kind, options, where), where)
+    start = Kl() if default is None and base is Kl else default
+    if start is None:
+        raise ValueError(f"{where}: name the part{suggest_names('', _parts_of_type(base))}")
+    return _replace_fields(start, _parse_options(type(start), options, where, complete=False), where)
+
+
+def _parse_options(kind: type, options: Mapping[str, Any], where: str, *, complete: bool = True) -> dict[str, Any]:
+    """Convert the options of a part to the types of its fields. ``complete``: all options without a default are required.
+
+    Raises ValueError."""
+    known = {item.name: item for item in fields(kind)}
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{where}.{key}: {kind.__name__} has no such option{suggest_names(key, known)}")
+    missing = [key for key, item in known.items() if complete and key not in options and _is_required(item)]
+    if missing:
+        raise ValueError(f"{where}: {kind.__name__} needs {', '.join(missing)}")
+    hints = get_type_hints(kind)
+    return {key: parse_option(hints[key], option, f"{where}.{key}", known[key]) for key, option in options.items()}
+
+
+def find_part(base: type, name: str, where: str) -> type[Part]:
+    """Return the subclass of ``base`` with this name, or the one at ``module:Class``. Raises ValueError."""
+    found = import_attribute(name) if ":" in name else _parts_of_type(base).get(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{where}: {name!r} is not a known {base.__name__.lower()}{suggest_names(name, _parts_of_type(base))}")
+    return cast("type[Part]", found)
+
+
+def _parts_of_type(base: type) -> dict[str, type[Part]]:
+    return {name: kind for name, kind in all_parts().items() if issubclass(kind, base)}
+
+
+def _apply_setting(algorithm: Any, setting: AlgorithmSetting, name: str) -> Any:
+    """Return the algorithm with one flat key applied. Raises ValueError if the algorithm, or its part, has no such field."""
+    head, _, rest = setting.field.partition(".")
+    known = {item.name for item in fields(algorithm)}
+    if head not in known:
+        raise ValueError(
+            f"{setting.key}: found {setting.value!r}, but {name} has no {head}. Remove the key, or choose another algorithm.name"
+        )
+    if not rest:
+        hint = get_type_hints(type(algorithm))[head]
+        return _replace_fields(algorithm, {head: parse_option(hint, setting.value, setting.key)}, setting.key)
+    part = getattr(algorithm, head)
+    if part is None and head == "kl":
+        part = Kl(weight=0.0)  # a key that only shapes the KL term does not enable it
+    if part is None or rest not in {item.name for item in fields(part)}:
+        what = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
+        raise ValueError(
+            f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {what}, which has no option {rest}. Remove the key, or "
+            f"choose another {head} (algorithm.kwargs.{head})"
+        )
+    return _replace_fields(algorithm, {head: _replace_fields(part, {rest: setting.value}, setting.key)}, setting.key)
+
+
+def _replace_fields(target: Any, values: Mapping[str, Any], where: str) -> Any:
+    return _construct(partial(replace, target), values, where)
+
+
+def _construct(factory: Callable[..., Any], values: Mapping[str, Any], where: str) -> Any:
+    try:
+        return factory(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _find_part_type(annotation: Any) -> tuple[type | None, bool]:
+    """Return (type of the parts that a field holds, whether it holds several), or (None, False) for a plain value."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    for option in options:
+        inner = get_args(option)[0] if get_origin(option) is tuple and get_args(option) else option
+        if isinstance(inner, type) and (issubclass(inner, Part) or inner is Kl):
+            return inner, inner is not option
+    return None, False
+
+
+def _parse_plain(annotation: Any, value: Any, where: str) -> Any:
+    """Validate a plain value; a tuple may be written as a YAML list. Raises ValueError for the wrong type."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{where}: found {value!r}: {error.errors()[0]['msg']}") from error
+
+
+def _is_required(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _default_value(item: Field[Any] | None) -> Any:
+    return None if item is None or item.default is MISSING else item.default

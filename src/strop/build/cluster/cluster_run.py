@@ -1,0 +1,113 @@
+"""Start the Ray cluster of a run; restart the run from its newest checkpoint when a rank dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.checks.device_counts import DeviceCounts, count_devices
+from strop.config.schema.run_config import DistillationRunConfig
+from strop.distributed.actor_group import ActorGroupDied
+from strop.distributed.base import ActorDied, Cluster
+from strop.monitoring.trackers.base import Tracker
+
+log = logging.getLogger(__name__)
+
+RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
+
+
+@asynccontextmanager
+async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
+    """Connect to the nodes that the run is configured for; yield None for a run in this process alone.
+
+    Raises PlacementError, ConnectionError, ValueError."""
+    devices = count_devices(config)
+    if not devices.uses_ray:
+        yield None
+        return
+    try:
+        from strop.distributed.ray import ClusterOptions, connect
+    except ImportError as error:
+        raise ValueError(
+            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), "
+            f"which takes Ray, and Ray cannot be "
+            f"imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
+        ) from error
+    folder = Path(config.logger.log_dir).resolve()
+    cluster = await connect(
+        ClusterOptions(
+            num_nodes=devices.nodes,
+            devices_per_node=devices.per_node,
+            on_cpu={"cpu": True, "auto": None}.get(config.policy.device, False),
+            segment_size=config.cluster.segment_size,
+            address=config.cluster.address,
+            output_folder=folder / "workers",
+            wait_seconds=config.cluster.wait_seconds,
+            cpus_per_node=compute_reserved_cpus(config),
+        )
+    )
+    try:
+        where = ", ".join(node.address for node in cluster.members)
+        tracker.note(
+            f"cluster: {cluster.num_nodes} nodes ({where}), {devices.per_node} devices on each; output of processes in {folder / 'workers'}"
+        )
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def compute_reserved_cpus(config: TrainingRunConfig) -> float:
+    """Return how many CPUs to reserve on each node: the sum over the processes on it, at least 1."""
+    roles, devices = config.cluster.roles, count_devices(config)
+    wanted = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
+    if isinstance(config, RolloutRunConfig):
+        wanted += len(config.env) * _max_per_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
+    if isinstance(config, DistillationRunConfig):
+        hosts = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
+        wanted += _max_per_node(hosts, devices) * roles.teacher.num_cpus
+    return max(1.0, wanted)
+
+
+def _max_per_node(processes: int, devices: DeviceCounts) -> int:
+    """Return the largest number of processes on a node when they are spread evenly over the nodes."""
+    return -(-processes // devices.nodes)
+
+
+async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[None]]) -> None:
+    """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times.
+
+    The count starts over whenever an attempt saves a later step than all attempts before it. Raises the last error when no restart is
+    left.
+    """
+    left = allowed = config.cluster.max_restarts
+    furthest = find_newest_step(config)
+    while True:
+        try:
+            return await run_attempt()
+        except RECOVERABLE_ERRORS as death:
+            now = find_newest_step(config)
+            if now > furthest:
+                left, furthest = allowed, now
+            if left == 0:
+                raise type(death)(
+                    f"{death}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
+                    f"restart is unlikely to help: see the output of the process in {Path(config.logger.log_dir) / 'workers'}"
+                ) from death
+            left -= 1
+            again = f"from the checkpoint of step {now}" if now >= 0 else "from the beginning: there is no checkpoint yet"
+            tracker.note(
+                f"warning: {death}. The learner restarts {again}; {left} more restarts are allowed until another step is saved"
+            )
+            log.debug("where the error was raised", exc_info=death)
+
+
+def find_newest_step(config: TrainingRunConfig) -> int:
+    """Return the step of the newest checkpoint, from which a restart would continue; -1 if there is none."""
+    saving = config.checkpointing
+    if not (saving.enabled and saving.resume):
+        return -1
+    steps = (path.name.removeprefix("step_") for path in Path(saving.checkpoint_dir).glob("step_*"))
+    return max((int(step) for step in steps if step.isdigit()), default=-1)

@@ -1,0 +1,115 @@
+"""Plan, without a cluster, which devices of each node train and which generate, and how the ranks shard a model."""
+
+from __future__ import annotations
+
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.checks.device_counts import count_devices
+from strop.config.schema.policy_config import DtensorConfig
+from strop.config.schema.run_config import PpoRunConfig
+from strop.distributed.placement import DevicePlan, plan_devices
+from strop.learner.parallel.parallel_dims import ParallelDims
+
+
+def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
+    """Return the device plan of a run on a cluster. Raises PlacementError."""
+    found = count_devices(config)
+    engines = found.engines if found.engines is not None else 1 if on_cpu else None
+    return plan_devices(
+        found.nodes,
+        found.per_node,
+        engine_size=found.engine_size,
+        engines=engines,
+        colocated=config.policy.generation.colocated.enabled or engines == 0,
+        engine_devices=found.engine_devices,
+        engine_nodes=found.engine_nodes,
+    )
+
+
+def make_parallel_dims(config: DtensorConfig, world: int) -> ParallelDims:
+    """Return the parallel dimensions of ``world`` ranks. Raises ValueError if they do not divide ``world``."""
+    tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
+    if world % (tensor * context * copies):
+        raise ValueError(
+            f"tensor_parallel_size {tensor} x context_parallel_size {context} x dp_replicate_size {copies} do not divide the {world} "
+            "training devices; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
+        )
+    return ParallelDims(
+        replicate=copies,
+        shard=world // (tensor * context * copies),
+        context=context,
+        tensor=tensor,
+        expert=config.expert_parallel_size,
+        sequence=config.sequence_parallel,
+    )
+
+
+def format_parallel_dims(sizes: ParallelDims) -> str:
+    """Format the dimensions as copies x shards x context x tensor."""
+    copies = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate} copies"
+    experts = f", experts {sizes.expert_size} ways" if sizes.expert > 1 else ""
+    return f"{copies} x {sizes.shard} shards x {sizes.context} context x {sizes.tensor} tensor{experts}"
+
+
+def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
+    """Format the layout of a run on a cluster: ranks, parallel dimensions, engines, environment processes.
+
+    Raises PlacementError, ValueError."""
+    division, found = make_device_plan(config, on_cpu=on_cpu), count_devices(config)
+    each = f"{_pluralize(found.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(found.per_node, "GPU")
+    world, nodes = len(division.training), {place.node for place in division.training}
+    lines = [
+        f"cluster     {_pluralize(found.nodes, 'node')} of a Ray cluster, {each} on each",
+        (
+            f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: "
+            f"{format_parallel_dims(make_parallel_dims(config.policy.dtensor_cfg, world))}"
+        ),
+    ]
+    if isinstance(config, PpoRunConfig) and not config.value.head_only:
+        critic = make_parallel_dims(config.value.dtensor_cfg, world)
+        if critic != make_parallel_dims(config.policy.dtensor_cfg, world):
+            lines.append(f"            the critic: {format_parallel_dims(critic)}")
+    if isinstance(config, RolloutRunConfig):
+        lines += [
+            f"engines     {_format_engines(division, found.engine_size)}",
+            f"hosts       {_format_environment_processes(config)}",
+        ]
+    return lines
+
+
+def _format_engines(division: DevicePlan, size: int) -> str:
+    count, nodes = len(division.generation), sorted({place.node for place in division.generation})
+    where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
+    turns = "colocated with the learner" if division.colocated else "on their own devices"
+    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')} on {where}, {turns}"
+
+
+def _format_environment_processes(config: RolloutRunConfig) -> str:
+    count = config.cluster.environment_hosts
+    if not count:
+        return "environments run in the driver's process"
+    nodes = min(count, config.cluster.num_nodes)
+    return f"{_pluralize(count, 'process')} for each environment, spread over {_pluralize(nodes, 'node')}"
+
+
+def format_device_rows(division: DevicePlan, nodes: int) -> list[tuple[str, str, str]]:
+    """Return a row (node, training devices, generation devices) for each node."""
+    rows = []
+    for node in range(nodes):
+        trains = [place.devices[0] for place in division.training if place.node == node]
+        engines = [
+            f"engine {number}: {_format_range(place.devices)}"
+            for number, place in enumerate(division.generation)
+            if place.node == node
+        ]
+        rows.append((str(node), _format_range(trains) if trains else "none", ", ".join(engines) or "none"))
+    return rows
+
+
+def _format_range(numbers: list[int] | tuple[int, ...]) -> str:
+    """Format consecutive numbers as 0-7, or 3 for a single one."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+
+
+def _pluralize(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,80 @@
+"""``strop eval``: sample a model on a set of tasks and report its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from strop.build.engines import make_serving_engine
+from strop.build.exit_codes import run_command
+from strop.build.models import load_policy
+from strop.build.summary import summarize
+from strop.build.tasks import make_validation_tasks
+from strop.config import EvalRunConfig
+from strop.monitoring.console.console import open_console
+from strop.rollouts.episode import EpisodeRules
+from strop.sampling import Sampling
+from strop.trainer.evaluation import Evaluator
+
+
+def run_evaluation(config: EvalRunConfig) -> int:
+    """Evaluate as configured. Return 0 on success, 1 after printing an error."""
+    return run_command(_evaluate(config))
+
+
+async def _evaluate(config: EvalRunConfig) -> None:
+    print(summarize(config))
+    generation = config.generation
+    source = make_validation_tasks([config.data], [], config.env, seed=config.eval.seed)
+    assert source is not None
+    policy = load_policy(
+        generation.model_name,
+        tokenizer_name=config.tokenizer.name,
+        chat_template=config.tokenizer.chat_template,
+        chat_options=config.tokenizer.chat_template_kwargs,
+        device=generation.device,
+        precision=generation.precision,
+        threads=generation.num_threads,
+    )
+    engine = await make_serving_engine(policy, generation, generation.max_total_sequence_length, threads=generation.num_threads)
+    evaluator = Evaluator(
+        source=source,
+        size=len(source),
+        samples=config.eval.num_tests_per_prompt,
+        generator=engine,
+        template=policy.template,
+        sampling=Sampling(**generation.sampling_options()),
+        rules=EpisodeRules(max_length=generation.max_total_sequence_length, max_prompt_length=config.data.max_input_seq_length),
+        seed=config.eval.seed,
+        folder=Path(config.eval.save_path) if config.eval.save_path else None,
+        ks=_choose_ks(config),
+        voters=tuple(sorted({config.eval.k_value, config.eval.num_tests_per_prompt})),
+        concurrent_tasks=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
+    )
+    try:
+        metrics = await evaluator.evaluate(0, open_console("auto"))
+    finally:
+        await engine.close()
+    for name, value in metrics.items():
+        print(f"{name:32} {value:.4f}")
+    print(_format_headline(config, metrics))
+    if config.eval.save_path:
+        print(f"every sample is in {config.eval.save_path}")
+
+
+def _format_headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
+    """Format the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
+    k = config.eval.num_tests_per_prompt if config.eval.metric == "avg@n" else config.eval.k_value
+    name = f"{config.eval.metric[:-1]}{k}"
+    value = metrics.get(f"validation/{name}")
+    if value is None:
+        raise ValueError(
+            f"eval.metric: {config.eval.metric} votes on final answers, and the environment defines no answer_key; set another metric"
+        )
+    return f"{name} = {value:.4f}"
+
+
+def _choose_ks(config: EvalRunConfig) -> tuple[int, ...]:
+    samples = config.eval.num_tests_per_prompt
+    powers = {1 << power for power in range(samples.bit_length())}
+    return tuple(sorted(powers | {min(config.eval.k_value, samples)}))

@@ -1,0 +1,78 @@
+"""Run a command and turn errors that the user can fix into a message and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Coroutine
+from typing import Any
+
+from strop.checkpointing.folders import CheckpointError
+from strop.data.sources.errors import DataError
+from strop.distributed.actor_group import ActorGroupDied
+from strop.distributed.base import ActorDied
+from strop.environments.base import EnvironmentConfigError
+from strop.models.loading import ModelNotFound
+from strop.trainer.loop_tmp import TooFewTasks, TooManyDropped
+from strop.trainer.mismatch import MismatchTooLarge
+from strop.weight_sync.base import EngineDied, TransportError
+from strop.weight_sync.verification import VerificationFailed
+
+log = logging.getLogger(__name__)
+
+# Errors that the user can fix: print the message without a traceback.
+USER_ERRORS = (
+    *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
+    *(
+        ActorGroupDied,
+        ActorDied,
+        TooManyDropped,
+        TooFewTasks,
+        MismatchTooLarge,
+        VerificationFailed,
+        EngineDied,
+        TransportError,
+        ValueError,
+        OSError,
+    ),
+)
+
+
+def run_command(work: Coroutine[Any, Any, None]) -> int:
+    """Run a command. Return 0 on success, 1 after printing an error that the user can fix."""
+    _configure_warnings()
+    try:
+        asyncio.run(work)
+    except USER_ERRORS as error:
+        _print_error(error)
+        return 1
+    except LookupError as error:
+        if type(error) is not LookupError:  # KeyError and IndexError are bugs
+            raise
+        _print_error(error)
+        return 1
+    return 0
+
+
+def _print_error(error: Exception) -> None:
+    """Print the message; with STROP_LOG=debug, also the traceback."""
+    print(f"error: {error}", file=sys.stderr)
+    log.debug("where the error was raised", exc_info=error)
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
+    if raised and not log.isEnabledFor(logging.DEBUG):
+        print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
+
+
+def _configure_warnings() -> None:
+    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)

@@ -1,0 +1,173 @@
+"""What every training run needs: trackers, checkpoints, seeds, and the state of its newest checkpoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from strop.checkpointing.background import BackgroundCheckpointer
+from strop.checkpointing.base import Checkpointer, RunState
+from strop.checkpointing.folders import FolderCheckpointer
+from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
+from strop.learner.base import Learner
+from strop.monitoring.console.console import open_console
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import CompositeTracker, Tracker
+from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker
+from strop.trainer.early_stop import EarlyStop
+from strop.trainer.loop_tmp import Run
+
+METRIC_ALIASES = {
+    "validation/val_loss": "validation/loss",
+    "validation/validation-default_loss": "validation/loss",
+}  # NeMo-RL's names
+
+
+def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
+    """Make the rule that stops a run at a validation metric; None if none is configured."""
+    training = config.training
+    if training.stop_at_validation_metric is None:
+        return None
+    return EarlyStop(
+        metric=resolve_metric(training.stop_at_validation_metric, "validation"),
+        higher_is_better=training.stop_at_validation_higher_is_better,
+        threshold=training.stop_at_validation_threshold,
+        patience=training.stop_at_validation_patience,
+    )
+
+
+def resolve_metric(name: str, default: str = "train") -> str:
+    """Return the name under which a metric is logged: ``val:accuracy`` is ``validation/accuracy``."""
+    kind, found, rest = name.partition(":")
+    if not found:
+        return name if "/" in name else f"{default}/{name}"
+    tag = f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
+    return METRIC_ALIASES.get(tag, tag)
+
+
+def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
+    """Make the enabled trackers. Weights & Biases and TensorBoard are imported only if enabled."""
+    logger, folder = config.logger, Path(config.logger.log_dir)
+    steps = config.training.last_step if config.training.last_step < 1_000_000 else None
+    trackers: list[Tracker] = [
+        open_console(logger.console, max_steps=steps, title=config.policy.model_name),
+        JsonlTracker(folder),
+    ]
+    if logger.tensorboard_enabled:
+        from strop.monitoring.trackers.tensorboard import TensorBoardTracker
+
+        trackers.append(
+            TensorBoardTracker(Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard")
+        )
+    if logger.wandb_enabled:
+        from strop.monitoring.trackers.wandb import WandbTracker
+
+        trackers.append(
+            WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=config.model_dump(mode="json"))
+        )
+    return CompositeTracker(trackers)
+
+
+def make_checkpoints(config: TrainingRunConfig, save_tokenizer: Callable[[Path], object]) -> FolderCheckpointer:
+    """Make the checkpoint folders of a run. ``save_tokenizer`` writes the tokenizer to a checkpoint's folder."""
+    saving = config.checkpointing
+    return FolderCheckpointer(
+        folder=Path(saving.checkpoint_dir),
+        config_text=dump_config(config),
+        save_tokenizer=save_tokenizer,
+        keep_top_k=saving.keep_top_k,
+        metric=resolve_metric(saving.metric_name) if saving.metric_name else None,
+        higher_is_better=saving.higher_is_better,
+        save_optimizer=saving.save_optimizer,
+    )
+
+
+def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkpointer | None:
+    """Return the checkpoints that a run writes, in the background if configured; None if checkpointing is disabled."""
+    if not config.checkpointing.enabled:
+        return None
+    return BackgroundCheckpointer(folders) if config.checkpointing.async_save else folders
+
+
+def restore_checkpoint(
+    config: TrainingRunConfig,
+    checkpoints: FolderCheckpointer,
+    learners: Mapping[str, Learner],
+    tracker: Tracker,
+    store: RolloutStore,
+) -> RunState | None:
+    """Load the newest checkpoint into the learners, in place, and drop later records. Without one, start with an empty log folder."""
+    folder = Path(config.logger.log_dir)
+    newest = checkpoints.find_newest() if config.checkpointing.enabled and config.checkpointing.resume else None
+    if newest is None:
+        if config.checkpointing.enabled and (aside := checkpoints.archive()):
+            tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {aside}")
+        _archive_previous_run(folder, tracker)
+        state, last = None, -1
+    else:
+        state = checkpoints.load(newest, learners)
+        last = state.step
+    tracker.resume(last)
+    store.resume(last)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config))
+    if state is not None:
+        tracker.log(state.step, state.logged)
+        assert newest is not None
+        tracker.note(f"continuing after step {state.step}, from {newest}")
+        if changed := _diff_settings(newest / "config.yaml", config):
+            tracker.note(f"settings that differ from the checkpoint's: {', '.join(changed)}")
+    return state
+
+
+def resume_run(run: Run, state: RunState | None) -> Run:
+    """Set the run to the position that ``state`` records."""
+    if state is not None:
+        run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
+        run.early_stop = state.early_stop or run.early_stop
+        run.done = run.early_stop is not None and run.early_stop.reason is not None
+    return run
+
+
+def _diff_settings(path: Path, config: TrainingRunConfig) -> list[str]:
+    """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
+    try:
+        before = _flatten(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
+    except ConfigError:
+        return [f"{path} cannot be compared"]
+    now = _flatten(config.model_dump(mode="json"))
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested mapping by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _archive_previous_run(folder: Path, tracker: Tracker) -> None:
+    """Move the records of an earlier run to ``previous_N``, so that a run from the beginning does not overwrite them."""
+    if not (folder / METRICS_FILE).exists() or not (folder / METRICS_FILE).stat().st_size:
+        return
+    taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
+    target = folder / f"previous_{max(taken, default=0) + 1}"
+    target.mkdir()
+    for name in (METRICS_FILE, "rollouts", "validation", "config.yaml", "curves.png"):
+        if (folder / name).exists():
+            (folder / name).rename(target / name)
+    tracker.note(f"there is no checkpoint to continue from: moved the records of an earlier run to {target}")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators, for environments and models that use them. Strop derives its own seeds from the identity of a rollout."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

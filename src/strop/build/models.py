@@ -1,0 +1,293 @@
+"""Load and build the models of a run in this process: policy, learner, reference, critic, torch engine."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from strop.config.schema.generation_config import GenerationConfig
+from strop.config.schema.policy_config import ModelConfig, PolicyConfig
+from strop.config.schema.run_config import PpoRunConfig, RmRunConfig
+from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
+from strop.generation.torch.torch_engine import TorchEngine
+from strop.learner.base import Scorer
+from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.torch.adapter_reference import AdapterOffScorer
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
+from strop.learner.torch.master_weights import cast_weights
+from strop.learner.torch.optimizer import ParameterGroup
+from strop.models.chat_template import ChatTemplate
+from strop.models.classifiers import load_classifier, set_pad_token
+from strop.models.loading import find_stop_token_ids, load_model, load_tokenizer
+from strop.models.lora import LoraOptions, add_adapters, count_parameters
+from strop.models.malloc import reuse_freed_memory
+from strop.models.network import Network, disable_dropout
+from strop.models.value_head import ValueHead
+from strop.models.value_network import ValueNetwork
+from strop.sampling import Sampling
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TokenizerBundle(Protocol):
+    """The tokenizer, chat template and stop tokens of a model, which may be in another process."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def template(self) -> ChatTemplate: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedPolicy:
+    """The model of a run with its tokenizer, chat template and stop tokens."""
+
+    network: Network
+    tokenizer: Any
+    template: ChatTemplate
+    stop_ids: tuple[int, ...]
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"policy.device is {wanted}, and torch finds no GPU here; set policy.device=cpu or auto")
+    return torch.device(wanted)
+
+
+def prepare_device(wanted: str, threads: int | None) -> torch.device:
+    """Choose the device and set up this process for it. Raises ValueError if the device does not exist."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = resolve_device(wanted)
+    if chosen.type == "cpu":
+        reuse_freed_memory()
+    return chosen
+
+
+class ModelLoader(Protocol):
+    """Loads a model in this process, which may be one of several ranks that shard it."""
+
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        """Return ``load(device)``."""
+        ...
+
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
+        """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has found out whether the model supports packed rows."""
+        ...
+
+
+class LocalLoader:
+    """Loads the whole model in this process."""
+
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        return load(str(device))
+
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
+        return make(model)
+
+
+LOCAL_LOADER = LocalLoader()
+
+
+def load_policy(
+    model_name: str,
+    *,
+    tokenizer_name: str,
+    chat_template: str | None,
+    chat_options: Mapping[str, Any] | None,
+    device: str,
+    precision: str,
+    threads: int | None,
+    overrides: Mapping[str, Any] | None = None,
+    chunk: int | None = 1024,
+    packed: bool = True,
+    weights_dtype: str = "float32",
+    loader: ModelLoader = LOCAL_LOADER,
+) -> LoadedPolicy:
+    """Load a model with its tokenizer. Raises ModelNotFound, ValueError."""
+    chosen = prepare_device(device, threads)
+    model = loader.load_model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
+    for name in disable_dropout(model):
+        log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
+    tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
+    make = partial(Network, precision=PRECISIONS[precision], chunk=chunk or 1 << 40)
+    network = loader.make_network(model, make) if packed else make(model, packed=False)
+    cast_weights(model, PRECISIONS[weights_dtype])
+    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), find_stop_token_ids(model, tokenizer))
+
+
+def load_training_policy(config: PolicyConfig, seed: int = 0, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
+    """Load the policy of a run, with adapters if LoRA is enabled. ``seed``: of the run; initializes the adapters."""
+    policy = load_policy(
+        config.model_name,
+        tokenizer_name=config.tokenizer.name,
+        chat_template=config.tokenizer.chat_template,
+        chat_options=config.tokenizer.chat_template_kwargs,
+        device=config.device,
+        precision=config.precision,
+        threads=config.num_threads,
+        overrides=config.hf_config_overrides,
+        chunk=config.logprob_chunk_size,
+        packed=config.sequence_packing.enabled,
+        weights_dtype=config.weights_dtype,
+        loader=loader,
+    )
+    apply_lora(policy.network, config, seed)
+    return policy
+
+
+def apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
+    """Add LoRA adapters to a model if its configuration enables them. Call it after the weights are rounded to ``weights_dtype``."""
+    if config.dtensor_cfg.lora_cfg.enabled:
+        options = LoraOptions(**config.dtensor_cfg.lora_cfg.lora_options())
+        add_adapters(network.model, options, base=config.model_name, seed=seed)
+        log.info("%s", count_parameters(network.model))
+
+
+def make_learner(
+    network: TrainableNetwork,
+    config: ModelConfig,
+    sampling: Sampling,
+    *,
+    whole_groups: bool = False,
+    total_steps: int | None = None,
+    section: str = "policy",
+    parallelism: Parallelism | None = None,
+) -> TorchLearner:
+    """Make a learner for a network. ``parallelism``: how the network is sharded; None: on a single device.
+
+    ``total_steps``: optimizer steps of the run, the length of a schedule that sets none; None if the run has no limit."""
+    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
+    schedule: list[Mapping[str, Any]] = []
+    if config.scheduler is not None:
+        schedule = [{"name": stage.name, "kwargs": stage.kwargs} for stage in config.scheduler.stages]
+        schedule += [{"milestones": list(config.scheduler.milestones)}] if config.scheduler.milestones else []
+    options = TorchLearnerOptions(
+        optimizer=config.optimizer.name,
+        optimizer_kwargs=config.optimizer.kwargs,
+        schedule=schedule,
+        max_grad_norm=config.max_grad_norm,
+        train_tokens=packing.train_mb_tokens,
+        score_tokens=packing.logprob_mb_tokens,
+        activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
+        whole_groups=whole_groups,
+        no_decay=config.optimizer.no_decay,
+        parameter_groups=[
+            ParameterGroup(match=group.match, lr=group.lr, weight_decay=group.weight_decay) for group in config.optimizer.groups
+        ],
+        total_steps=total_steps,
+        average_decay=config.ema.decay if config.ema.enabled else None,
+        average_start=config.ema.start_step,
+        section=section,
+    )
+    return TorchLearner(network, sampling, options, parallelism)
+
+
+def load_reward_policy(config: RmRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
+    """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
+    settings = config.policy
+    device = prepare_device(settings.device, settings.num_threads)
+    tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
+    load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.rm.seed)
+    model = loader.load_model(lambda device: load(device=device), device)
+    stop_ids = find_stop_token_ids(model, tokenizer)
+    set_pad_token(model, tokenizer, stop_ids)
+    disable_dropout(model)
+    network = _make_value_network(model, settings, loader)
+    apply_lora(network, settings, config.rm.seed)
+    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
+
+
+def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
+    """Make the critic: a value head on the policy's hidden states, or a sequence classifier with one label. Raises ValueError."""
+    settings = config.value
+    if settings.head_only:
+        return ValueHead(policy.network)
+    if settings.tokenizer.name != config.policy.tokenizer.name:
+        _check_same_vocabulary(policy.tokenizer, settings.tokenizer.name)
+    device = prepare_device(settings.device, settings.num_threads)
+    load = partial(
+        load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.ppo.seed, init_std=0.0
+    )
+    model = loader.load_model(lambda device: load(device=device), device)
+    disable_dropout(model)
+    network = _make_value_network(model, settings, loader)
+    apply_lora(network, settings, config.ppo.seed)
+    return network
+
+
+def _make_value_network(model: Any, settings: ModelConfig, loader: ModelLoader) -> ValueNetwork:
+    make = partial(ValueNetwork, precision=PRECISIONS[settings.precision])
+    network: ValueNetwork = loader.make_network(model, make) if settings.sequence_packing.enabled else make(model, packed=False)
+    cast_weights(model, PRECISIONS[settings.weights_dtype])
+    return network
+
+
+def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
+    """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
+    try:
+        known, others = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"value.tokenizer.name: no tokenizer could be loaded from {name}, so its vocabulary cannot be compared with the policy's; if "
+            f"they are the same, name the policy's tokenizer (policy.tokenizer.name): {error}"
+        ) from error
+    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
+        place, token = odd[0]
+        raise ValueError(
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(odd)} other ids: "
+            f"{token!r} is {place} for the policy and {others.get(token, 'unknown')} for the critic. Name a critic of the policy's family "
+            "(value.model_name)"
+        )
+
+
+def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> Scorer:
+    """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
+    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
+    if config.dtensor_cfg.lora_cfg.enabled:
+        return AdapterOffScorer(policy.network, sampling, score_tokens=packing.logprob_mb_tokens)
+    model = copy.deepcopy(policy.network.model).eval()
+    network = Network(model, precision=policy.network.precision, chunk=policy.network.chunk, packed=policy.network.packed)
+    return FrozenScorer(network, sampling, score_tokens=packing.logprob_mb_tokens, offload=config.reference.offload)
+
+
+def make_torch_engine(policy: LoadedPolicy, config: GenerationConfig, length: int) -> TorchEngine:
+    """Make the torch engine on the policy's module. Raises ValueError if its KV cache is too small for one sequence."""
+    options = config.torch_cfg
+    runner: ModelRunner
+    if policy.network.supports_attention_plans():
+        runner = CachedRunner(
+            policy.network,
+            memory_bytes=options.kv_cache_memory_gb * 2**30,
+            max_slots=options.max_num_seqs,
+            length=length,
+            prepack=options.prepack_weights,
+            cuda_graphs=options.cuda_graphs,
+        )
+    else:
+        log.warning(
+            "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s",
+            policy.network.fallback,
+        )
+        runner = RecomputeRunner(policy.network, max_slots=options.max_num_seqs, length=length)
+    return TorchEngine(runner, policy.tokenizer, stop_ids=policy.stop_ids, prefill_tokens=options.prefill_tokens)
+
+
+def make_tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:
+    return lambda folder: tokenizer.save_pretrained(folder)

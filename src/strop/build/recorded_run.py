@@ -1,0 +1,222 @@
+"""Build a run on recorded data: SFT, preferences, reward models. Such a run has no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.algorithms.base import Algorithm, Plan
+from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
+from strop.build.algorithm.settings import collect_settings
+from strop.build.backend import make_backend
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.models import TokenizerBundle, make_tokenizer_saver
+from strop.build.scorers import count_optimizer_steps
+from strop.build.tasks import make_data_source
+from strop.config import RecordedRunConfig
+from strop.config.schema.data_config import DataEntryConfig
+from strop.config.schema.recorded_config import SftConfig
+from strop.data.interleaving import Interleaving
+from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
+from strop.data.sources.errors import DataError
+from strop.distributed.base import Cluster
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import Tracker
+from strop.rollouts.episode import make_failed_group
+from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
+from strop.rollouts.stream import RolloutStream, StreamState
+from strop.sampling import Sampling
+from strop.trainer.loop_tmp import Run, TrainOptions
+from strop.trainer.loss_validation import LossValidator
+from strop.types import Group, Task
+from strop.weight_sync.in_process import InProcessWeights
+
+EXAMPLE_READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "conversations": conversations,
+    "preferences": preferences,
+    "judgements": unpaired_preferences,
+}
+
+
+@dataclass(frozen=True)
+class RecordedExamples:
+    """Interleaved examples of one or more data entries, as groups of token ids."""
+
+    kind: str  # of READERS
+    names: tuple[str, ...]
+    parts: tuple[Sequence[Task], ...]
+    interleaving: Interleaving
+    bundle: TokenizerBundle
+    rules: RecordedRules
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def size(self) -> int | None:
+        """Number of examples over all epochs; None without a limit on epochs."""
+        return None if self.interleaving.max_epochs is None else self.interleaving.max_epochs * len(self)
+
+    def read_group(self, index: int) -> Group:
+        """Return the group at a position of the stream. An unusable example gives a group that records the error."""
+        try:
+            part, place = self.interleaving.locate(index)
+            return self.make_group(index, part, place)
+        except Exception as error:
+            return make_failed_group(index, 0, error)
+
+    def make_group(self, index: int, part: int, place: int) -> Group:
+        """Return the group of example ``place`` of entry ``part``."""
+        examples, name, template = self.parts[part], self.names[part], self.bundle.template
+        example: Any = examples[place]
+        match self.kind:
+            case "conversations":
+                return demonstration_group(index, name, example, template, self.rules)
+            case "preferences":
+                return preference_group(index, name, example, template, self.rules)
+            case _:
+                # The example after this one may be the other completion of the same prompt, so take the second next.
+                other: Any = examples[(place + 2) % len(examples)]
+                return unpaired_preference_group(index, name, example, other, template, self.rules)
+
+    def read_all(self) -> list[Group]:
+        """Return the group of every usable example once, in order."""
+        pairs = [(part, place) for part, examples in enumerate(self.parts) for place in range(len(examples))]
+        groups = [self.make_group(index, part, place) for index, (part, place) in enumerate(pairs)]
+        return [group for group in groups if not group.errors]
+
+
+async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> Run:
+    """Build a run on recorded data, restored from its newest checkpoint if there is one."""
+    algorithm = make_recorded_algorithm(config)
+    home = await make_backend(config, cluster, tracker)
+    rules = make_recorded_rules(config, home.bundle)
+    train = make_training_examples(config, algorithm, home.bundle, rules)
+    held_out = load_validation_groups(config, algorithm, home.bundle, rules, tracker)
+    share_prefixes = config.policy.sequence_packing.prefix_sharing and home.packed
+    options = make_recorded_options(config, len(train), share_prefixes=share_prefixes)
+    learners = await home.build_learners(algorithm, Sampling(), count_optimizer_steps(options, train.size))
+    scorers = await home.build_recorded_scorers(lambda: [*train.read_all(), *held_out])
+
+    checkpoints = make_checkpoints(config, make_tokenizer_saver(home.bundle.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), "none")
+    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    validation = None
+    if held_out:
+        validation = LossValidator(
+            groups=held_out,
+            algorithm=algorithm,
+            learner=learners["policy"],
+            scorers=scorers,
+            share_prefixes=share_prefixes,
+        )
+    run = Run(
+        options=options,
+        algorithm=algorithm,
+        stream=make_recorded_stream(train, options, state.stream if state else None),
+        learners=learners,
+        scorers=scorers,
+        weights=InProcessWeights([]),
+        tracker=tracker,
+        rollouts=store,
+        evaluator=validation,
+        early_stop=make_early_stop(config),
+        checkpoints=make_saver(config, checkpoints),
+    )
+    return resume_run(run, state)
+
+
+def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
+    """Make the algorithm of a run. Raises ValueError if it does not belong to this kind of run."""
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    check_section(config.algorithm.name, algorithm, config.section)
+    check_algorithm(algorithm, Plan())
+    return algorithm
+
+
+def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> RecordedRules:
+    training = config.training
+    return RecordedRules(
+        max_length=config.policy.max_total_sequence_length,
+        final_turn_only=isinstance(training, SftConfig) and training.only_unmask_final,
+        add_eos=config.data.add_eos,
+        stop_ids=bundle.stop_ids,
+    )
+
+
+def make_training_examples(
+    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, rules: RecordedRules
+) -> RecordedExamples:
+    entries = config.data.train
+    parts = tuple(_read_examples(config, entry, algorithm, "train") for entry in entries)
+    placement = Interleaving(
+        sizes=tuple(len(part) for part in parts),
+        weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
+        seed=config.recorded_training.seed,
+        shuffle=config.data.shuffle,
+        max_epochs=config.recorded_training.max_num_epochs,
+    )
+    return RecordedExamples(
+        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, placement, bundle, rules
+    )
+
+
+def load_validation_groups(
+    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, rules: RecordedRules, tracker: Tracker
+) -> list[Group]:
+    """Return the validation groups: from the validation entries, else from the held-out part of the training entries, else none."""
+    training = config.recorded_training
+    if not (training.val_period or training.val_at_start or training.val_at_end):
+        return []
+    entries = config.data.validation
+    if entries is None:
+        entries = tuple(entry for entry in config.data.train if entry.split_validation_size)
+    if not entries:
+        return []
+    parts = tuple(_read_examples(config, entry, algorithm, "validation") for entry in entries)
+    placement = Interleaving(sizes=tuple(map(len, parts)), weights=(None,) * len(parts), shuffle=False)
+    found = RecordedExamples(
+        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, placement, bundle, rules
+    ).read_all()
+    wanted = len(found) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
+    if dropped := sum(map(len, parts)) - len(found):
+        tracker.note(f"{dropped} examples of the validation data are unusable (most likely too long) and are left out")
+    return found[:wanted]
+
+
+def _dataset_name(entry: DataEntryConfig) -> str:
+    return str(entry.dataset_name)
+
+
+def _read_examples(config: RecordedRunConfig, entry: DataEntryConfig, algorithm: Algorithm, part: str) -> Sequence[Task]:
+    examples: Sequence[Task] = EXAMPLE_READERS[algorithm.recorded_data](
+        make_data_source(entry, config.recorded_training.seed, part)
+    )
+    if not len(examples):
+        raise DataError(f"data.{part}: {entry.dataset_name} has no example that {config.algorithm.name} can learn from")
+    return examples
+
+
+def make_recorded_stream(examples: RecordedExamples, options: TrainOptions, state: StreamState | None) -> RolloutStream:
+    async def read(index: int) -> Group:
+        return examples.read_group(index)
+
+    return RolloutStream(read, slots=options.groups_per_step, size=examples.size, state=state)
+
+
+def make_recorded_options(config: RecordedRunConfig, examples: int, *, share_prefixes: bool) -> TrainOptions:
+    training = config.recorded_training
+    return TrainOptions(
+        section=config.section,
+        batch_key="policy.train_global_batch_size",
+        max_steps=training.last_step,
+        groups_per_step=config.policy.train_global_batch_size or min(32, examples),
+        max_errors_in_a_row=training.max_errors_in_a_row,
+        val_period=training.val_period,
+        val_at_start=training.val_at_start,
+        val_at_end=training.val_at_end,
+        save_period=config.checkpointing.save_period,
+        share_prefixes=share_prefixes,
+    )

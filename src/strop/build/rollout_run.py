@@ -1,0 +1,291 @@
+"""Build a run that learns from its own rollouts: GRPO and its family, PPO, distillation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from strop.algorithms.base import Algorithm, Plan
+from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
+from strop.build.algorithm.settings import collect_settings
+from strop.build.backend import make_backend
+from strop.build.cluster.ray_backend import make_remote_environments
+from strop.build.engines import GeneratorSpec
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.models import make_tokenizer_saver
+from strop.build.scorers import count_optimizer_steps
+from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
+from strop.config import RolloutRunConfig
+from strop.config.checks.device_counts import count_devices
+from strop.distributed.base import Cluster
+from strop.environments.mixture import Mixture
+from strop.generation.base import Generator
+from strop.learner.base import ColumnSource, Learner
+from strop.learner.threaded import LearnerThread, ThreadedColumns, wrap_in_thread
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import Tracker
+from strop.rollouts.episode import EpisodeRules, RewardScaling, make_failed_group, run_group
+from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
+from strop.sampling import Sampling
+from strop.trainer.evaluation import Evaluator
+from strop.trainer.loop_tmp import DrainBefore, Run, TrainOptions
+from strop.trainer.mismatch import MismatchGuard, MismatchLimits
+from strop.types import Group
+
+log = logging.getLogger(__name__)
+
+
+async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator]:
+    """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
+    training = config.rollout_training
+    algorithm = make_rollout_algorithm(config)
+    hosted = {} if cluster is None else make_remote_environments(config, cluster)
+    train_source = make_training_tasks(
+        config.data.train,
+        config.env,
+        seed=training.seed,
+        shuffle=config.data.shuffle,
+        max_epochs=training.max_num_epochs,
+        remote=hosted,
+    )
+    validation_source = make_validation_tasks(
+        config.data.validation, config.data.train, config.env, seed=training.seed, remote=hosted
+    )
+    home = await make_backend(config, cluster, tracker)
+    sampling = Sampling(**config.policy.generation.sampling_options())
+    options = make_train_options(
+        config,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and home.packed,
+        filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
+    )
+    learners = await home.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
+    scorers = await home.build_scorers()
+
+    speech = home.bundle
+    checkpoints = make_checkpoints(config, make_tokenizer_saver(speech.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=speech.tokenizer.decode)
+    state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    if options.max_staleness > 0 and home.blocks_event_loop and not home.shares_module:
+        learners, scorers = run_in_threads(learners, scorers)
+    generation = await home.build_generator(
+        GeneratorSpec(
+            sampling=sampling,
+            learner=learners["policy"],
+            max_staleness=options.max_staleness,
+            in_flight=training.async_config.in_flight_weight_updates,
+            recompute=training.async_config.recompute_kv_cache_after_weight_updates,
+            share_prefixes=options.share_prefixes,
+            seed=training.seed,
+            note=tracker.note,
+            output_folder=Path(config.logger.log_dir) / "engines",
+        )
+    )
+    engine = generation.generator
+    rules = make_episode_rules(config)
+    stream_state = None
+    if state is not None:
+        stream_state = requeue_stale(
+            state.stream,
+            step=state.step,
+            groups_per_step=options.groups_per_step,
+            max_staleness=options.max_staleness,
+            order=make_order(config, options),
+        )
+    run = Run(
+        options=options,
+        algorithm=algorithm,
+        stream=make_rollout_stream(
+            config,
+            train_source,
+            engine,
+            speech.template,
+            sampling,
+            rules,
+            options,
+            stream_state,
+            greedy=algorithm.greedy_baseline,
+        ),
+        learners=learners,
+        scorers=scorers,
+        weights=generation.weights,
+        tracker=tracker,
+        rollouts=store,
+        decode=speech.tokenizer.decode,
+        evaluator=make_evaluator(config, validation_source, engine, speech.template, rules, tracker),
+        early_stop=make_early_stop(config),
+        mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
+        checkpoints=make_saver(config, checkpoints),
+    )
+    return resume_run(run, state), engine
+
+
+def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
+    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    algorithm = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    check_section(config.algorithm.name, algorithm, config.section)
+    options = make_train_options(config, share_prefixes=True)
+    plan = Plan(
+        group_size=config.rollout_training.num_generations_per_prompt,
+        optimizer_steps=options.steps_per_batch * options.update_epochs,
+        max_staleness=options.max_staleness,
+        environment_rewards=list_reward_names(config.data.train, config.env),
+    )
+    check_algorithm(algorithm, plan)
+    return algorithm
+
+
+def make_rollout_stream(
+    config: RolloutRunConfig,
+    source: Mixture,
+    generator: Generator,
+    template: ChatTemplate,
+    sampling: Sampling,
+    rules: EpisodeRules,
+    options: TrainOptions,
+    state: StreamState | None,
+    *,
+    greedy: bool = False,
+) -> RolloutStream:
+    async def run(index: int) -> Group:
+        try:
+            name, environment, task = source.at(index)
+        except Exception as error:
+            return make_failed_group(index, generator.version, error)
+        return await run_group(
+            index,
+            name,
+            environment,
+            task,
+            samples=config.rollout_training.num_generations_per_prompt,
+            generator=generator,
+            template=template,
+            sampling=sampling,
+            rules=rules,
+            seed=config.rollout_training.seed,
+            greedy_baseline=greedy,
+        )
+
+    return RolloutStream(
+        run,
+        slots=count_slots(config, options),
+        size=source.size,
+        state=state,
+        refill_on_release=options.max_staleness > 0,
+        order=make_order(config, options),
+        version=lambda: generator.version,
+    )
+
+
+def count_slots(config: RolloutRunConfig, options: TrainOptions) -> int:
+    """Return how many groups may be started and not yet trained on."""
+    full = (options.max_staleness + 1) * options.groups_per_step
+    asked = config.rollout_training.async_config.slots if options.max_staleness else None
+    return full if asked is None else asked
+
+
+def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:
+    """Return the order in which finished groups are trained on. A synchronous run is always FIFO: all groups have the newest version."""
+    section = config.rollout_training.async_config
+    if options.drop_stale:
+        return DropTooOld()
+    if options.max_staleness and section.order == "windowed":
+        window = options.groups_per_step if section.window is None else section.window
+        return Windowed(window=window, groups_per_step=options.groups_per_step, max_staleness=options.max_staleness)
+    return Fifo()
+
+
+def make_evaluator(
+    config: RolloutRunConfig,
+    source: Mixture | None,
+    generator: Generator,
+    template: ChatTemplate,
+    rules: EpisodeRules,
+    tracker: Tracker,
+) -> Evaluator | None:
+    training = config.rollout_training
+    if source is None:
+        if training.val_period or training.val_at_start or training.val_at_end:
+            tracker.note("no validation: data.validation is not set, and data.train holds out no tasks (split_validation_size)")
+        return None
+    size = len(source) if training.max_val_samples is None else min(len(source), training.max_val_samples)
+    return Evaluator(
+        source=source,
+        size=size,
+        samples=training.val_num_generations_per_prompt,
+        generator=generator,
+        template=template,
+        sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
+        rules=replace(rules, scaling=None),
+        seed=training.seed,
+        folder=Path(config.logger.log_dir) / "validation",
+        samples_to_print=config.logger.num_val_samples_to_print,
+    )
+
+
+def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
+    scaling = config.rollout_training.reward_scaling
+    return EpisodeRules(
+        max_turns=config.rollout_training.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
+        max_prompt_length=config.data.max_input_seq_length,
+        scaling=RewardScaling(
+            source_min=scaling.source_min,
+            source_max=scaling.source_max,
+            target_min=scaling.target_min,
+            target_max=scaling.target_max,
+        )
+        if scaling.enabled
+        else None,
+    )
+
+
+def engine_shares_module(config: RolloutRunConfig) -> bool:
+    """Return whether the generator runs the learner's module, so that the two take turns."""
+    return config.policy.generation.backend in ("auto", "torch") and not count_devices(config).uses_ray
+
+
+def run_in_threads(
+    learners: Mapping[str, Learner], scorers: Mapping[str, ColumnSource]
+) -> tuple[dict[str, Learner], dict[str, ColumnSource]]:
+    """Run learners and column sources in one other thread, so that generation and environments continue while they compute."""
+    thread = LearnerThread()
+    return (
+        {name: wrap_in_thread(learner, thread) for name, learner in learners.items()},
+        {name: ThreadedColumns(source, thread) for name, source in scorers.items()},
+    )
+
+
+def choose_drain(config: RolloutRunConfig) -> DrainBefore:
+    """Return before which phase the groups in flight must finish."""
+    if config.rollout_training.max_staleness == 0 or config.rollout_training.async_config.in_flight_weight_updates:
+        return "never"  # a synchronous run has no groups in flight at these points
+    return "training" if engine_shares_module(config) else "publishing"
+
+
+def make_train_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> TrainOptions:
+    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded."""
+    training = config.rollout_training
+    global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
+    return TrainOptions(
+        section=config.section,
+        batch_key=f"{config.section}.num_prompts_per_step",
+        max_steps=training.last_step,
+        groups_per_step=training.num_prompts_per_step,
+        steps_per_batch=training.rollouts_per_step // global_batch,
+        update_epochs=training.epochs_per_batch,
+        max_staleness=training.max_staleness,
+        drop_stale=training.max_staleness > 0 and training.async_config.order == "drop_too_old",
+        drain_before=choose_drain(config),
+        max_groups_per_step=training.num_prompts_per_step * training.dynamic_sampling_max_gen_batches if filters else 1 << 60,
+        max_errors_in_a_row=training.max_errors_in_a_row,
+        val_period=training.val_period,
+        val_start_at=training.val_start_at,
+        val_at_start=training.val_at_start,
+        val_at_end=training.val_at_end,
+        save_period=config.checkpointing.save_period,
+        share_prefixes=share_prefixes,
+    )

@@ -1,0 +1,213 @@
+"""Make the teachers of a distillation and the sources of the columns that they fill."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.build.models import LoadedPolicy, load_policy
+from strop.config.schema.distillation_config import TeacherConfig
+from strop.config.schema.run_config import DistillationRunConfig
+from strop.learner.base import ColumnSource, Learner
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.teacher import (
+    MixedTeachers,
+    RoutedTeachers,
+    SelfTeacher,
+    Teacher,
+    TeacherLogprobs,
+    TeacherTopK,
+    on_device,
+    shared_vocabulary_size,
+)
+from strop.models.adapters import disable_adapters, lora_layers
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.types import Group, Message
+
+
+@dataclass(frozen=True)
+class StudentInfo:
+    """What a teacher in another process needs to know about the policy."""
+
+    vocab_size: int  # size of its output layer
+    tokenizer: Any
+
+
+def make_teachers(
+    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
+) -> dict[str, ColumnSource]:
+    """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
+    wanted = find_teacher_columns(config, algorithm)
+    made: dict[str, Callable[[str], ColumnSource]] = {}
+    for key, teacher in named_teachers(config).items():
+        if teacher.model_name == "self":
+            made[key] = _make_self_teacher(key, teacher, config, policy, wanted, sampling, learners)
+        else:
+            made[key] = load_teacher(key, config, get_student_info(policy), wanted, sampling)
+    return {column: combine_teachers({key: make(column) for key, make in made.items()}, config) for column in wanted}
+
+
+def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
+    """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
+    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+
+
+def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
+    """Return the columns that teachers fill for the algorithm. Raises ValueError if there are none."""
+    wanted = algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES}
+    if not wanted:
+        raise ValueError(
+            f"algorithm.name: {config.algorithm.name} does not use a teacher; run strop grpo, or choose another algorithm"
+        )
+    return frozenset(wanted)
+
+
+def get_student_info(policy: LoadedPolicy) -> StudentInfo:
+    return StudentInfo(int(policy.network.head.weight.shape[0]), policy.tokenizer)
+
+
+def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
+    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
+
+    Raises ValueError."""
+    sources = {key: (teacher, by_teacher[key]) for key, teacher in named_teachers(config).items()}
+    for key, (teacher, _) in sources.items():
+        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
+            raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
+    routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
+    general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
+    otherwise: ColumnSource | None = None
+    if general:
+        weights = [weight for weight, _ in general]
+        if len(general) > 1 and config.algorithm.name == "topk_distillation":
+            raise ValueError(
+                "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its "
+                "environments (teachers.NAME.environments), or set algorithm.name=distillation"
+            )
+        otherwise = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
+    if not routed:
+        assert otherwise is not None
+        return otherwise
+    return RoutedTeachers(routed, otherwise)
+
+
+def load_teacher(
+    key: str, config: DistillationRunConfig, student: StudentInfo, wanted: Collection[str], sampling: Sampling
+) -> Callable[[str], ColumnSource]:
+    """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
+    teacher = named_teachers(config)[key]
+    plain = _unfiltered_sampling(sampling, wanted)
+    if teacher.demonstration is not None:
+        raise ValueError(
+            f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
+        )
+    loaded = _load_teacher_model(teacher)
+    network = loaded.network
+    vocabulary = shared_vocabulary_size(
+        student.vocab_size, get_student_info(loaded).vocab_size, (student.tokenizer, loaded.tokenizer)
+    )
+    network.model.requires_grad_(False)
+    if teacher.offload and network.device.type != "cpu":
+        reader = Teacher(
+            network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens, context=lambda: on_device(network)
+        )
+    else:
+        reader = Teacher(network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
+    return lambda column: _make_source(column, reader, config, vocabulary)
+
+
+def _make_self_teacher(
+    key: str,
+    teacher: TeacherConfig,
+    config: DistillationRunConfig,
+    policy: LoadedPolicy,
+    wanted: Collection[str],
+    sampling: Sampling,
+    learners: Mapping[str, Learner],
+) -> Callable[[str], ColumnSource]:
+    """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
+    reader = _make_self_reader(key, teacher, policy, _unfiltered_sampling(sampling, wanted), learners)
+    assert teacher.demonstration is not None
+    shown = _make_demonstration_prompt(teacher.demonstration, policy)
+    return lambda column: SelfTeacher(_make_source(column, reader, config, None), shown)
+
+
+def _unfiltered_sampling(sampling: Sampling, wanted: Collection[str]) -> Sampling:
+    """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
+    if sampling.filtered and TEACHER_CANDIDATES in wanted:
+        raise ValueError(
+            "policy.generation: top_k, top_p or min_p removes tokens from the student's distribution, and the loss is not defined on "
+            "removed tokens; set them to keep every token, or algorithm.name=distillation"
+        )
+    return Sampling(temperature=sampling.temperature)
+
+
+def _make_source(column: str, reader: Teacher, config: DistillationRunConfig, vocabulary: int | None) -> ColumnSource:
+    if column == TEACHER_LOGPROBS:
+        return TeacherLogprobs(reader)
+    return TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
+
+
+def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
+    return load_policy(
+        teacher.model_name,
+        tokenizer_name=teacher.tokenizer.name,
+        chat_template=teacher.tokenizer.chat_template,
+        chat_options=teacher.tokenizer.chat_template_kwargs,
+        device=teacher.device,
+        precision=teacher.precision,
+        threads=None,
+    )
+
+
+def _make_self_reader(
+    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
+) -> Teacher:
+    """Make the network of a self-teacher: the policy with its current, averaged or initial weights.
+
+    Raises ValueError without a demonstration: teacher and student would be the same."""
+    if teacher.demonstration is None:
+        raise ValueError(
+            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
+        )
+    learner = learners["policy"]
+    budget = teacher.logprob_mb_tokens
+    network: Any = policy.network
+    match teacher.self_weights:
+        case "current":
+            return Teacher(network=network, sampling=sampling, score_tokens=budget)
+        case "ema":
+            average = learner.average if isinstance(learner, TorchLearner) else None
+            if average is None:
+                raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
+            assert isinstance(learner, TorchLearner)
+            trained = learner.trainable_parameters
+            return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(trained))
+        case "initial":
+            if lora_layers(network.model):
+                return Teacher(
+                    network=network, sampling=sampling, score_tokens=budget, context=lambda: disable_adapters(network.model)
+                )
+            model = copy.deepcopy(network.model).eval().requires_grad_(False)
+            frozen = Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
+            return Teacher(network=frozen, sampling=sampling, score_tokens=budget)
+
+
+def _make_demonstration_prompt(demonstration: str, policy: LoadedPolicy) -> Callable[[Group], list[int]]:
+    """Return a function that gives a group's prompt tokens, with the demonstration after its last message."""
+
+    def prompt(group: Group) -> list[int]:
+        messages = group.rollouts[0].messages
+        first_turn = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        asked = list(messages[:first_turn])
+        shown = demonstration.replace("{answer}", group.task.answer)
+        asked[-1] = Message(asked[-1].role, f"{asked[-1].content}\n\n{shown}")
+        return policy.template.encode_prompt(asked)
+
+    return prompt

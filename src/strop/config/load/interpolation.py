@@ -1,0 +1,105 @@
+"""Interpolation with ``${...}``: absolute (``${policy.model_name}``), relative (``${.a}``, ``${..a}``), and arithmetic.
+
+``${mul:a,b}``, ``${add:a,b}``, ``${sub:a,b}`` and ``${div:a,b}`` nest; ``div`` of integers is an integer where it is exact.
+``${env:NAME}`` and ``${env:NAME,default}`` read the environment. ``\\${`` is a literal ``${``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from strop.config.load.source import KeyPath
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
+
+
+def _read_environment(name: str, *default: Any) -> Any:
+    if name in os.environ:
+        return os.environ[name]
+    if default:
+        return default[0]
+    raise ValueError(f"the environment variable {name} is not set")
+
+
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "mul": lambda *numbers: math.prod(numbers),
+    "add": lambda *numbers: sum(numbers),
+    "sub": lambda a, b: a - b,
+    "div": _divide,
+    "env": _read_environment,
+}
+
+
+def _register() -> None:
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # since OmegaConf 2.4, and before
+    for name, function in RESOLVERS.items():
+        register(name, function, replace=True)
+
+
+def resolve_interpolations(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Resolve every interpolation. Return the values, and an error for each that cannot be resolved and is None in the values."""
+    _register()
+    errors: dict[KeyPath, str] = {}
+    readable = _map_strings(values, lambda path, text: text if _is_parsable(path, text, errors) else None)
+    tree = OmegaConf.create(readable)
+    resolved: dict[str, Any] = _map_strings(readable, lambda path, text: _resolve_value(tree, path, text, errors))
+    return resolved, errors
+
+
+def _map_strings(value: Any, change: Any, path: KeyPath = ()) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _map_strings(inner, change, (*path, str(key))) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(inner, change, (*path, str(index))) for index, inner in enumerate(value)]
+    return change(path, value) if isinstance(value, str) and "${" in value else value
+
+
+def _is_parsable(path: KeyPath, text: str, errors: dict[KeyPath, str]) -> bool:
+    try:
+        OmegaConf.create({"value": text})
+    except OmegaConfBaseException:
+        errors[path] = f"{text!r} cannot be read as an interpolation; write ${{section.key}}, or \\${{ for a literal ${{"
+        return False
+    return True
+
+
+def _resolve_value(tree: DictConfig, path: KeyPath, text: str, errors: dict[KeyPath, str]) -> Any:
+    try:
+        node: Any = tree
+        for name in path:
+            node = node[int(name)] if isinstance(node, ListConfig) else node[_find_child(node, name)]
+        return OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig | ListConfig) else node
+    except (OmegaConfBaseException, RecursionError) as error:
+        errors[path] = f"{text!r} cannot be resolved: {_explain(error)}"
+        return None
+
+
+def _find_child(node: DictConfig, name: str) -> Any:
+    return next((key for key in node if str(key) == name), name)
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, RecursionError) or "ecursive" in str(error) or "recursion" in str(error):
+        return "it refers to itself"
+    first = str(error).splitlines()[0]
+    missing = re.search(r"(?:Interpolation key|Error resolving key) '(?P<key>[^']*)'", first)
+    return f"there is no key {missing['key']}" if missing else first
+
+
+def referenced_keys(text: str) -> Iterator[str]:
+    """Yield the absolute keys that a text refers to."""
+    return (match[1] for match in re.finditer(r"\$\{([A-Za-z_][\w.]*)\}", text))
+
+
+def escape_interpolations(text: str) -> str:
+    """Escape ``${`` as ``\\${``, so that the text reads back unchanged."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)

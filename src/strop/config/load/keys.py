@@ -1,0 +1,172 @@
+"""The keys of a schema: their paths, types and defaults, and the nearest key to an unknown one."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from strop.config.schema.base import BaseConfig, KeyPath, followed_keys, section_model
+from strop.config.schema.policy_config import SchedulerConfig
+
+TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
+LIMIT_SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+
+
+@dataclass(frozen=True)
+class SchemaKey:
+    """One key of a schema."""
+
+    path: KeyPath
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def type(self) -> str:
+        return format_type(self.field)
+
+    @property
+    def default(self) -> Any:
+        """The default as written in YAML: an interpolation for a key that follows others."""
+        return follows_interpolation(self.field) or self.field.get_default(call_default_factory=True)
+
+    @property
+    def required(self) -> bool:
+        return self.field.is_required() and not followed_keys(self.field)
+
+
+def iter_keys(model: type[BaseConfig], prefix: KeyPath = (), *, repeated: bool = False) -> Iterator[SchemaKey]:
+    """Yield every key below ``model`` except sections.
+
+    ``repeated`` adds the keys of list entries, of ``<alias>``, and of mappings with a default, such as an optimizer's lr.
+    """
+    for name, field in model.model_fields.items():
+        path = (*prefix, name)
+        if (inner := section_model(field)) is not None:
+            yield from iter_keys(inner, path, repeated=repeated)
+            continue
+        yield SchemaKey(path, field)
+        if repeated and (item := entry_model(field)) is not None:
+            yield from iter_keys(item, path if is_entry_list(field) else (*path, "<alias>"), repeated=True)
+        if repeated and isinstance(default := SchemaKey(path, field).default, dict):
+            yield from (SchemaKey((*path, inner_name), field) for inner_name in default)
+
+
+def entry_model(field: FieldInfo) -> type[BaseConfig] | None:
+    """Return the model of the entries of a list or mapping, if it has one."""
+    for argument in _iter_type_arguments(field.annotation):
+        if isinstance(argument, type) and issubclass(argument, BaseConfig) and argument is not SchedulerConfig:
+            return argument
+    return None
+
+
+def is_entry_list(field: FieldInfo) -> bool:
+    return "tuple" in str(field.annotation)
+
+
+def _iter_type_arguments(annotation: Any) -> Iterator[Any]:
+    for argument in typing.get_args(annotation):
+        yield argument
+        yield from _iter_type_arguments(argument)
+
+
+def find_field(model: type[BaseConfig], path: Sequence[str]) -> FieldInfo | None:
+    """Return the field at a path with list indices (which may be left out) and aliases; None if there is none."""
+    if not path or path[0] not in model.model_fields:
+        return None
+    field, rest = model.model_fields[path[0]], list(path[1:])
+    inner, item = section_model(field), entry_model(field)
+    if inner is None and item is not None and rest:
+        rest = rest[1:] if rest[0].isdigit() or not is_entry_list(field) else rest
+        inner = item
+    if not rest:
+        return field
+    return find_field(inner, rest) if inner is not None else None
+
+
+def default_values(model: type[BaseConfig]) -> dict[str, Any]:
+    """Return all defaults, nested. A key that follows others has its interpolation; a required key is absent."""
+    tree: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if (inner := section_model(field)) is not None:
+            tree[name] = default_values(inner)
+        elif not SchemaKey((name,), field).required:
+            tree[name] = SchemaKey((name,), field).default
+    return tree
+
+
+def follows_interpolation(field: FieldInfo) -> str | None:
+    """Return ``${..a}`` or ``${mul:${..a},${..b}}`` for a field that follows others, else None."""
+    parts = [f"${{{target}}}" for target in followed_keys(field)]
+    return f"${{mul:{','.join(parts)}}}" if len(parts) > 1 else (parts[0] if parts else None)
+
+
+def format_type(field: FieldInfo) -> str:
+    text = _format_annotation(field.annotation)
+    limits = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for kind, name, sign in LIMIT_SIGNS
+        if isinstance(limit, kind)
+    ]
+    if limits:
+        head, *tail = text.split(" or ", 1)
+        text = " or ".join([f"{head} {' and '.join(limits)}", *tail])
+    return text
+
+
+def _format_annotation(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _format_annotation(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(str(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_format_annotation(argument) for argument in arguments)
+    if origin is tuple:
+        inner = _format_annotation(arguments[0])
+        return "entry or list of entries" if inner == "entry" else f"list of {inner}"
+    if origin is dict:
+        return "mapping"
+    if annotation is SchedulerConfig:
+        return "mapping or list of mappings"
+    if isinstance(annotation, type) and issubclass(annotation, BaseConfig):
+        return "entry"
+    return TYPE_NAMES.get(annotation, str(annotation))
+
+
+def find_nearest_keys(path: Sequence[str], model: type[BaseConfig]) -> tuple[str, ...]:
+    """Return dotted keys that may be meant, best first: the same name in another section, or a similar spelling."""
+    wanted = ".".join(part for part in path if not part.isdigit())
+    last = path[-1]
+    keys = [key.dotted for key in iter_keys(model, repeated=True)]
+    sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
+    candidates = [key for key in keys + sections if not f"{wanted}.".startswith(f"{key}.")]
+    by_name: dict[str, list[str]] = {}
+    for key in candidates:
+        by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
+
+    def closeness(key: str) -> float:
+        return difflib.SequenceMatcher(None, wanted, key).ratio()
+
+    same_name = sorted(by_name.get(last, []), key=closeness, reverse=True)
+    if same_name:
+        return tuple(same_name[:2])
+    siblings = [
+        key for key in candidates if key.rsplit(".", 1)[0] == wanted.rsplit(".", 1)[0] and key.count(".") == wanted.count(".")
+    ]
+    similar = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.8) or difflib.get_close_matches(
+        wanted, candidates, n=1, cutoff=0.75
+    )
+    if similar:
+        return tuple(similar)
+    return tuple(key for name in difflib.get_close_matches(last, list(by_name), n=1, cutoff=0.7) for key in by_name[name][:2])

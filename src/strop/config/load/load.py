@@ -1,0 +1,206 @@
+"""Load a configuration from YAML files and overrides, or raise one error that lists every problem.
+
+files + overrides -> defaults of the schema -> interpolation -> schema -> checks across keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from strop.config.checks import run_checks
+from strop.config.load import keys, yaml_text
+from strop.config.load.errors import ConfigError, Origin, Problem
+from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
+from strop.config.load.source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
+from strop.config.nemo_rl import find_unused_keys
+from strop.config.schema.base import BaseConfig, followed_keys, section_model
+
+ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Generic[ConfigT]):
+    """A valid configuration with its warnings and sources."""
+
+    config: ConfigT
+    warnings: tuple[Problem, ...]
+    files: tuple[Path, ...]  # the file and all files it inherits from, base first
+    overrides: tuple[str, ...]
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, root: type[ConfigT], check: bool = True
+) -> LoadedConfig[ConfigT]:
+    """Load and validate a configuration. ``check=False`` skips the checks across keys, files and packages, to read a saved run.
+
+    Raises ConfigError, which lists every problem found.
+    """
+    source = ConfigSource() if path is None else read_config_file(Path(path))
+    source, problems = apply_overrides(source, overrides, root)
+    source, warnings, foreign = drop_unused_keys(source, root)
+    config, invalid = validate_source(source, root)
+    problems += foreign + invalid
+    if config is None or problems:
+        raise ConfigError(problems)
+    if check:
+        found = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
+        if found:
+            raise ConfigError(found)
+        warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
+    return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides))
+
+
+def dump_config(config: BaseConfig) -> str:
+    """Return YAML that loads back to an equal configuration."""
+    return yaml_text.dump(_escape_values(config.model_dump()))
+
+
+def _escape_values(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escape_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_values(inner) for inner in value]
+    return escape_interpolations(value) if isinstance(value, str) else value
+
+
+def drop_unused_keys(source: ConfigSource, root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem], list[Problem]]:
+    """Return the source without unsupported keys of NeMo-RL, one warning for those that can be dropped, and an error for each other."""
+    ignored: list[str] = []
+    errors: list[Problem] = []
+    for path, entry, harmless in list(find_unused_keys(source.values, root)):
+        dotted = ".".join(path)
+        if harmless:
+            ignored.append(dotted)
+        else:
+            errors.append(
+                Problem(
+                    dotted,
+                    "Strop does not have this key of NeMo-RL",
+                    f"{entry.advice[0].upper()}{entry.advice[1:]}. Remove the key.",
+                    source.find_origin(path),
+                )
+            )
+        source = ConfigSource(_without_key(source.values, path), source.origins, source.files)
+    message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(ignored)}"
+    return source, [Problem("", message)] if ignored else [], errors
+
+
+def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
+    if len(path) == 1:
+        return {key: value for key, value in values.items() if str(key) != path[0]}
+    return {key: _without_key(value, path[1:]) if str(key) == path[0] else value for key, value in values.items()}
+
+
+def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT | None, list[Problem]]:
+    """Return the configuration (None if it is invalid) and the problems of single keys."""
+    resolved, unresolved = resolve_interpolations(add_defaults(source.values, root))
+    problems = [
+        Problem(".".join(path), reason, _suggest_target(source, path, root), source.find_origin(path))
+        for path, reason in unresolved.items()
+        if path in source.origins
+    ]
+    for path in unresolved:
+        _remove(resolved, path)
+    try:
+        return root.model_validate(resolved), problems
+    except ValidationError as error:
+        found = [(_user_path(item["loc"], source), item) for item in error.errors()]
+        mine = [pair for pair in found if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
+        mine = mine or ([] if problems else found)
+        return None, problems + list(dict.fromkeys(describe_error(path, item, source, root) for path, item in mine))
+
+
+def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
+    """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
+    tree = keys.default_values(model)
+    for name, value in values.items():
+        inner = section_model(model.model_fields[name]) if name in model.model_fields else None
+        if inner is not None and (value is None or isinstance(value, Mapping)):
+            tree[name] = add_defaults(value or {}, inner)
+        else:
+            tree[name] = value
+    return tree
+
+
+def _remove(tree: Any, path: KeyPath) -> None:
+    for name in path[:-1]:
+        tree = tree[int(name)] if isinstance(tree, list) else tree[name]
+    if isinstance(tree, dict):
+        tree.pop(path[-1], None)
+
+
+def _user_path(location: Sequence[str | int], source: ConfigSource) -> KeyPath:
+    """Return the path of a pydantic error as the user wrote it: a single entry has no index, a scheduler no stages."""
+    path = [str(part) for part in location]
+    if path[:2] == ["policy", "scheduler"]:
+        path = [part for part in path if part not in ("stages", "milestones")]
+    without_numbers = tuple(part for part in path if not part.isdigit())
+    return without_numbers if without_numbers in source.origins else tuple(path)
+
+
+def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[BaseConfig]) -> bool:
+    """Return whether an error is in a value that the user wrote, not in a copy of it under a key that follows."""
+    if error == "missing":
+        field = keys.find_field(root, path)
+        return field is None or not followed_keys(field)
+    return path in source.origins or path[:2] == ("policy", "scheduler")
+
+
+def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
+    """Turn an error of pydantic into a Problem."""
+    dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
+    if item["type"] == "extra_forbidden":
+        scheduler = (
+            "A scheduler has name and kwargs; a list of them ends in {milestones: [...]}."
+            if path[:2] == ("policy", "scheduler")
+            else ""
+        )
+        return Problem(dotted, "there is no such key", scheduler or suggest_keys(path, root), origin)
+    if item["type"] == "missing":
+        said = f": {_lower_first(field.description)}" if field is not None and field.description else ""
+        return Problem(
+            dotted,
+            "this key is required" + said,
+            f"Write {dotted}=... on the command line, or set it in the file named by --config.",
+            origin or (Origin(source.files[-1]) if source.files else None),
+        )
+    found, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
+    if item["type"] == "value_error":
+        return Problem(dotted, f"found {found!r}: {item['ctx']['error']}", meaning, origin)
+    if item["type"] in ("model_type", "model_attributes_type") and field is not None and (inner := section_model(field)):
+        names = ", ".join(inner.model_fields)
+        return Problem(dotted, f"found {found!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
+    wanted = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
+    quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(found, bool | int | float) else ""
+    return Problem(dotted, f"found {found!r} ({describe_type(found)}); it must be {wanted}.{quotes}".rstrip("."), meaning, origin)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
+    near = keys.find_nearest_keys(path, root)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"The sections are {', '.join(root.model_fields)}. `strop config` lists every key."
+
+
+def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig]) -> str:
+    """Suggest the nearest key for an interpolation of an unknown key."""
+    value: Any = source.values
+    for name in path:
+        value = value[int(name)] if isinstance(value, list) else value.get(name)
+    names = referenced_keys(value) if isinstance(value, str) else ()
+    missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
+    near = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]
+    return f"Did you mean ${{{near[0]}}}?" if near else ""
+
+
+def _with_origin(problem: Problem, source: ConfigSource) -> Problem:
+    return Problem(problem.key, problem.message, problem.fix, source.find_origin(tuple(problem.key.split("."))))

@@ -1,0 +1,258 @@
+"""The values of configuration files and overrides, with their origins.
+
+read_config_file read a YAML file and the files it inherits from (``defaults:``), base first
+apply_overrides  apply ``a.b=c`` and other overrides from the command line
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from strop.config.load import keys, yaml_text
+from strop.config.load.errors import COMMAND_LINE, ConfigError, Origin, Problem
+from strop.config.schema.base import BaseConfig, get_at
+
+KeyPath: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ConfigSource:
+    """Nested values, and the file and line of each."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+    def overlay(self, other: ConfigSource) -> ConfigSource:
+        """Return this source with ``other`` on top: sections merge, other values are replaced."""
+        return ConfigSource(
+            merge_sections(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files
+        )
+
+    def find_origin(self, path: KeyPath) -> Origin | None:
+        """Return where a key was set, or else the innermost section around it; None if neither was."""
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = path[:-1]
+        return None
+
+
+def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge_sections(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def read_config_file(path: Path, inheriting: tuple[Path, ...] = ()) -> ConfigSource:
+    """Read a file and, below it, the files of its ``defaults:``, relative to it. Raises ConfigError."""
+    if path.resolve() in [other.resolve() for other in inheriting]:
+        chain = " -> ".join(str(other) for other in (*inheriting, path))
+        raise ConfigError(
+            [
+                Problem(
+                    "defaults",
+                    f"the files inherit from each other in a cycle: {chain}",
+                    "Remove one of the links.",
+                    Origin(path),
+                )
+            ]
+        )
+    own, bases = _read_single_file(path, inheriting)
+    source = ConfigSource()
+    for base in bases:
+        source = source.overlay(read_config_file(path.parent / base, (*inheriting, path)))
+    return source.overlay(own)
+
+
+def _read_single_file(path: Path, inheriting: tuple[Path, ...]) -> tuple[ConfigSource, list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values, lines = yaml_text.parse(text)
+    except OSError as error:
+        raise ConfigError([describe_missing_file(path, inheriting, error)]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem("", f"{path} is not a UTF-8 text file: {error.reason} at byte {error.start}")]) from error
+    except yaml_text.YamlError as error:
+        column = f", column {error.column}" if error.column is not None else ""
+        where = Origin(f"{path}, line {error.line}{column}") if error.line else Origin(path)
+        raise ConfigError([Problem("", f"this is not valid YAML: {error}", origin=where)]) from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            [Problem("", f"found {describe_type(values)}; a configuration is a mapping of sections", origin=Origin(path))]
+        )
+    defaults = values.pop("defaults", [])
+    bases = [defaults] if isinstance(defaults, str) else defaults
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        origin = Origin(path, lines.get(("defaults",)))
+        raise ConfigError(
+            [
+                Problem(
+                    "defaults",
+                    f"found {defaults!r}; it must be one path or a list of paths, relative to this file",
+                    origin=origin,
+                )
+            ]
+        )
+    origins = {key: Origin(path, line) for key, line in lines.items() if key[0] != "defaults"}
+    return ConfigSource(values, origins, (path,)), bases
+
+
+def describe_missing_file(path: Path, inheriting: Sequence[Path], error: OSError) -> Problem:
+    """Return a Problem with the missing file, the file that inherits from it, and the configurations in its folder."""
+    message = f"there is no file {path}" if not path.exists() else f"{path} cannot be read: {error.strerror}"
+    if not path.is_absolute() and not inheriting:
+        message += f" (the working directory is {Path.cwd()})"
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    found = sorted(str(other.relative_to(folder)) for other in folder.glob("*.y*ml"))
+    fix = f"In {folder} there are: {', '.join(found)}." if found else f"There are no YAML files in {folder}."
+    key, origin = ("defaults", Origin(inheriting[-1])) if inheriting else ("", None)
+    return Problem(key, message, fix, origin)
+
+
+OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s~+][^=\s]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+def apply_overrides(source: ConfigSource, overrides: Sequence[str], root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem]]:
+    """Apply overrides in order. Return the new source and a problem for each that cannot be applied."""
+    problems: list[Problem] = []
+    for text in overrides:
+        problem, source = apply_override(source, text, root)
+        problems += [problem] if problem else []
+    return source, problems
+
+
+def apply_override(source: ConfigSource, text: str, root: type[BaseConfig]) -> tuple[Problem | None, ConfigSource]:
+    match = OVERRIDE.fullmatch(text.strip())
+    if match is None or (match["value"] is None and match["mark"] != "~"):
+        hint = (
+            f"For a configuration file write --config {text}."
+            if text.endswith((".yaml", ".yml"))
+            else "Write section.key=value, or ~section.key to delete."
+        )
+        return Problem("", f"{text!r} is not an override", hint, Origin(COMMAND_LINE)), source
+    path = normalize_entry_path(tuple(match["key"].split(".")), source, root)
+    origin = Origin(COMMAND_LINE)
+    if match["mark"] == "~":
+        return delete_key(source, path, origin)
+    try:
+        value = parse_override_value(path, match["value"], root)
+    except yaml_text.YamlError as error:
+        fix = "Put the value in quotes twice, once for the shell: key='\"value\"'."
+        return Problem(match["key"], f"the value {match['value']} cannot be read: {error}", fix, origin), source
+    return set_key(source, path, value, origin)
+
+
+def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseConfig]) -> KeyPath:
+    """Add or remove the index of a single list entry, to match how the file writes it."""
+    for depth in range(1, len(path)):
+        field = keys.find_field(root, path[:depth])
+        if field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field):
+            found, rest = get_at(source.values, path[:depth]), path[depth:]
+            if not isinstance(found, list) and rest[0] == "0" and len(rest) > 1:
+                return (*path[:depth], *rest[1:])
+            if isinstance(found, list) and len(found) == 1 and not rest[0].isdigit():
+                return (*path[:depth], "0", *rest)
+    return path
+
+
+def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> Any:
+    """Parse a value as YAML, except that ``name=7`` is the string "7" where the key is a string, and ``*x`` is always a string."""
+    try:
+        value = yaml_text.parse_value(text)
+    except yaml_text.YamlError:
+        if text.lstrip()[:1] in ("[", "{", "'", '"'):
+            raise
+        return text
+    found = keys.find_field(root, path)
+    wants_text = found is not None and keys.format_type(found) in ("str", "str or null")
+    return text if wants_text and isinstance(value, bool | int | float) else value
+
+
+def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:
+    """Set one key, creating sections on the way; a mapping is merged into a section."""
+    values = _copy_values(source.values)
+    target: Any = values
+    made: list[KeyPath] = []
+    for depth, name in enumerate(path[:-1], 1):
+        index = _list_index(target, name)
+        if index is None and isinstance(target, dict) and target.get(name) is None:
+            target[name] = {}
+            made.append(path[:depth])
+        inner = target[index] if index is not None else (target.get(name) if isinstance(target, dict) else None)
+        if not isinstance(inner, dict | list):
+            return _not_a_section(path, depth, inner, target, origin), source
+        target = inner
+    index, last = _list_index(target, path[-1]), path[-1]
+    if isinstance(target, list):
+        if index is None:
+            return _not_a_section(path, len(path) - 1, target, target, origin), source
+        target[index] = value
+    else:
+        below = target.get(last)
+        target[last] = merge_sections(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    written = dict.fromkeys((*made, path, *_paths_inside(path, value)), origin)
+    return None, ConfigSource(values, {**source.origins, **written}, source.files)
+
+
+def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: Origin) -> Problem:
+    where = ".".join(path[:depth])
+    if isinstance(found, list) or isinstance(around, list):
+        length = len(found if isinstance(found, list) else around)
+        return Problem(".".join(path), f"{where} is a list of {length}", f"Index an entry by number, from 0: {where}.0", origin)
+    return Problem(
+        ".".join(path), f"{where} is {found!r}, not a section, so no key can be set under it", f"Set {where} itself.", origin
+    )
+
+
+def delete_key(source: ConfigSource, path: KeyPath, origin: Origin) -> tuple[Problem | None, ConfigSource]:
+    """Remove a key that a file sets, so that the schema's default holds."""
+    dotted = ".".join(path)
+    values = _copy_values(source.values)
+    parent = get_at(values, path[:-1])
+    if not isinstance(parent, dict) or path[-1] not in parent:
+        fix = "~key removes a key that the file sets; this key is not set."
+        return Problem(f"~{dotted}", f"{dotted} is not set", fix, origin), source
+    del parent[path[-1]]
+    origins = {key: where for key, where in source.origins.items() if key[: len(path)] != path}
+    return None, ConfigSource(values, origins, source.files)
+
+
+def _copy_values(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy_values(inner) for key, inner in value.items()}
+    return [_copy_values(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _list_index(target: Any, name: str) -> int | None:
+    return int(name) if isinstance(target, list) and name.isdigit() and int(name) < len(target) else None
+
+
+def _paths_inside(path: KeyPath, value: Any) -> list[KeyPath]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [below for key, inner in items for below in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
+
+
+TYPE_PHRASES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "null",
+}
+
+
+def describe_type(value: Any) -> str:
+    return TYPE_PHRASES.get(type(value), type(value).__name__)

@@ -1,0 +1,63 @@
+"""Section ``checkpointing``."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig
+
+
+class CheckpointingConfig(BaseConfig):
+    """What is saved and when, and which checkpoints are kept."""
+
+    enabled: bool = Field(True, description="Save checkpoints.")
+    checkpoint_dir: str = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
+    metric_name: str | None = Field(
+        "val:accuracy", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
+    )
+    higher_is_better: bool = Field(True, description="Whether a larger metric is better.")
+    keep_top_k: int | None = Field(3, ge=1, description="Checkpoints to keep besides the newest; null keeps all (checkpoints).")
+    save_period: int = Field(10, ge=0, description="Save every this many steps; 0 turns saving off (steps).")
+    save_optimizer: bool = Field(
+        True, description="Save the optimizer and the schedule too; without them a run cannot resume exactly."
+    )
+    async_save: bool = Field(
+        False,
+        description="Write checkpoints in the background while training continues. Only on several ranks; a single process "
+        "saves first.",
+    )
+    save_on_sigterm_within: float | None = Field(
+        120,
+        ge=0,
+        description="After SIGTERM, finish the step in progress and save it if that takes no longer than this; null always "
+        "waits, 0 exits at once (seconds).",
+    )
+    checkpoint_must_save_by: str | None = Field(
+        None,
+        pattern=r"^\d+:\d+:\d+:\d+$",
+        description="Once the run has lasted this long, save after the step in progress and exit; null is never (DD:HH:MM:SS).",
+    )
+    resume: bool = Field(True, description="Continue from the newest checkpoint in checkpoint_dir, if there is one.")
+
+    @property
+    def save_deadline_seconds(self) -> float | None:
+        """``checkpoint_must_save_by`` in seconds; None if it is not set."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+    @property
+    def saving_enabled(self) -> bool:
+        """Whether the run saves checkpoints."""
+        return self.enabled and self.save_period > 0
+
+
+class RecordedCheckpointingConfig(CheckpointingConfig):
+    """Defaults of runs on recorded data, which a loss measures."""
+
+    checkpoint_dir: str = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
+    metric_name: str | None = Field(
+        "val:loss", description="Metric that ranks checkpoints, train:NAME or val:NAME; null keeps the newest."
+    )
+    higher_is_better: bool = Field(False, description="Whether a larger metric is better.")

@@ -1,0 +1,75 @@
+"""Section ``cluster``: the machines and the resources of each role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig, subsection
+
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class RoleConfig(BaseConfig):
+    """The processes of one role."""
+
+    num_cpus: float = Field(0.0, ge=0, description="CPUs that Ray reserves for each process; 0 reserves none (CPUs).")
+    num_gpus: float | None = Field(
+        None,
+        gt=0,
+        description="GPUs of each teacher or environment process, beside those of the run; a fraction such as 0.5 shares "
+        "one. null is 1 for a teacher and none for an environment (GPUs).",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Custom Ray resources of each process, such as {sandbox: 1}."
+    )
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the processes.")
+    pip: Strings = Field((), description="Packages that Ray installs for the processes, on top of the node's.")
+    python: str | None = Field(None, description="Interpreter of the processes, with Strop installed in it; null is the node's.")
+
+
+class RolesConfig(BaseConfig):
+    """Resources of the learner's ranks, the engines, and the environment and teacher processes."""
+
+    learner: RoleConfig = subsection(RoleConfig)
+    generator: RoleConfig = subsection(RoleConfig)
+    environment: RoleConfig = subsection(RoleConfig)
+    teacher: RoleConfig = subsection(RoleConfig)
+
+
+class ClusterConfig(BaseConfig):
+    """The machines and how a run uses them."""
+
+    gpus_per_node: int = Field(
+        1, ge=0, description="GPUs of each node that may be used; without GPUs, as many processes take their place (GPUs)."
+    )
+    num_nodes: int = Field(1, ge=1, description="Number of nodes (nodes).")
+    backend: Literal["auto", "local", "ray"] = Field(
+        "auto", description="local is this process; ray is Ray actors; auto is local if one device trains."
+    )
+    address: str | None = Field(
+        None,
+        description="Ray cluster to join, host:port. null joins RAY_ADDRESS or the cluster of `ray start` on this machine, "
+        "or else starts one that ends with the run; local always starts one.",
+    )
+    segment_size: int | None = Field(
+        None,
+        ge=1,
+        description="Nodes of one NVLink domain that get consecutive ranks; null ignores domains (nodes). The Ray label "
+        "strop.nvlink-domain names a node's domain.",
+    )
+    wait_seconds: float = Field(120.0, gt=0, description="How long to wait for nodes to join (seconds).")
+    environment_hosts: int = Field(
+        0,
+        ge=0,
+        description="Processes for each environment of env; 0 runs environments in the driver's process (processes). Only "
+        "with Ray.",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="Restarts in a row, without a step between them, of a learner that lost a rank (restarts)."
+    )
+    shrink_on_lost_node: bool = Field(
+        False, description="Continue with the remaining engines when those of a lost node cannot be restarted."
+    )
+    roles: RolesConfig = subsection(RolesConfig)

@@ -1,0 +1,130 @@
+"""Section ``data``: where tasks come from and how sources are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, field_serializer, model_validator
+
+from strop.config.schema.base import BaseConfig, follows, subsection
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+class DataEntryConfig(BaseConfig):
+    """One source of tasks. Keys that an entry of train or validation does not set come from data.default."""
+
+    dataset_name: str | None = Field(
+        None,
+        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .parquet or .csv file; null for an "
+        "environment that generates its tasks.",
+    )
+    subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
+    split: str | None = Field(
+        None, description="Split of a hub dataset; null is the built-in dataset's own, else train, for validation too."
+    )
+    input_key: str | None = Field(
+        None,
+        description="Column of the prompt; null is the built-in dataset's, else problem (in recorded data, prompt comes first).",
+    )
+    output_key: str | None = Field(
+        None,
+        description="Column of the expected answer; null is the built-in dataset's, else answer (in recorded data, "
+        "completion and response come first).",
+    )
+    messages_key: str | None = Field(
+        None,
+        description="Column of a conversation, a list of {role, content}; null looks for messages and conversations.",
+    )
+    chosen_key: str | None = Field(None, description="Column of the better answer, for dpo and rm; null is chosen.")
+    rejected_key: str | None = Field(None, description="Column of the worse answer, for dpo and rm; null is rejected.")
+    label_key: str | None = Field(None, description="Column that says whether an answer is desirable, for kto; null is label.")
+    margin_key: str | None = Field(
+        None, description="Column of how much better the chosen answer is; null is margin, if there is one."
+    )
+    prompt_file: str | None = Field(
+        None, description="Text file with {question} or {} where the question goes; null is the question alone."
+    )
+    system_prompt_file: str | None = Field(None, description="Text file with the system prompt; null is none.")
+    system_prompt: str | None = Field(None, description="The system prompt; null is none.")
+    env_name: str | None = Field(None, description="Alias in env of the environment that scores the tasks; null is the only one.")
+    weight: float = Field(1.0, gt=0, description="Share of this entry in the mix, relative to the other weights.")
+    size: int | None = Field(
+        None, ge=1, description="Number of tasks to generate, or to take from the dataset; null is all (tasks)."
+    )
+    seed: int | None = Field(None, ge=0, description="Seed of generated tasks and of splits; null is the run's.")
+    repeat: int = Field(1, ge=1, description="How often each task appears (times).")
+    split_validation_size: float = Field(
+        0.0, ge=0, description="Hold this out for validation: below 1 a fraction of the entry, from 1 on a number (tasks)."
+    )
+
+    @property
+    def is_file(self) -> bool:
+        return self.dataset_name is not None and self.dataset_name.endswith(FILE_SUFFIXES)
+
+
+Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
+
+
+class DataConfig(BaseConfig):
+    """Training and validation tasks."""
+
+    max_input_seq_length: int = follows(
+        "..policy.max_total_sequence_length",
+        standalone=512,
+        ge=1,
+        description="Skip and count tasks with a longer prompt (tokens).",
+    )
+    shuffle: bool = Field(True, description="Shuffle the training tasks, by the run's seed.")
+    add_eos: bool = Field(
+        True, description="In recorded data, end the loss tokens with a stop token where the chat template does not."
+    )
+    train: Entries = Field((), description="One entry, or a list of entries that are mixed by weight.")
+    validation: Entries | None = Field(
+        None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
+    )
+    default: DataEntryConfig = subsection(DataEntryConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_defaults(cls, values: Any) -> Any:
+        """Turn entries into a list, with the keys of ``default`` as defaults. Idempotent."""
+        if not isinstance(values, Mapping):
+            return values
+        default = values.get("default") or {}
+        if isinstance(default, DataEntryConfig):
+            default = default.model_dump(exclude_unset=True)
+        merged = {key: _merge_entries(values[key], default) for key in ("train", "validation") if values.get(key) is not None}
+        return {**values, **merged}
+
+    @field_serializer("train", "validation")
+    def _serialize_entries(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
+        """Write a single entry without the list, so that ``data.train.dataset_name=...`` also works on a saved file."""
+        dumped = None if entries is None else [entry.model_dump() for entry in entries]
+        return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
+
+    @field_serializer("default")
+    def _serialize_default(self, default: DataEntryConfig) -> dict[str, Any]:
+        return default.model_dump(exclude_defaults=True)
+
+
+def _merge_entries(given: Any, default: Any) -> Any:
+    if isinstance(given, Mapping | DataEntryConfig):
+        given = [given]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return given
+    if not isinstance(default, Mapping):
+        return list(given)
+    return [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in given]
+
+
+class EvalDataConfig(DataEntryConfig):
+    """The tasks to evaluate on."""
+
+    max_input_seq_length: int = follows(
+        "..generation.vllm_cfg.max_model_len",
+        standalone=2048,
+        ge=1,
+        description="Skip and count tasks with a longer prompt (tokens).",
+    )

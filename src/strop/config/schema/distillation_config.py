@@ -1,0 +1,96 @@
+"""Sections ``distillation``, ``teacher`` and ``loss_fn`` of a run that learns from a teacher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.config.schema.generation_config import Device, Precision
+from strop.config.schema.grpo_config import AlgorithmConfig
+from strop.config.schema.policy_config import TokenizerConfig
+from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+
+
+class DistillationConfig(RolloutTrainingConfig):
+    """Distillation on rollouts of the student."""
+
+    num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each prompt (rollouts).")
+    topk_logits_k: int = Field(
+        64, ge=1, description="Number of the teacher's most likely tokens that topk_distillation compares (tokens)."
+    )
+    async_distillation: AsyncConfig = subsection(AsyncConfig)
+
+    @property
+    def async_config(self) -> AsyncConfig:
+        return self.async_distillation
+
+
+class DistillationAlgorithmConfig(AlgorithmConfig):
+    """How the student follows the teacher."""
+
+    name: str = Field(
+        "topk_distillation",
+        min_length=1,
+        description="topk_distillation (a divergence on the teacher's most likely tokens), distillation (the per-token "
+        "reverse KL as advantage), or module:Class.",
+    )
+
+
+class DistillationLossConfig(BaseConfig):
+    """The divergence of topk_distillation."""
+
+    kl_type: Literal["forward", "reverse", "mixed", "jsd"] = Field(
+        "mixed",
+        description="forward is KL(teacher || student), reverse KL(student || teacher), mixed both, jsd the Jensen-Shannon divergence.",
+    )
+    mixed_kl_weight: float = Field(0.5, ge=0, le=1, description="Weight of the forward KL in mixed.")
+    beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture of jsd.")
+    zero_outside_topk: bool = Field(
+        False,
+        description="Count all probability outside the teacher's top k as one more event; false renormalises both "
+        "distributions over the top k.",
+    )
+
+
+class TeacherTokenizerConfig(TokenizerConfig):
+    """The teacher's tokenizer, which must be the student's."""
+
+
+class TeacherConfig(BaseConfig):
+    """A teacher, which only scores rollouts."""
+
+    model_name: str = Field(
+        ..., min_length=1, description="A hub name or a folder; self is the policy, prompted with a demonstration."
+    )
+    tokenizer: TeacherTokenizerConfig = subsection(TeacherTokenizerConfig)
+    device: Device = follows("..policy.device", standalone="auto", description="As policy.device.")
+    precision: Precision = follows("..policy.precision", standalone="bfloat16", description="bfloat16 or float32.")
+    logprob_mb_tokens: int = follows(
+        "..policy.sequence_packing.logprob_mb_tokens",
+        standalone=2048,
+        ge=1,
+        description="Token budget of a micro-batch (tokens).",
+    )
+    hosts: int = Field(
+        0,
+        ge=0,
+        description="Processes, each with the whole teacher, that share the groups of a batch; 0 keeps it beside the policy "
+        "(processes). Only with Ray.",
+    )
+    offload: bool = Field(False, description="Keep it in CPU memory between uses.")
+    environments: tuple[str, ...] | None = Field(
+        None, strict=False, description="With several teachers: aliases of env whose rollouts this one scores; null is all."
+    )
+    weight: float = Field(1.0, gt=0, description="Weight of this teacher where several score the same rollouts.")
+    demonstration: str | None = Field(
+        None,
+        description="With model_name self: text added to the question that the teacher reads, with {answer} for the task's "
+        "answer.",
+    )
+    self_weights: Literal["initial", "current", "ema"] = Field(
+        "initial",
+        description="With model_name self: the policy before training (initial), as it is (current), or its moving average "
+        "(ema, with policy.ema).",
+    )

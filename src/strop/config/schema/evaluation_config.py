@@ -1,0 +1,50 @@
+"""Sections ``eval``, ``generation`` and ``tokenizer`` of an evaluation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig, follows
+from strop.config.schema.generation_config import Device, GenerationConfig, Precision, Temperature, TopK
+from strop.config.schema.policy_config import TokenizerConfig
+
+
+class EvalConfig(BaseConfig):
+    """The metric and the number of samples."""
+
+    metric: Literal["pass@k", "avg@n", "cons@k"] = Field(
+        "pass@k",
+        description="Headline metric: pass@k (unbiased), avg@n (mean over samples) or cons@k (majority vote). All are stored.",
+    )
+    num_tests_per_prompt: int = Field(1, ge=1, description="Samples per task: n (samples).")
+    k_value: int = Field(1, ge=1, description="k of pass@k and cons@k (samples).")
+    seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
+    save_path: str | None = Field(None, description="Folder for a JSON file with every sample; null does not save.")
+
+
+class EvalTokenizerConfig(TokenizerConfig):
+    """The tokenizer and its chat template."""
+
+    name: str = follows("..generation.model_name", standalone=..., min_length=1, description="A hub name or a folder.")
+
+
+class EvalGenerationConfig(GenerationConfig):
+    """The model, the inference engine and how it samples."""
+
+    model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
+    max_new_tokens: int = follows(
+        ".vllm_cfg.max_model_len", standalone=2048, ge=1, description="Longest completion of one turn (tokens)."
+    )
+    temperature: Temperature = Field(0.0, description="Sampling temperature; 0 is greedy.")
+    top_k: TopK = Field(-1, description="Sample from this many most likely tokens; null or -1 turns it off (tokens).")
+    num_prompts_per_step: int = Field(-1, ge=-1, description="Tasks sampled at a time; -1 is all (tasks).")
+    precision: Precision = follows(".vllm_cfg.precision", standalone="bfloat16", description="Data type of the weights.")
+    device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
+
+    @property
+    def max_total_sequence_length(self) -> int:
+        """Longest prompt and completion together, whatever the backend (tokens)."""
+        return self.vllm_cfg.max_model_len

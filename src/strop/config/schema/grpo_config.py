@@ -1,0 +1,158 @@
+"""Sections ``grpo``, ``loss_fn`` and ``algorithm``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig, subsection
+from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
+
+
+class AdvantageConfig(BaseConfig):
+    """How advantages are estimated."""
+
+    name: str | None = Field(
+        None,
+        description="Name of an advantage, such as group_relative or leave_one_out, or module:Class; null is the algorithm's "
+        "own.",
+    )
+
+
+class GrpoConfig(RolloutTrainingConfig):
+    """Advantages and optimizer passes of policy gradients without a critic."""
+
+    normalize_rewards: bool | None = Field(
+        None,
+        description="Divide advantages by the group's standard deviation; false as in Dr. GRPO. null is the algorithm's own "
+        "(grpo: true).",
+    )
+    use_leave_one_out_baseline: bool | None = Field(
+        None,
+        description="Use the mean reward of the group's other rollouts as baseline (RLOO). null is the algorithm's own "
+        "(grpo: false).",
+    )
+    minus_baseline: bool | None = Field(
+        None,
+        description="Subtract the baseline; false takes the reward as advantage. null is the algorithm's own (grpo: true).",
+    )
+    adv_estimator: AdvantageConfig = subsection(AdvantageConfig)
+    advantage_clip_low: float | None = Field(None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = Field(None, description="Upper clip of advantages; null does not clip.")
+    update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
+    async_grpo: AsyncConfig = subsection(AsyncConfig)
+
+    @property
+    def async_config(self) -> AsyncConfig:
+        return self.async_grpo
+
+    @property
+    def epochs_per_batch(self) -> int:
+        return self.update_epochs
+
+
+class LossConfig(BaseConfig):
+    """The clipped policy-gradient loss and its KL term."""
+
+    reference_policy_kl_penalty: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the KL term; 0 leaves it out and loads no reference policy. null is the algorithm's own "
+        "(grpo: 0).",
+    )
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="Estimator of the KL divergence: k1 (log ratio), k2 (half its square), k3 (non-negative, low variance). "
+        "null is the algorithm's own (grpo: k3).",
+    )
+    use_on_policy_kl_approximation: bool = Field(
+        False, description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased."
+    )
+    kl_input_clamp_value: float | None = Field(
+        20.0, gt=0, description="Clamp log ratios to plus or minus this before the estimator; null does not clamp (nats)."
+    )
+    kl_output_clamp_value: float | None = Field(
+        10.0, gt=0, description="Clamp the estimate to plus or minus this; null does not clamp (nats)."
+    )
+    ratio_clip_min: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Clip the probability ratio below at 1 minus this. null is the algorithm's own (grpo: 0.2).",
+    )
+    ratio_clip_max: float | None = Field(
+        None,
+        ge=0,
+        description="Clip the probability ratio above at 1 plus this; larger than ratio_clip_min is clip-higher. null is the "
+        "algorithm's own (grpo: 0.2).",
+    )
+    ratio_clip_c: float | None = Field(
+        None,
+        gt=1,
+        description="Dual clip: where the advantage is negative, bound the loss at this times the advantage; null is off.",
+    )
+    token_level_loss: bool | None = Field(
+        None,
+        description="Mean over all tokens of the batch; false is the mean over sequences of their token means. null is the "
+        "algorithm's own (grpo: true).",
+    )
+    aggregation: Aggregation | None = Field(
+        None,
+        description="Reduction of token losses: token_mean, sequence_mean, sequence_sum, or constant_length (Dr. GRPO: sum / "
+        "(sequences x constant_length)); null follows token_level_loss.",
+    )
+    constant_length: int | None = Field(None, ge=1, description="Divisor of aggregation constant_length (tokens).")
+    force_on_policy_ratio: bool = Field(
+        False,
+        description="Set the ratio to 1, keeping its gradient; right when a batch makes one optimizer step.",
+    )
+    sequence_level_importance_ratios: bool = Field(
+        False, description="One ratio per sequence, the geometric mean over its tokens (GSPO)."
+    )
+    use_cispo: bool = Field(False, description="Clip the weight of the gradient instead of the objective (CISPO).")
+    disable_ppo_ratio: bool = Field(False, description="Use no ratio: advantage times log-probability (REINFORCE).")
+    positive_example_nll_weight: float = Field(
+        0.0, ge=0, description="Weight of the negative log-likelihood of rollouts with a positive reward (VAPO)."
+    )
+    use_importance_sampling_correction: bool = Field(
+        False,
+        description="Multiply each token's loss by the learner's probability over the engine's, to correct their mismatch.",
+    )
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = Field(
+        None,
+        description="Bound of that weight: tis (cut at the ratio), icepop (0 outside [ratio_min, ratio]), seq-mask-tis (drop "
+        "rollouts with a geometric mean outside [ratio_min, ratio], leave the others); null is none.",
+    )
+    truncated_importance_sampling_ratio: float | None = Field(None, gt=0, description="Upper bound of the weight (ratio).")
+    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0, description="Lower bound of the weight (ratio).")
+    entropy_bonus: float | None = Field(
+        None, ge=0, description="Weight of the policy's entropy in the loss; null is the algorithm's own (0)."
+    )
+    use_kl_in_reward: bool = Field(
+        False, description="Subtract the KL estimate from the reward instead of adding it to the loss."
+    )
+
+    @property
+    def resolved_aggregation(self) -> Aggregation | None:
+        """The aggregation that ``aggregation`` and ``token_level_loss`` select; None is the algorithm's own."""
+        if self.aggregation is not None or self.token_level_loss is None:
+            return self.aggregation
+        return "token_mean" if self.token_level_loss else "sequence_mean"
+
+
+class AlgorithmConfig(BaseConfig):
+    """The algorithm that turns groups into a loss."""
+
+    name: str = Field(
+        "grpo",
+        min_length=1,
+        description="Name of an algorithm's file in strop/algorithms, or module:Class.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Fields of the algorithm. A part is {name: .., option: ..}: advantage, objective, corrections (a list), "
+        "selection, shaping, kl. Keys set in other sections take precedence.",
+    )

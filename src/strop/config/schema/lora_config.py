@@ -1,0 +1,60 @@
+"""Section ``lora_cfg`` of a trained model: low-rank adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from strop.config.schema.base import BaseConfig
+
+Patterns = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class LoraConfig(BaseConfig):
+    """Low-rank adapters (LoRA) on the linear layers of a frozen model, saved in PEFT's format."""
+
+    enabled: bool = Field(False, description="Train only adapters. The reference policy is then the model with its adapters off.")
+    target_modules: Patterns = Field(
+        (),
+        description="Name patterns of the layers that get adapters, such as [q_proj, v_proj] or ['*.mlp.*']. A pattern "
+        "matches the end of a name after a dot, or with * ? or [ the whole name. One that matches nothing is an "
+        "error.",
+    )
+    exclude_modules: Patterns = Field((), description="Name patterns of layers without adapters, matched in the same way.")
+    match_all_linear: bool | None = Field(
+        None,
+        description="Put adapters on every linear layer except the output layer; null is true if target_modules is empty.",
+    )
+    dim: int = Field(8, ge=1, description="Rank of an adapter.")
+    alpha: int = Field(32, ge=1, description="Scale of an adapter: its output is multiplied by alpha / dim.")
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(dim) instead.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout in training; only for recorded data, where no policy samples (fraction)."
+    )
+    dropout_position: Literal["pre", "post"] = Field(
+        "post", description="Drop an adapter's inputs (pre, as PEFT does) or outputs (post)."
+    )
+    lora_A_init: Literal["xavier", "uniform"] = Field(
+        "xavier",
+        description="Initialisation of A: xavier (normal) or uniform (Kaiming, as PEFT does). B starts at zero.",
+    )
+    use_triton: bool = Field(True, description="Accepted for NeMo-RL recipes, without effect: there are no kernels to choose.")
+
+    @model_validator(mode="after")
+    def _check_target_modules(self) -> LoraConfig:
+        if self.target_modules and self.match_all_linear:
+            raise ValueError(
+                f"target_modules is {', '.join(self.target_modules)}, but match_all_linear=true selects every linear layer; remove one of "
+                "them"
+            )
+        if self.match_all_linear is False and not self.target_modules:
+            raise ValueError(
+                "match_all_linear=false without target_modules selects no layer; set target_modules, or match_all_linear=true"
+            )
+        return self
+
+    def lora_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``strop.models.lora.LoraOptions``."""
+        left_out = {"enabled", "match_all_linear", "lora_A_init", "use_triton"}
+        return {**self.model_dump(exclude=left_out), "initialiser": self.lora_A_init}

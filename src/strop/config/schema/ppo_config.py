@@ -1,0 +1,103 @@
+"""Sections ``ppo``, ``value`` and ``value_loss_fn``: policy gradients with a critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.config.schema.grpo_config import AlgorithmConfig
+from strop.config.schema.policy_config import ModelConfig, TokenizerConfig
+from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+
+
+class GaeConfig(BaseConfig):
+    """Generalised advantage estimation (arXiv 1506.02438)."""
+
+    name: Literal["gae"] = Field("gae", description="The only estimator with a critic.")
+    gae_lambda: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Lambda per token: 0 trusts the critic, 1 the rewards; null is the algorithm's own (ppo: 0.95).",
+    )
+    gae_gamma: float | None = Field(None, gt=0, le=1, description="Discount per token; null is the algorithm's own (ppo: 1).")
+    normalize_advantages: bool | None = Field(
+        None, description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true)."
+    )
+    gae_lambda_policy: float | None = Field(
+        None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
+    )
+    gae_lambda_value: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Lambda of the critic's targets (decoupled GAE); null is the algorithm's own (ppo: gae_lambda).",
+    )
+    length_adaptive_alpha: float | None = Field(
+        None,
+        ge=0,
+        description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off, null is the "
+        "algorithm's own (ppo: 0).",
+    )
+
+
+class PpoConfig(RolloutTrainingConfig):
+    """Proximal policy optimisation with a critic."""
+
+    ppo_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
+    policy_training_start_step: int | None = Field(
+        None,
+        ge=0,
+        description="Train only the critic before this step (steps); null is the algorithm's own (ppo: 0).",
+    )
+    advantage_clip_low: float | None = Field(None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = Field(None, description="Upper clip of advantages; null does not clip.")
+    adv_estimator: GaeConfig = subsection(GaeConfig)
+    async_ppo: AsyncConfig = subsection(AsyncConfig)
+
+    @property
+    def async_config(self) -> AsyncConfig:
+        return self.async_ppo
+
+    @property
+    def epochs_per_batch(self) -> int:
+        return self.ppo_epochs
+
+
+class PpoAlgorithmConfig(AlgorithmConfig):
+    """The algorithm that turns rollouts and values into losses."""
+
+    name: str = Field("ppo", min_length=1, description="ppo, vapo, or module:Class.")
+
+
+class ValueLossConfig(BaseConfig):
+    """The critic's loss: half the squared error of returns, clipped."""
+
+    scale: float | None = Field(None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1).")
+    cliprange: float | None = Field(
+        None,
+        ge=0,
+        description="Clip a value to at most this far from its value before the update (reward); 0 does not clip, null is "
+        "the algorithm's own (ppo: 0.2).",
+    )
+
+
+class ValueTokenizerConfig(TokenizerConfig):
+    """The critic's tokenizer, which must be the policy's."""
+
+
+class ValueConfig(ModelConfig):
+    """The critic: a separate network, or a head on the policy's."""
+
+    model_name: str = follows(
+        "..policy.model_name", standalone=..., min_length=1, description="A causal LM or a sequence classifier with one label."
+    )
+    tokenizer: ValueTokenizerConfig = subsection(ValueTokenizerConfig)
+    head_only: bool = Field(
+        False, description="Use a linear layer on the policy's hidden states as critic, without gradient into the policy."
+    )
+    max_total_sequence_length: int = follows(
+        "..policy.max_total_sequence_length", standalone=512, ge=2, description="As the policy's (tokens)."
+    )

@@ -1,0 +1,180 @@
+"""The root configurations: one for each kind of training run, and one for evaluation. docs/configuration.md lists every key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from strop.config.schema.base import BaseConfig, subsection
+from strop.config.schema.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
+from strop.config.schema.cluster_config import ClusterConfig
+from strop.config.schema.data_config import DataConfig, DataEntryConfig, EvalDataConfig
+from strop.config.schema.distillation_config import (
+    DistillationAlgorithmConfig,
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+)
+from strop.config.schema.environment_config import EnvironmentConfig
+from strop.config.schema.evaluation_config import EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
+from strop.config.schema.generation_config import GenerationConfig
+from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
+from strop.config.schema.logger_config import LoggerConfig
+from strop.config.schema.policy_config import ModelConfig, PolicyConfig
+from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
+from strop.config.schema.recorded_config import (
+    DpoAlgorithmConfig,
+    DpoConfig,
+    RmAlgorithmConfig,
+    RmConfig,
+    RmPolicyConfig,
+    SftAlgorithmConfig,
+    SftConfig,
+)
+from strop.config.schema.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
+from strop.config.schema.watchdog_config import WatchdogConfig
+
+
+def _null_to_empty(values: object) -> object:
+    """Read an ``env`` or an alias in it without any key as empty."""
+    if isinstance(values, Mapping):
+        return {alias: {} if options is None else options for alias, options in values.items()}
+    return {} if values is None else values
+
+
+Environments = Annotated[dict[str, EnvironmentConfig], BeforeValidator(_null_to_empty)]
+ENVIRONMENTS_DOC = "Environments by alias; env_name in data selects one."
+
+
+class TrainingRunConfig(BaseConfig):
+    """Sections of every training run. ``section`` is the name of its training section."""
+
+    section: ClassVar[str]
+
+    algorithm: AlgorithmConfig = subsection(AlgorithmConfig)
+    checkpointing: CheckpointingConfig = subsection(CheckpointingConfig)
+    policy: PolicyConfig
+    data: DataConfig = subsection(DataConfig)
+    logger: LoggerConfig = subsection(LoggerConfig)
+    watchdog: WatchdogConfig = subsection(WatchdogConfig)
+    cluster: ClusterConfig = subsection(ClusterConfig)
+
+    @property
+    def training(self) -> TrainingConfig:
+        found: TrainingConfig = getattr(self, self.section)
+        return found
+
+
+class RolloutRunConfig(TrainingRunConfig):
+    """A run that samples its training data."""
+
+    env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+
+    @property
+    def rollout_training(self) -> RolloutTrainingConfig:
+        found: RolloutTrainingConfig = getattr(self, self.section)
+        return found
+
+
+class RecordedRunConfig(TrainingRunConfig):
+    """A run on recorded data."""
+
+    checkpointing: RecordedCheckpointingConfig = subsection(RecordedCheckpointingConfig)
+
+    @property
+    def recorded_training(self) -> RecordedTrainingConfig:
+        found: RecordedTrainingConfig = getattr(self, self.section)
+        return found
+
+
+class GrpoRunConfig(RolloutRunConfig):
+    """GRPO, and every other policy gradient without a critic."""
+
+    section: ClassVar[str] = "grpo"
+    grpo: GrpoConfig = subsection(GrpoConfig)
+    loss_fn: LossConfig = subsection(LossConfig)
+
+
+class PpoRunConfig(RolloutRunConfig):
+    """Policy gradients with a critic."""
+
+    section: ClassVar[str] = "ppo"
+    ppo: PpoConfig = subsection(PpoConfig)
+    algorithm: PpoAlgorithmConfig = subsection(PpoAlgorithmConfig)
+    loss_fn: LossConfig = subsection(LossConfig)
+    value_loss_fn: ValueLossConfig = subsection(ValueLossConfig)
+    value: ValueConfig
+
+
+class DistillationRunConfig(RolloutRunConfig):
+    """Distillation from a teacher on rollouts of the student."""
+
+    section: ClassVar[str] = "distillation"
+    distillation: DistillationConfig = subsection(DistillationConfig)
+    algorithm: DistillationAlgorithmConfig = subsection(DistillationAlgorithmConfig)
+    loss_fn: DistillationLossConfig = subsection(DistillationLossConfig)
+    teacher: TeacherConfig
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict, description="More teachers, by name.")
+
+
+class SftRunConfig(RecordedRunConfig):
+    """Supervised fine-tuning on conversations."""
+
+    section: ClassVar[str] = "sft"
+    sft: SftConfig = subsection(SftConfig)
+    algorithm: SftAlgorithmConfig = subsection(SftAlgorithmConfig)
+
+
+class DpoRunConfig(RecordedRunConfig):
+    """Preference optimisation on pairs of answers, or on unpaired preferences (KTO)."""
+
+    section: ClassVar[str] = "dpo"
+    dpo: DpoConfig = subsection(DpoConfig)
+    algorithm: DpoAlgorithmConfig = subsection(DpoAlgorithmConfig)
+
+
+class RmRunConfig(RecordedRunConfig):
+    """A reward model from pairs of answers."""
+
+    section: ClassVar[str] = "rm"
+    rm: RmConfig = subsection(RmConfig)
+    algorithm: RmAlgorithmConfig = subsection(RmAlgorithmConfig)
+    policy: RmPolicyConfig
+
+
+class EvalRunConfig(BaseConfig):
+    """Evaluation of a model on a set of tasks."""
+
+    eval: EvalConfig = subsection(EvalConfig)
+    generation: EvalGenerationConfig
+    tokenizer: EvalTokenizerConfig
+    data: EvalDataConfig = subsection(EvalDataConfig)
+    env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
+    cluster: ClusterConfig = subsection(ClusterConfig)
+
+
+TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {
+    kind.section: kind for kind in (GrpoRunConfig, PpoRunConfig, SftRunConfig, DpoRunConfig, RmRunConfig, DistillationRunConfig)
+}
+
+
+def list_trained_models(config: TrainingRunConfig) -> list[tuple[str, ModelConfig]]:
+    """Return (dotted key, section) of every trained model."""
+    models: list[tuple[str, ModelConfig]] = [("policy", config.policy)]
+    return [*models, ("value", config.value)] if isinstance(config, PpoRunConfig) else models
+
+
+def environment_alias(config: RolloutRunConfig | EvalRunConfig, entry: DataEntryConfig) -> str | None:
+    """Return the alias of the environment that scores an entry's tasks; None if it sets none and env does not have exactly one."""
+    if entry.env_name is not None:
+        return entry.env_name
+    return next(iter(config.env)) if len(config.env) == 1 else None
+
+
+def generation_section(config: TrainingRunConfig | EvalRunConfig) -> tuple[str, GenerationConfig]:
+    """Return the dotted key of the generation section, and the section."""
+    if isinstance(config, TrainingRunConfig):
+        return "policy.generation", config.policy.generation
+    return "generation", config.generation

@@ -1,0 +1,46 @@
+"""Prompt templates: turn a question into a conversation with a prompt file and a system prompt."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.data.sources.errors import DataError
+from strop.types import Message, system, user
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Text around a question, and a system prompt."""
+
+    prefix: str = ""
+    suffix: str = ""
+    system: str | None = None
+
+    def render(self, question: str) -> tuple[Message, ...]:
+        prompt = user(self.prefix + question + self.suffix)
+        return (prompt,) if self.system is None else (system(self.system), prompt)
+
+
+def read_text_file(path: str, option: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option} {path!r} cannot be read ({error}); looked for {Path(path).absolute()}") from error
+
+
+def parse_prompt_template(text: str, name: str, system_prompt: str | None = None) -> PromptTemplate:
+    """Split a prompt at its placeholder. Raises DataError if it does not have exactly one.
+
+    The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
+    single braces, as in Python's format strings, so that existing prompt files work.
+    """
+    if (named := text.count("{question}")) > 0:
+        pieces = text.split("{question}")
+    else:
+        pieces = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
+    if len(pieces) != 2:
+        found = f"{named} times" if named else f"as {{}} {len(pieces) - 1} times"
+        raise DataError(f"the prompt {name} has the placeholder {found}; write {{question}} exactly once in it")
+    return PromptTemplate(pieces[0], pieces[1], system_prompt)

@@ -1,0 +1,190 @@
+"""Recorded data as tasks: conversations (SFT), preference pairs, and unpaired preferences (KTO).
+
+Examples are read by index like ``strop.data.sources.source.Rows``, and their ids are the positions of records in the unsplit data,
+so that a run
+resumes exactly. ``strop.data.recorded.layouts`` lists the supported columns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from strop.data.recorded.layouts import (
+    CompletionPair,
+    Layout,
+    MessageTuple,
+    UnpairedCompletion,
+    find_conversation_layout,
+    find_pair_layout,
+    find_unpaired_layout,
+)
+from strop.data.recorded.messages import first_reply_index, last_message_text
+from strop.data.sources.errors import DataError
+from strop.data.sources.records import Records
+from strop.data.sources.source import DataSource, validate_rows
+from strop.types import Message, Messages, Task
+
+logger = logging.getLogger(__name__)
+
+TaskT = TypeVar("TaskT", bound=Task)
+PartsT = TypeVar("PartsT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Task):
+    """A conversation whose assistant messages are trained on. ``question`` is the first prompt, ``answer`` the last reply."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Task):
+    """Two completions of a prompt. ``question`` is the last message of the prompt, ``answer`` that of the chosen completion."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    margin: float | None = None  # by how much the chosen completion is better, 0 or more; None if unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpairedPreference(Task):
+    """A completion with a label. ``question`` is the last message of the prompt; ``answer`` that of a desirable completion, else empty."""
+
+    prompt: tuple[Message, ...]
+    completion: tuple[Message, ...]
+    desirable: bool
+
+
+def conversations(source: DataSource) -> Sequence[Conversation]:
+    """Return conversations, read lazily. Raises DataError for invalid data."""
+
+    def make(id: str, parts: MessageTuple, metadata: dict[str, Any]) -> Conversation:
+        question = last_message_text(_prompt_messages(parts), "user")
+        return Conversation(
+            id=id, question=question, answer=last_message_text(parts, "assistant"), metadata=metadata, messages=parts
+        )
+
+    builtin, records = source.open_records()
+    return _load_examples(source, records, find_conversation_layout(source, builtin, records), _prompt_messages, make)
+
+
+def preferences(source: DataSource) -> Sequence[Preference]:
+    """Return preference pairs, read lazily. Skips those that prefer neither response, with a warning. Raises DataError."""
+
+    def make(id: str, parts: CompletionPair, metadata: dict[str, Any]) -> Preference:
+        question, answer = last_message_text(parts.prompt, "user"), last_message_text(parts.chosen, "assistant")
+        return Preference(id=id, question=question, answer=answer, metadata=metadata, **vars(parts))
+
+    builtin, records = source.open_records()
+    return _load_examples(source, records, find_pair_layout(source, builtin, records), lambda pair: pair.prompt, make)
+
+
+def unpaired_preferences(source: DataSource) -> Sequence[UnpairedPreference]:
+    """Return unpaired preferences, read lazily. Raises DataError.
+
+    A pair becomes two, next to each other: a desirable completion (chosen) and an undesirable one (rejected). ``size`` then counts pairs.
+    """
+
+    def make(id: str, parts: UnpairedCompletion, metadata: dict[str, Any]) -> UnpairedPreference:
+        answer = last_message_text(parts.completion, "assistant") if parts.desirable else ""
+        return UnpairedPreference(
+            id=id, question=last_message_text(parts.prompt, "user"), answer=answer, metadata=metadata, **vars(parts)
+        )
+
+    builtin, records = source.open_records()
+    layout = find_unpaired_layout(source, builtin, records)
+    if layout is None:
+        return PairsAsUnpaired(preferences(source))
+    return _load_examples(source, records, layout, lambda parts: parts.prompt, make)
+
+
+def _load_examples(
+    source: DataSource,
+    records: Records,
+    layout: Layout[PartsT],
+    get_prompt: Callable[[PartsT], Messages],
+    make: Callable[[str, PartsT, dict[str, Any]], TaskT],
+) -> Examples[TaskT]:
+    """``get_prompt`` returns the prompt of an example, so that no question is both trained on and held out."""
+    template = source.load_template()
+
+    def read(index: int) -> TaskT:
+        record = records[index]
+        metadata = {key: value for key, value in record.items() if key not in layout.columns}
+        return make(f"{records.name}:{index}", layout.read(record, template, records.location(index)), metadata)
+
+    def questions() -> Iterator[str]:
+        for index in kept:
+            yield _join_text(get_prompt(layout.read(records[index], template, records.location(index))))
+
+    kept = layout.example_indices(records)
+    if not kept:
+        raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
+    if left_out := len(records) - len(kept):
+        logger.warning("%d of %d records of %s prefer neither response and are skipped", left_out, len(records), records.name)
+    examples = Examples(read=read, indices=source.select_records(kept, questions), repeat=source.repeat, num_skipped=left_out)
+    validate_rows(examples, len(examples.indices), records)
+    return examples
+
+
+def _prompt_messages(conversation: MessageTuple) -> MessageTuple:
+    return conversation[: first_reply_index(conversation)]
+
+
+def _join_text(messages: Messages) -> str:
+    return "\0".join(text for message in messages for text in (message.role, message.content))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples(Sequence[TaskT]):
+    """Examples by position, in record order, repeated ``repeat`` times."""
+
+    read: Callable[[int], TaskT]  # the example of a record
+    indices: Sequence[int]
+    repeat: int
+    num_skipped: int = 0  # records that are not examples
+
+    def __len__(self) -> int:
+        return len(self.indices) * self.repeat
+
+    @overload
+    def __getitem__(self, position: int) -> TaskT: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[TaskT]: ...
+    def __getitem__(self, position: int | slice) -> TaskT | Sequence[TaskT]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        return self.read(self.indices[range(len(self))[position] % len(self.indices)])
+
+
+@dataclass(frozen=True)
+class PairsAsUnpaired(Sequence[UnpairedPreference]):
+    """Preference pairs as unpaired preferences: position 2i is the chosen completion of pair i, 2i + 1 the rejected one."""
+
+    pairs: Sequence[Preference]
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    @overload
+    def __getitem__(self, position: int) -> UnpairedPreference: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[UnpairedPreference]: ...
+    def __getitem__(self, position: int | slice) -> UnpairedPreference | Sequence[UnpairedPreference]:
+        if isinstance(position, slice):
+            return [self[i] for i in range(*position.indices(len(self)))]
+        place, side = divmod(range(len(self))[position], 2)
+        pair = self.pairs[place]
+        return UnpairedPreference(
+            id=f"{pair.id}:{'rejected' if side else 'chosen'}",
+            question=pair.question,
+            answer="" if side else pair.answer,
+            metadata=pair.metadata,
+            prompt=pair.prompt,
+            completion=pair.rejected if side else pair.chosen,
+            desirable=not side,
+        )

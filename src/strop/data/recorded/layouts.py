@@ -1,0 +1,387 @@
+"""Column layouts of datasets with conversations, preference pairs or unpaired preferences: a record -> messages.
+
+The layout of a dataset is determined once, from the keys that are set and the columns of its first record, and applies to all records,
+so that no column changes its meaning within a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from strop.data.prompt_template import PromptTemplate
+from strop.data.recorded.messages import (
+    first_reply_index,
+    get_text_or_messages,
+    get_value,
+    has_key,
+    make_completion,
+    make_prompt,
+    parse_messages,
+    trim_after_last_reply,
+)
+from strop.data.sources.builtin import BuiltinDataset
+from strop.data.sources.errors import DataError
+from strop.data.sources.records import Record, Records, get_text
+from strop.data.sources.source import DataSource
+from strop.types import Message
+
+MessageTuple = tuple[Message, ...]
+PartsT = TypeVar("PartsT", covariant=True)
+
+
+class Layout(Protocol[PartsT]):
+    """A column layout of examples with parts ``PartsT``."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that are read; the others become metadata."""
+        ...
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> PartsT:
+        """Return the parts of a record. Raises DataError with ``where`` as its location."""
+        ...
+
+    def example_indices(self, records: Records) -> Sequence[int]:
+        """Return the indices of the records that are examples."""
+        ...
+
+
+@dataclass(frozen=True)
+class CompletionPair:
+    """Two completions of one prompt."""
+
+    prompt: MessageTuple
+    chosen: MessageTuple
+    rejected: MessageTuple
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
+class UnpairedCompletion:
+    """A completion of a prompt, and whether it is desirable."""
+
+    prompt: MessageTuple
+    completion: MessageTuple
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class ColumnKey:
+    key: str
+    option: str  # the setting that names the key
+
+    def get_text_or_messages(self, record: Record, where: str) -> str | MessageTuple:
+        return get_text_or_messages(record, self.key, self.option, where)
+
+    def location(self, where: str) -> str:
+        return f"{where}: {self.key!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ColumnLayout:
+    """Base class of layouts that read named columns. Every record is an example."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        used = (value for value in vars(self).values() if isinstance(value, ColumnKey))
+        return frozenset(column.key.split(".")[0] for column in used)
+
+    def example_indices(self, records: Records) -> Sequence[int]:
+        return range(len(records))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesLayout(_ColumnLayout):
+    """A conversation in one column."""
+
+    messages: ColumnKey
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
+        at = self.messages.location(where)
+        value = get_value(record, self.messages.key, self.messages.option, where)
+        return check_conversation(make_prompt(parse_messages(value, at), template, at), at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionAnswerLayout(_ColumnLayout):
+    """A prompt and its completion in two columns."""
+
+    question: ColumnKey
+    answer: ColumnKey
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
+        given = self.question.get_text_or_messages(record, where)
+        answer = make_completion(
+            self.answer.get_text_or_messages(record, where), _as_messages(given), self.answer.location(where)
+        )
+        return check_conversation(
+            (*make_prompt(given, template, self.question.location(where)), *answer), self.answer.location(where)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquadLayout(_ColumnLayout):
+    """SQuAD (1606.05250): a passage, a question on it, and answer spans, of which the first is trained on."""
+
+    context: ColumnKey = ColumnKey("context", "input_key")
+    question: ColumnKey = ColumnKey("question", "input_key")
+    answers: ColumnKey = ColumnKey("answers", "output_key")
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
+        context, question = (get_text(record, column.key, column.option, where) for column in (self.context, self.question))
+        if not has_key(record, "answers.text.0"):
+            raise DataError(
+                f"{where}: 'answers' is {record.get('answers')!r:.80}, without a first text; remove questions that have no answer"
+            )
+        answer = make_completion(get_text(record, "answers.text.0", "output_key", where), (), where)
+        return check_conversation(
+            (*make_prompt(f"{context}\n\n{question}", template, self.question.location(where)), *answer),
+            self.answers.location(where),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRejectedLayout(_ColumnLayout):
+    """The better and the worse completion, with the prompt in its own column, or as the common prefix of both."""
+
+    prompt: ColumnKey | None
+    chosen: ColumnKey
+    rejected: ColumnKey
+    margin: ColumnKey | None
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
+        chosen, rejected = (column.get_text_or_messages(record, where) for column in (self.chosen, self.rejected))
+        given = self.prompt.get_text_or_messages(record, where) if self.prompt else None
+        if _includes_prompt(chosen, given) and _includes_prompt(rejected, given):
+            where_parts = f"{where}: {self.chosen.key!r} and {self.rejected.key!r}"
+            given, chosen, rejected = _split_common_prompt(_as_messages(chosen), _as_messages(rejected), where_parts)
+        if given is None or (self.prompt is None and isinstance(given, str)):
+            raise DataError(
+                f"{where} has no prompt column, and {self.chosen.key!r} and {self.rejected.key!r} do not begin with a prompt. "
+                "Set input_key to the prompt's column"
+            )
+        at = self.prompt.location(where) if self.prompt else self.chosen.location(where)
+        return check_distinct(
+            CompletionPair(
+                make_prompt(given, template, at),
+                make_completion(chosen, _as_messages(given), self.chosen.location(where)),
+                make_completion(rejected, _as_messages(given), self.rejected.location(where)),
+                None
+                if self.margin is None
+                else _parse_margin(get_value(record, self.margin.key, self.margin.option, where), where),
+            ),
+            where,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelpSteer3Layout(_ColumnLayout):
+    """HelpSteer3 (2505.11475): two responses and a preference from -3 (the first is much better) to 3; 0 is a tie."""
+
+    prompt: ColumnKey = ColumnKey("context", "input_key")
+    first: ColumnKey = ColumnKey("response1", "chosen_key")
+    second: ColumnKey = ColumnKey("response2", "rejected_key")
+    preference: ColumnKey = ColumnKey("overall_preference", "margin_key")
+
+    def example_indices(self, records: Records) -> Sequence[int]:
+        """Return the indices of records without a tie."""
+        texts = records.iter_column(self.preference.key, self.preference.option)
+        return [index for index, text in enumerate(texts) if self._parse_preference(text, records.location(index))]
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
+        given = self.prompt.get_text_or_messages(record, where)
+        preference = self._parse_preference(get_value(record, self.preference.key, self.preference.option, where), where)
+        better, worse = (self.first, self.second) if preference < 0 else (self.second, self.first)
+        chosen, rejected = (
+            make_completion(column.get_text_or_messages(record, where), _as_messages(given), column.location(where))
+            for column in (better, worse)
+        )
+        return check_distinct(
+            CompletionPair(make_prompt(given, template, self.prompt.location(where)), chosen, rejected, abs(preference)), where
+        )
+
+    def _parse_preference(self, value: Any, where: str) -> float:
+        return _parse_number(value, self.preference.location(where), "from -3 to 3. Fix the record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledCompletionLayout(_ColumnLayout):
+    """A completion with a label. Without a prompt column, the completion column holds the whole conversation."""
+
+    prompt: ColumnKey | None
+    completion: ColumnKey
+    label: ColumnKey
+
+    def read(self, record: Record, template: PromptTemplate, where: str) -> UnpairedCompletion:
+        at = self.completion.location(where)
+        completion = self.completion.get_text_or_messages(record, where)
+        if self.prompt is not None:
+            given = self.prompt.get_text_or_messages(record, where)
+        elif isinstance(completion, str):
+            raise DataError(f"{at} is a completion without a prompt. Set input_key to the prompt's column")
+        else:
+            conversation = check_conversation(completion, at)
+            given, completion = conversation[:-1], conversation[-1:]
+        return UnpairedCompletion(
+            make_prompt(given, template, self.prompt.location(where) if self.prompt else at),
+            make_completion(completion, _as_messages(given), at),
+            _parse_bool(get_value(record, self.label.key, self.label.option, where), self.label.location(where)),
+        )
+
+
+def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[MessageTuple]:
+    """Find the layout of conversations from the keys that are set, else from the columns of the first record. Raises DataError."""
+    record = records[0]
+    question = _question_column(source, builtin, record)
+    answer = _answer_column(source, builtin, record)
+    messages = _messages_column(source, record)
+    named = source.input_key is not None or source.output_key is not None
+    if named and source.messages_key is not None:
+        raise DataError("messages_key and input_key or output_key are both set; keep the one to train on")
+    if not named and source.messages_key is None and all(key in record for key in ("context", "question", "answers")):
+        return SquadLayout()
+    if messages is not None and not named:
+        return MessagesLayout(messages=messages)
+    if question is not None and answer is not None:
+        return QuestionAnswerLayout(question=question, answer=answer)
+    raise _unknown_layout("a conversation", records, "messages_key, or input_key and output_key")
+
+
+def find_pair_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[CompletionPair]:
+    """Find the layout of pairs in the same way. Raises DataError."""
+    record = records[0]
+    chosen = _find_column("chosen_key", source.chosen_key, ("chosen",), record)
+    rejected = _find_column("rejected_key", source.rejected_key, ("rejected",), record)
+    named = source.chosen_key is not None or source.rejected_key is not None
+    if not named and all(has_key(record, key) for key in ("context", "response1", "response2", "overall_preference")):
+        return HelpSteer3Layout()
+    if chosen is None or rejected is None:
+        raise _unknown_layout(
+            "a pair", records, "chosen_key and rejected_key (and input_key, where the prompt has its own column)"
+        )
+    prompt = _question_column(source, builtin, record)
+    margin = _find_column("margin_key", source.margin_key, ("margin",), record)
+    return ChosenRejectedLayout(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin)
+
+
+def find_unpaired_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[UnpairedCompletion] | None:
+    """Find the layout of unpaired preferences; None if the records are pairs. Raises DataError."""
+    record = records[0]
+    label = _find_column("label_key", source.label_key, ("label",), record)
+    paired = source.chosen_key is not None or any(key in record for key in ("chosen", "overall_preference"))
+    if paired and source.label_key is None:
+        return None
+    prompt = _question_column(source, builtin, record)
+    answer = _answer_column(source, builtin, record)
+    messages = _messages_column(source, record)
+    if label is not None and messages is not None and (answer is None or source.messages_key is not None):
+        return LabeledCompletionLayout(prompt=None, completion=messages, label=label)
+    if label is None or answer is None:
+        raise _unknown_layout(
+            "an unpaired preference", records, "label_key, input_key and output_key (or chosen_key and rejected_key)"
+        )
+    return LabeledCompletionLayout(prompt=prompt, completion=answer, label=label)
+
+
+def _question_column(source: DataSource, builtin: BuiltinDataset, record: Record) -> ColumnKey | None:
+    return _find_column("input_key", source.input_key, ("prompt", builtin.input_key), record)
+
+
+def _answer_column(source: DataSource, builtin: BuiltinDataset, record: Record) -> ColumnKey | None:
+    return _find_column("output_key", source.output_key, ("completion", "response", builtin.output_key), record)
+
+
+def _messages_column(source: DataSource, record: Record) -> ColumnKey | None:
+    return _find_column("messages_key", source.messages_key, ("messages", "conversations"), record)
+
+
+def _find_column(option: str, key: str | None, usual: Iterable[str], record: Record) -> ColumnKey | None:
+    """Return the key that is set, else the first of the usual keys that the record has."""
+    found = key or next((name for name in usual if has_key(record, name)), None)
+    return None if found is None else ColumnKey(found, option)
+
+
+def _unknown_layout(what: str, records: Records, options: str) -> DataError:
+    return DataError(
+        f"{records.location(0)} has the keys {sorted(records[0])}, and it is unclear which of them make {what}. Set {options}"
+    )
+
+
+def check_conversation(conversation: MessageTuple, where: str) -> MessageTuple:
+    """Return a conversation up to its last reply. Raises DataError if it has no loss tokens."""
+    trimmed = trim_after_last_reply(conversation)
+    if first_reply_index(trimmed) == len(trimmed):
+        raise DataError(
+            f"{where} has no assistant message that replies to another, so there is nothing to train on. Fix the record"
+        )
+    if not any(message.content.strip() for message in trimmed[1:] if message.role == "assistant"):
+        raise DataError(f"{where}: all assistant messages are empty, so there is nothing to train on. Fix the record")
+    return trimmed
+
+
+def check_distinct(pair: CompletionPair, where: str) -> CompletionPair:
+    if pair.chosen == pair.rejected:
+        raise DataError(
+            f"{where}: the chosen and the rejected completion are equal, so there is no preference. Remove the record"
+        )
+    return pair
+
+
+def _as_messages(given: str | MessageTuple) -> MessageTuple:
+    return () if isinstance(given, str) else given
+
+
+def _includes_prompt(completion: str | MessageTuple, prompt: str | MessageTuple | None) -> bool:
+    """Return whether a completion column includes the prompt, and no list of messages gives the prompt."""
+    return not isinstance(prompt, tuple) and isinstance(completion, tuple) and completion[0].role != "assistant"
+
+
+def _split_common_prompt(
+    chosen: MessageTuple, rejected: MessageTuple, where: str
+) -> tuple[MessageTuple, MessageTuple, MessageTuple]:
+    """Split two conversations into their common prefix and the rest of each. Raises DataError."""
+    if chosen == rejected:
+        raise DataError(f"{where} are the same conversation, so there is no preference. Remove the record")
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    common = next((place for place, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
+    rests = chosen[common:], rejected[common:]
+    if not common or any(not rest or rest[0].role != "assistant" for rest in rests):
+        raise DataError(
+            f"{where} must be the same conversation up to an assistant message; they differ from message {common + 1} on"
+        )
+    return chosen[:common], *rests
+
+
+def _parse_margin(value: Any, where: str) -> float:
+    margin = _parse_number(value, f"{where}: the margin", "of 0 or more")
+    if margin < 0:
+        raise DataError(
+            f"{where}: the margin is {margin:g}, which means that the rejected completion is better. Set margin_key to numbers of 0 or more"
+        )
+    return margin
+
+
+def _parse_number(value: Any, where: str, kind: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"{where} is {value!r:.80}, not a number {kind}. Fix the record, or set margin_key to a column of numbers"
+        )
+    return number
+
+
+def _parse_bool(value: Any, where: str) -> bool:
+    """Parse a boolean: a JSON boolean, 0 or 1, or their spellings in CSV files."""
+    spelled = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+    found = spelled.get(str(value).strip().lower())
+    if found is None:
+        raise DataError(
+            f"{where} is {value!r:.80}, not true or false. Set label_key to a column that says whether it is desirable"
+        )
+    return found

@@ -1,0 +1,104 @@
+"""Datasets of the Hugging Face hub: the only module that imports ``datasets``.
+
+The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes. If the hub
+is unreachable, a cached copy is used, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from strop.data.sources.errors import DataError
+from strop.data.sources.records import Record, Records, get_text
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 10.0  # for the first answer of the hub
+
+
+def open_hub(name: str, subset: str | None, split: str) -> Records:
+    """Open a split of a dataset on the hub. Raises DataError if it does not exist, needs a login, or is unreachable and not cached."""
+    unreachable = _check_hub(name)
+    if unreachable is None:
+        return HubRecords(name, _load_split(name, subset, split), split)
+    try:
+        with _force_offline():
+            records = HubRecords(name, _load_split(name, subset, split), split)
+    except DataError:
+        raise DataError(
+            f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
+            "Download it on a machine with network access, and set dataset_name to the local .jsonl, .json, .csv or .parquet file"
+        ) from unreachable
+    warnings.warn(f"the hub is unreachable ({unreachable}); using the cached copy of {name!r}", stacklevel=2)
+    return records
+
+
+def _check_hub(name: str) -> Exception | None:
+    """Return None if the hub has the dataset, or the error if it is unreachable. Raises DataError if the hub denies it."""
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=TIMEOUT_S)
+    except GatedRepoError as error:
+        raise DataError(f"the dataset {name!r} is gated: accept its terms on the hub and log in with `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise DataError(f"the hub has no dataset {name!r}, or you have no access to it: check dataset_name") from error
+    except Exception as error:  # the HTTP client has other error classes in other versions; all mean that there was no answer
+        return error
+    return None
+
+
+def _load_split(name: str, subset: str | None, split: str) -> Any:
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # datasets raises many classes; their messages list the splits or subsets
+        raise DataError(f"the dataset {name!r} (subset {subset!r}, split {split!r}) cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _force_offline() -> Iterator[None]:
+    """Make ``datasets`` use only its cache. Sets module attributes, because the libraries read the environment at import."""
+    import datasets
+    import huggingface_hub
+
+    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
+
+
+class HubRecords(Records):
+    def __init__(self, name: str, dataset: Any, split: str) -> None:
+        if len(dataset) == 0:
+            raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
+        self.name, self._dataset = name, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read_record(self, index: int) -> Record:
+        record: Record = self._dataset[index]
+        return record
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+    def iter_column(self, key: str, option: str) -> Iterator[str]:
+        top = key.split(".")[0]
+        if top not in self._dataset.column_names:
+            yield from super().iter_column(key, option)  # raises, naming the keys
+        narrow = self._dataset.select_columns([top])  # decode one column instead of all
+        for index, record in enumerate(narrow):
+            yield get_text(record, key, option, self.location(index))

@@ -1,0 +1,56 @@
+"""An open data file or hub dataset: a sequence of mappings, read by index."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+from strop.data.sources.errors import DataError
+
+Record = Mapping[str, Any]
+
+
+class Records(Sequence[Record]):
+    """Records by index. ``location(i)`` locates a record for error messages, by line or row."""
+
+    name: str
+
+    @abstractmethod
+    def read_record(self, index: int) -> Record: ...
+
+    @abstractmethod
+    def location(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
+        if isinstance(index, slice):
+            return [self.read_record(i) for i in range(*index.indices(len(self)))]
+        return self.read_record(range(len(self))[index])
+
+    def get_text(self, index: int, key: str, option: str) -> str:
+        """Return the text under ``key`` in record ``index``. ``option`` is the setting that names the key."""
+        return get_text(self[index], key, option, self.location(index))
+
+    def iter_column(self, key: str, option: str) -> Iterator[str]:
+        return (self.get_text(index, key, option) for index in range(len(self)))
+
+
+def get_text(record: Record, key: str, option: str, where: str) -> str:
+    """Return the text or number under a dotted ``key`` (``prompt.0.content``), as text. Raises DataError for other values."""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
+        )
+    return str(value)

@@ -1,0 +1,512 @@
+"""The cluster on Ray. The only module that imports Ray.
+
+A placement group reserves one bundle on every node of the run (``strop.distributed.placement`` chooses them). In each bundle, a
+``NodeReservation`` actor holds the node's GPUs for the whole run. The run's processes select GPUs by ``CUDA_VISIBLE_DEVICES``, so that
+learner and engine can take turns on one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file to the home folder
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
+
+import ray as ray_package
+from ray import exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActor
+from strop.distributed.guardian import Guardian
+from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
+
+log = logging.getLogger(__name__)
+ray: Any = ray_package  # Ray's decorators are not typed
+
+POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
+KILL_SECONDS = 10.0
+LOCAL_CLUSTER_CONFIG = {
+    "gcs_rpc_server_reconnect_timeout_s": 10
+}  # default: 60; on a local cluster nothing restarts a server that died
+MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The nodes of a run."""
+
+    num_nodes: int = 1
+    devices_per_node: int = 1
+    on_cpu: bool | None = True  # None: True if no node has GPUs
+    segment_size: int | None = None  # consecutive nodes that must be in one NVLink domain
+    address: str | None = None  # of a running cluster; None: that of RAY_ADDRESS or `ray start`, else a new one on this machine
+    output_folder: Path | None = None  # folder on a shared disk for the output of processes, one file each
+    wait_seconds: float = 120.0  # for nodes to join
+    cpus_per_node: float = 1.0  # reserved on each node
+
+
+class RayCluster:
+    """A ``Cluster`` of Ray actors. Created by ``connect``."""
+
+    def __init__(
+        self,
+        options: ClusterOptions,
+        nodes: Sequence[Node],
+        group: Any,
+        reservations: Sequence[Any],
+        guardian: Guardian | None,
+    ) -> None:
+        self.options = options
+        self.members = tuple(nodes)
+        self.num_nodes = len(nodes)
+        self.devices_per_node = options.devices_per_node
+        self.on_cpu = bool(options.on_cpu)
+        self._group = group
+        self._reservations = tuple(reservations)
+        self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in reservations])
+        self.started_here = guardian is not None  # started by connect, and ends with this process
+        self._guardian = guardian
+        self._actors: list[RayActor] = []
+
+    async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
+        remote = self._start_actor(options)
+        try:
+            remote.pid, remote.address = await self._wait_for_start(remote, options)
+            await remote.call_actor("make", make, *arguments)
+        except BaseException:
+            await remote.kill()
+            self._actors.remove(remote)
+            raise
+        return remote
+
+    async def _wait_for_start(self, remote: RayActor, options: ActorOptions) -> Any:
+        """Wait until the actor runs. Return its process id and address. Raises PlacementError if Ray finds no GPUs for it."""
+        try:
+            return await asyncio.wait_for(remote.call_actor("get_pid_and_address"), self._start_timeout(options))
+        except TimeoutError:
+            raise self._no_gpus_error(options) from None
+
+    def spawn_sync(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> RemoteActor:
+        remote = self._start_actor(options)
+        try:
+            remote.pid, remote.address = remote.call_actor_sync("get_pid_and_address", timeout=self._start_timeout(options))
+        except exceptions.GetTimeoutError:
+            raise self._no_gpus_error(options) from None
+        remote.call_actor_sync("make", make, *arguments)
+        return remote
+
+    def _start_timeout(self, options: ActorOptions) -> float | None:
+        """Return the timeout in seconds for an actor with GPUs besides those of the run, which may never be free; None for others."""
+        return self.options.wait_seconds if options.num_gpus else None
+
+    def _no_gpus_error(self, options: ActorOptions) -> PlacementError:
+        return PlacementError(
+            f"{options.name} needs {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
+            f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
+            "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
+        )
+
+    def _start_actor(self, options: ActorOptions) -> RayActor:
+        """Submit the start of an actor, without waiting for it. Raises NodeLost."""
+        if options.node is not None and not self.is_node_alive(options.node):
+            node = self.members[options.node]
+            raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
+        kind = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
+        output = None if self.options.output_folder is None else str(self.options.output_folder / f"{options.name}.log")
+        actor = kind.options(**self._actor_options(options)).remote(options.name, output)
+        remote = RayActor(options.name, actor)
+        self._actors.append(remote)
+        return remote
+
+    def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
+        variables = dict(options.environment)
+        if not self.options.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
+            held = self._gpus[options.node or 0]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(held[device] for device in options.devices)
+        environment: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
+        if options.packages:
+            environment["pip"] = list(options.packages)
+        if options.python:
+            environment["py_executable"] = options.python
+        if options.working_directory:
+            environment["working_dir"] = options.working_directory
+        chosen: dict[str, Any] = {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "resources": dict(options.resources),
+            "max_restarts": 0,
+            "runtime_env": environment,
+        }
+        if options.kind == "async":
+            chosen["max_concurrency"] = MAX_CONCURRENCY
+        if options.node is not None:
+            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=options.node, placement_group_capture_child_tasks=False
+            )
+        return chosen
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def is_node_alive(self, place: int) -> bool:
+        return self.members[place].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.kill() for host in self._actors), return_exceptions=True)
+        self._actors.clear()
+        for keeper in self._reservations:
+            ray.kill(keeper)
+        with suppress(Exception):  # the cluster itself may have died
+            remove_placement_group(self._group)
+        await asyncio.to_thread(ray.shutdown)
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
+
+
+class RayActor:
+    """An object in a Ray actor."""
+
+    pid: int | None
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self.pid = None
+        self.address = ""
+        self._actor = actor
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended
+
+    def submit(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Any:
+        return (self._actor.urgent if urgent else self._actor.call).remote(method, *arguments, **named)
+
+    def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
+        return self._await_result(self.submit(method, *arguments, urgent=urgent, **named))
+
+    def call_actor(self, what: str, *arguments: Any) -> Awaitable[Any]:
+        """Call a method of the actor itself, not of the object that it holds: ``get_pid_and_address`` or ``make``."""
+        return self._await_result(getattr(self._actor, what).remote(*arguments))
+
+    def call_actor_sync(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
+        with self._translate_errors():
+            return ray.get(getattr(self._actor, what).remote(*arguments), timeout=timeout)
+
+    def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
+        reference = self.submit(method, *arguments, urgent=urgent)
+
+        def answer() -> Any:
+            with self._translate_errors():
+                return ray.get(reference)
+
+        return answer
+
+    async def _await_result(self, reference: Any) -> Any:
+        with self._translate_errors():
+            return await reference
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        """Translate Ray's errors: raise the original exception of the other process, or ActorDied if the process has died."""
+        try:
+            yield
+        except exceptions.RayTaskError as error:
+            raise _unwrap_cause(error) from None
+        except (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.ObjectLostError) as error:
+            self._ended = True
+            where = f"process {self.pid}, on {self.address or 'no node yet'}"
+            raise ActorDied(f"{self.name} ({where}) died: {_extract_reason(error)}") from error
+
+    async def kill(self) -> None:
+        self._ended = True
+        with suppress(Exception):
+            ray.kill(self._actor, no_restart=True)
+        if self.pid is None or self.address != get_own_address():
+            return
+        deadline = time.monotonic() + KILL_SECONDS
+        while is_process_alive(self.pid):
+            if time.monotonic() > deadline:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, signal.SIGKILL)
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _unwrap_cause(error: exceptions.RayTaskError) -> BaseException:
+    """Return the exception raised in the other process, with its traceback as a note."""
+    cause = error.cause
+    if not isinstance(cause, BaseException):
+        return error
+    if not getattr(cause, "__notes__", None):
+        cause.add_note(f"raised in another process:\n{str(error).strip()}")
+    return cause
+
+
+def _extract_reason(error: Exception) -> str:
+    """Return the line of Ray's message that gives the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(_UNINFORMATIVE)]
+    return (told or lines or [type(error).__name__])[0][:300]
+
+
+_UNINFORMATIVE = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The actor died", "The actor is dead")
+
+
+def is_process_alive(process: int) -> bool:
+    """Return whether a process on this machine runs; False for a zombie."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def get_own_address() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+# --- in the actors' processes ----------------------------------------------------------------------------------------------------------
+
+
+class ThreadActor:
+    """Holds one object and calls its methods one after another; urgent calls run concurrently with them."""
+
+    def __init__(self, name: str, output: str | None) -> None:
+        _set_up_process(name, output)
+        self._object: Any = None
+
+    def get_pid_and_address(self) -> tuple[int, str]:
+        return os.getpid(), get_own_address()
+
+    def make(self, make: Callable[..., Any], *arguments: Any) -> None:
+        self._object = make(*arguments)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self._object, method)(*arguments, **named)
+
+    urgent = ray.method(concurrency_group="urgent")(call)
+
+
+class AsyncActor:
+    """Holds one object and calls its methods concurrently on an event loop."""
+
+    def __init__(self, name: str, output: str | None) -> None:
+        _set_up_process(name, output)
+        self._object: Any = None
+
+    async def get_pid_and_address(self) -> tuple[int, str]:
+        return os.getpid(), get_own_address()
+
+    async def make(self, make: Callable[..., Any], *arguments: Any) -> None:
+        made = make(*arguments)
+        self._object = await made if isinstance(made, Awaitable) else made
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        answer = getattr(self._object, method)(*arguments, **named)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    urgent = call
+
+
+class NodeReservation:
+    """Holds the GPUs of a node for the run."""
+
+    def gpu_ids(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
+THREAD_ACTOR: Any = ray.remote(num_cpus=0, concurrency_groups={"urgent": 2})(ThreadActor)
+ASYNC_ACTOR: Any = ray.remote(num_cpus=0)(AsyncActor)
+NODE_RESERVATION: Any = ray.remote(num_cpus=0)(NodeReservation)
+
+
+def _set_up_process(name: str, output: str | None) -> None:
+    if output is not None:
+        _redirect_output(Path(output))
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"strop {name}")
+
+
+def _redirect_output(path: Path) -> None:
+    """Redirect stdout, stderr and the log of this process to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------------------------
+
+
+async def connect(options: ClusterOptions) -> RayCluster:
+    """Connect to the running cluster, or start one on this machine, and reserve nodes. Raises PlacementError, ConnectionError."""
+    guardian = await asyncio.to_thread(_connect_or_start, options)
+    try:
+        if options.on_cpu is None:
+            options = replace(options, on_cpu=not any(node.gpus for node in list_nodes()))
+        nodes = await _wait_for_nodes(options)
+        group = await _reserve(options, nodes)
+        keepers = []
+        for place in range(len(nodes)):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+            gpus = 0 if options.on_cpu else options.devices_per_node
+            keepers.append(NODE_RESERVATION.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
+        return RayCluster(options, nodes, group, keepers, guardian)
+    except BaseException:
+        ray.shutdown()
+        if guardian is not None:
+            guardian.close()
+        raise
+
+
+def _connect_or_start(options: ClusterOptions) -> Guardian | None:
+    """Connect to the running cluster, or start one on this machine and return the guardian that ends it with this process.
+
+    Raises ConnectionError, and RuntimeError if this process is already connected."""
+    if ray.is_initialized():
+        raise RuntimeError(
+            "this process is already connected to a Ray cluster; disconnect with ray.shutdown() before starting a run"
+        )
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run handles itself
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    running = options.address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
+    if running and running != "local":
+        try:
+            _check_reachable(running)
+            ray.init(address=running, **quiet)
+        except OSError as error:  # ConnectionError is one
+            raise ConnectionError(
+                f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
+                "unset cluster.address and RAY_ADDRESS to start one on this machine"
+            ) from error
+        return None
+    gpus = 0 if options.on_cpu else None
+    cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
+    guardian = Guardian()
+    try:
+        with guardian.mark_children():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                include_dashboard=False,
+                _system_config=LOCAL_CLUSTER_CONFIG,
+                **quiet,
+            )
+    except Exception as error:  # Ray raises plain Exception here
+        guardian.close()
+        raise ConnectionError(f"a Ray cluster could not be started on this machine: {error}") from error
+    return guardian
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError if nothing listens at host:port. Ray itself would retry for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():  # otherwise a keyword of Ray, such as auto
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _find_local_cluster() -> str | None:
+    """Return the address of a cluster that `ray start` started on this machine, if it still answers."""
+    path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        host, _, port = path.read_text().strip().rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=2):
+            return f"{host}:{port}"
+    except (OSError, ValueError):
+        return None
+
+
+def list_nodes() -> list[Node]:
+    """Return the nodes that are alive now."""
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=float(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            domain=find_domain(node.get("Labels") or {}),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+async def _wait_for_nodes(options: ClusterOptions) -> list[Node]:
+    """Wait until enough nodes have joined, and choose those of the run. Raises PlacementError after ``wait_seconds``."""
+    deadline = time.monotonic() + options.wait_seconds
+    while True:
+        try:
+            return choose_nodes(
+                list_nodes(),
+                options.num_nodes,
+                options.devices_per_node,
+                on_cpu=bool(options.on_cpu),
+                segment=options.segment_size,
+            )
+        except PlacementError:
+            if options.num_nodes == 1 or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+async def _reserve(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
+    """Reserve a bundle on each node. Return the placement group. Raises PlacementError if the resources do not become free in time."""
+    bundle = {"CPU": options.cpus_per_node} | ({} if options.on_cpu else {"GPU": float(options.devices_per_node)})
+    group = placement_group(
+        [dict(bundle) for _ in nodes],
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
+    )
+    try:
+        await asyncio.wait_for(group.ready(), options.wait_seconds)
+    except TimeoutError:
+        remove_placement_group(group)
+        raise PlacementError(
+            f"{bundle} on each of {', '.join(node.address for node in nodes)} could not be reserved within {options.wait_seconds:g} s "
+            f"(cluster.wait_seconds): another run holds them; free: {ray.available_resources()}"
+        ) from None
+    return group
+
+
+async def run_on_every_node(make: Callable[..., Any], *arguments: Any) -> list[tuple[Node, Any]]:
+    """Run ``make(*arguments)`` once on each node of the connected cluster. Return (node, result or exception) for each."""
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(_call)
+
+    async def one(node: Node) -> tuple[Node, Any]:
+        strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        try:
+            return node, await task.options(scheduling_strategy=strategy).remote(make, *arguments)
+        except exceptions.RayTaskError as error:
+            return node, _unwrap_cause(error)
+        except exceptions.RayError as error:
+            return node, error
+
+    return list(await asyncio.gather(*(one(node) for node in list_nodes())))
+
+
+def _call(make: Callable[..., Any], *arguments: Any) -> Any:
+    return make(*arguments)

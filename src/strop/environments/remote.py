@@ -1,0 +1,477 @@
+"""Environments in other processes: ``EnvironmentServer`` on the server side, ``RemoteEnvironment`` on the client side.
+
+    client                                            server
+    RemoteEnvironment, an Environment  - Transport -> EnvironmentServer.answer(method, arguments) -> CallResult
+    RemoteTask (part, index, its texts)               the environment's own task, made from part and index
+    the name of an open session                       environment.session(task), open in its own asyncio task
+
+A ``Transport`` carries the calls. An exception from the environment returns as a ``CallResult`` and is raised on the client under its
+original type name, so that a rollout records the same error as with a local environment. Tasks and sessions are never sent: the client
+does not need the environment's own classes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import secrets
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, overload
+
+from strop.data.sources.errors import DataError
+from strop.data.sources.source import DataSource
+from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult, reward_marks
+from strop.environments.registry import make_environment
+from strop.types import Message, Messages, Rollout, Task
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "grade", "close"]
+Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
+"""Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
+SyncCall = Callable[[Method, tuple[Any, ...]], "CallResult"]
+
+TASKS_PER_FETCH = 32  # tasks in one request
+CACHE_SIZE = 1024  # cached blocks per client, and cached tasks per server
+
+
+class EnvironmentServerDied(RuntimeError):
+    """The process of an environment died. The message says which."""
+
+
+class SessionLost(RuntimeError):
+    """The session of an episode was lost with its process, or was closed."""
+
+
+class RemoteEnvironmentError(Exception):
+    """Any other exception that an environment raised in its process. Its type carries the original type's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentDescription:
+    """Everything needed to build an environment in any process. Picklable."""
+
+    alias: str  # key under ``env``
+    name: str  # registered name, module:Class, or path/to/file.py:Class (relative to the process's working folder)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sources: tuple[DataSource, ...] = ()  # where tasks come from; a part is an index into this tuple
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The outcome of a call: a value or an exception."""
+
+    value: Any = None
+    error_type: str = ""  # name of the exception's type; "" if the call succeeded
+    message: str = ""
+    traceback: str = ""
+
+    @staticmethod
+    def from_exception(error: Exception) -> CallResult:
+        return CallResult(None, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def unwrap(self) -> Any:
+        """Return the value, or raise the exception."""
+        if not self.error_type:
+            return self.value
+        known = {kind.__name__: kind for kind in (RewardError, EnvironmentConfigError, DataError, SessionLost)}
+        kind = known.get(self.error_type) or type(self.error_type, (RemoteEnvironmentError,), {})
+        error = kind(self.message)
+        error.add_note(f"in the environment's process:\n{self.traceback}")
+        raise error
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Properties of an environment, fetched once: methods that it does not override need no calls."""
+
+    title: str
+    rewards: tuple[str, ...]
+    accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
+    overrides_accuracy: bool  # overrides Environment.accuracy
+    has_respond: bool  # overrides Environment.respond
+    has_session: bool  # overrides Environment.session
+    has_answer_key: bool  # overrides Environment.answer_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteTask(Task):
+    """The client's view of a task."""
+
+    part: int  # index into the description's ``sources``
+    index: int
+
+
+# --- server ---------------------------------------------------------------------------------------------------------------
+
+
+class EnvironmentServer:
+    """Serves one environment, its tasks and its open sessions. Methods raise the environment's exceptions; ``answer`` returns them."""
+
+    def __init__(self, description: EnvironmentDescription) -> None:
+        """Store the description. Never raises: the first call reports what is wrong with the description."""
+        self.description = description
+        self._tasks_by_part: dict[int, Sequence[Task]] = {}
+        self._sessions: dict[str, _OpenSession] = {}
+        self._session_ids = itertools.count()
+        self._server_id = secrets.token_hex(4)  # part of each session name, so that names of an earlier process are not reused
+        self._get_task = functools.lru_cache(maxsize=CACHE_SIZE)(lambda part, index: self._load_tasks(part)[index])
+
+    @functools.cached_property
+    def environment(self) -> Environment[Any]:
+        try:
+            return make_environment(self.description.name, self.description.options)
+        except EnvironmentConfigError as error:
+            raise EnvironmentConfigError(f"env.{self.description.alias}: {error}") from error
+
+    async def answer(self, method: Method, arguments: tuple[Any, ...]) -> CallResult:
+        """Call one of the methods below by name. Returns its exception instead of raising it."""
+        try:
+            return CallResult(await getattr(self, method)(*arguments))
+        except Exception as error:
+            log.debug("%s of the environment %s failed", method, self.description.alias, exc_info=error)
+            return CallResult.from_exception(error)
+
+    async def spec(self) -> EnvironmentSpec:
+        kind, marks = type(self.environment), reward_marks(type(self.environment))
+        return EnvironmentSpec(
+            title=self.environment.title,
+            rewards=tuple(marks),
+            accuracy=next((name for name, mark in marks.items() if mark.accuracy), None),
+            overrides_accuracy=kind.accuracy is not Environment.accuracy,
+            has_respond=kind.respond is not Environment.respond,
+            has_session=kind.session is not Environment.session,
+            has_answer_key=kind.answer_key is not Environment.answer_key,
+        )
+
+    async def task_count(self, part: int) -> int:
+        """Return the number of tasks. Raises DataError or EnvironmentConfigError."""
+        return len(self._load_tasks(part))
+
+    async def tasks(self, part: int, indices: Sequence[int]) -> list[CallResult]:
+        """Return a ``RemoteTask``, or an exception, for each index."""
+        return [self._describe_task(part, index) for index in indices]
+
+    async def open(self, part: int, index: int) -> str:
+        """Open a session and return its name. It stays open until ``close``, or until a call in it raises."""
+        episode = _OpenSession(self.environment, self._get_task(part, index))
+        await episode.opened
+        name = f"{self._server_id}/{next(self._session_ids)}"
+        self._sessions[name] = episode
+        return name
+
+    async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
+        own = self._get_task(task.part, task.index)
+        return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(own)))
+
+    async def respond(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[Message, ...] | None:
+        own = self._get_task(task.part, task.index)
+        said = await self._run_in_session(session, lambda: self.environment.respond(own, replace(rollout, task=own)))
+        return None if said is None else tuple(said)
+
+    async def score(self, task: RemoteTask, rollout: Rollout, session: str = "") -> RewardResult:
+        own = self._get_task(task.part, task.index)
+        return await self._run_in_session(session, lambda: self.environment.score_rollout(own, replace(rollout, task=own)))
+
+    async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
+        own = self._get_task(task.part, task.index)
+        return await self.environment.grade(own, replace(rollout, task=own))
+
+    async def close(self, session: str, failed: str = "") -> None:
+        """Close a session. ``failed`` says why the episode ended without rewards; it is raised inside the session as an exception."""
+        if (episode := self._sessions.pop(session, None)) is not None:
+            await episode.close(failed)
+
+    async def close_all(self) -> None:
+        for session in list(self._sessions):
+            with suppress(Exception):
+                await self.close(session, "the environment's process is shutting down")
+
+    async def _run_in_session(self, session: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` in the context of a session, or directly if ``session`` is empty. Raises SessionLost for an unknown session."""
+        if not session:
+            return await work()
+        if (episode := self._sessions.get(session)) is None:
+            raise SessionLost(f"{self.environment.title} has no session {session}: it was closed, or its process died")
+        return await episode.run(work)
+
+    def _load_tasks(self, part: int) -> Sequence[Task]:
+        if part not in self._tasks_by_part:
+            try:
+                self._tasks_by_part[part] = self.environment.tasks(self.description.sources[part])
+            except (DataError, EnvironmentConfigError):
+                raise
+            except Exception as error:  # user code may raise anything
+                where = f"env.{self.description.alias}: {self.environment.title}.tasks"
+                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
+        return self._tasks_by_part[part]
+
+    def _describe_task(self, part: int, index: int) -> CallResult:
+        try:
+            task = self._get_task(part, index)
+        except Exception as error:
+            return CallResult.from_exception(error)
+        seen = RemoteTask(
+            id=task.id, question=task.question, answer=task.answer, metadata=dict(task.metadata), part=part, index=index
+        )
+        return CallResult(seen)
+
+
+class _EpisodeFailed(Exception):
+    """Raised inside a session whose episode failed elsewhere."""
+
+
+_Work = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class _OpenSession:
+    """An open session. One asyncio task runs its calls in sequence, so that they see the context variables that the session sets."""
+
+    def __init__(self, environment: Environment[Any], task: Task) -> None:
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue: asyncio.Queue[tuple[_Work, asyncio.Future[Any]]] = asyncio.Queue()
+        self._reported: Exception | None = None  # an exception that a caller has already received
+        self._runner = asyncio.create_task(self._serve_forever(environment, task))
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run ``work`` in the session's task. Raises SessionLost if the session has ended."""
+        if self._runner.done():
+            raise SessionLost("the session has ended because a call in it raised")
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((work, answer))
+        either: list[asyncio.Future[Any]] = [answer, self._runner]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise SessionLost("the session ended before the call returned")
+        return answer.result()
+
+    async def close(self, failed: str) -> None:
+        """Close the session, with an exception if ``failed`` is not empty. Raises what closing the session raises."""
+        if not self._runner.done():
+
+            async def finish() -> None:
+                raise _EpisodeFailed(failed) if failed else _EpisodeFinished
+
+            with suppress(_EpisodeFailed, _EpisodeFinished):
+                await self.run(finish)
+        try:
+            await self._runner
+        except Exception as error:
+            if error is not self._reported:
+                raise
+
+    async def _serve_forever(self, environment: Environment[Any], task: Task) -> None:
+        try:
+            session = environment.session(task)
+            await session.__aenter__()
+        except Exception as error:
+            self._reported = error
+            self.opened.set_exception(error)
+            return
+        self.opened.set_result(None)
+        try:
+            while True:
+                await self._serve_one(*await self._queue.get())
+        except _EpisodeFinished:
+            await session.__aexit__(None, None, None)
+        except (Exception, asyncio.CancelledError) as error:
+            if not await session.__aexit__(type(error), error, error.__traceback__):
+                raise
+
+    async def _serve_one(self, work: _Work, answer: asyncio.Future[Any]) -> None:
+        try:
+            value = await work()
+        except Exception as error:
+            self._reported = error
+            if not answer.done():
+                answer.set_exception(error)
+            raise
+        if not answer.done():
+            answer.set_result(value)
+
+
+class _EpisodeFinished(Exception):
+    """Raised inside a session task to close the session normally."""
+
+
+# --- client ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A connection to one server. ``call_sync`` is for calls outside of coroutines, mostly for tasks."""
+
+    call: Call
+    call_sync: SyncCall
+
+
+def connect(description: EnvironmentDescription, transports: Sequence[Transport]) -> RemoteEnvironment:
+    """Connect to servers that all serve ``description``. Raises the server's exception if it cannot build the environment."""
+    about: EnvironmentSpec = _call_remote_sync(transports[0], "spec", ())
+    return RemoteEnvironment(description=description, spec=about, transports=tuple(transports))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteEnvironment(Environment[RemoteTask]):
+    """An environment whose methods run in other processes. Calls are distributed round-robin; a session stays in its process.
+
+    A call outside of a session is retried once if its process died. A session in that process is lost: SessionLost.
+    """
+
+    description: EnvironmentDescription
+    spec: EnvironmentSpec
+    transports: tuple[Transport, ...] = field(repr=False)
+    _round_robin: itertools.count[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        return self.spec.title
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return self.spec.rewards
+
+    def tasks(self, data: DataSource) -> RemoteTasks:
+        if data not in self.description.sources:
+            raise EnvironmentConfigError(
+                f"env.{self.description.alias}: its process was created without the data source {data}; pass every source to "
+                "EnvironmentDescription"
+            )
+        part, link = self.description.sources.index(data), self._next_transport()
+        return RemoteTasks(link, part, _call_remote_sync(link, "task_count", (part,)))
+
+    def prompt(self, task: RemoteTask) -> Messages:
+        found: Messages = _call_remote_sync(self._next_transport(), "prompt", (task,))
+        return found
+
+    async def first_messages(self, task: RemoteTask) -> Messages:
+        found: Messages = await self._call("prompt", task)
+        return found
+
+    async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
+        found: Messages | None = await self._call("respond", task, rollout) if self.spec.has_respond else None
+        return found
+
+    async def score_rollout(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
+        found: RewardResult = await self._call("score", task, rollout)
+        return found
+
+    def session(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
+        return _RemoteSession(self, self._next_transport(), task) if self.spec.has_session else super().session(task)
+
+    async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
+        if not (self.spec.has_answer_key or self.spec.overrides_accuracy):
+            return Grade(self.accuracy(rollout), None)
+        found: Grade = await _call_remote(self._next_transport(), "grade", (task, rollout))
+        return found
+
+    def accuracy(self, rollout: Rollout) -> float:
+        if self.spec.overrides_accuracy:
+            return self._grade_sync(rollout).accuracy
+        return rollout.reward if self.spec.accuracy is None else rollout.rewards.get(self.spec.accuracy, 0.0)
+
+    def answer_key(self, task: RemoteTask, rollout: Rollout) -> str | None:
+        return self._grade_sync(rollout).answer if self.spec.has_answer_key else None
+
+    def _grade_sync(self, rollout: Rollout) -> Grade:
+        found: Grade = _call_remote_sync(self._next_transport(), "grade", (rollout.task, rollout))
+        return found
+
+    def _next_transport(self) -> Transport:
+        return self.transports[next(self._round_robin) % len(self.transports)]
+
+    async def _call(self, method: Method, *arguments: Any) -> Any:
+        """Call a method, inside the current context's session if it has one."""
+        session = _current_session.get()
+        if session is None or session.environment is not self:
+            return await _call_remote(self._next_transport(), method, arguments)
+        return await session.call(method, arguments)
+
+
+_current_session: ContextVar[_RemoteSession | None] = ContextVar("strop_remote_session", default=None)
+
+
+class _RemoteSession(AbstractAsyncContextManager["None"]):
+    """Opens a session on the server. While it is open, calls from the same context run inside it."""
+
+    def __init__(self, environment: RemoteEnvironment, link: Transport, task: RemoteTask) -> None:
+        self.environment, self.transport, self.task = environment, link, task
+
+    async def __aenter__(self) -> None:
+        self._name: str = await _call_remote(self.transport, "open", (self.task.part, self.task.index))
+        self._token = _current_session.set(self)
+
+    async def call(self, method: Method, arguments: tuple[Any, ...]) -> Any:
+        try:
+            reply = await self.transport.call(method, (*arguments, self._name))
+        except EnvironmentServerDied as error:
+            raise SessionLost(
+                f"the process of the environment {self.environment.title} died during an episode's session ({error}); the session's "
+                "state is lost"
+            ) from error
+        return reply.unwrap()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _current_session.reset(self._token)
+        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        try:
+            reply = await self.transport.call("close", (self._name, failed))
+        except EnvironmentServerDied as gone:
+            log.debug("the session %s was lost with its process: %s", self._name, gone)
+        else:
+            if error is None:
+                reply.unwrap()
+
+
+async def _call_remote(link: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
+    """Call a server, and once more its replacement if it died. Raises EnvironmentServerDied if that died too."""
+    try:
+        reply = await link.call(method, arguments)
+    except EnvironmentServerDied as error:
+        log.warning("%s; retrying %s on its replacement", error, method)
+        reply = await link.call(method, arguments)
+    return reply.unwrap()
+
+
+def _call_remote_sync(link: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
+    try:
+        reply = link.call_sync(method, arguments)
+    except EnvironmentServerDied as error:
+        log.warning("%s; retrying %s on its replacement", error, method)
+        reply = link.call_sync(method, arguments)
+    return reply.unwrap()
+
+
+class RemoteTasks(Sequence[RemoteTask]):
+    """The tasks of one data source, fetched in blocks with an LRU cache."""
+
+    def __init__(self, link: Transport, part: int, size: int) -> None:
+        self._transport, self._part, self._size = link, part, size
+        self._get_block = functools.lru_cache(maxsize=CACHE_SIZE)(self._fetch_block)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> RemoteTask: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RemoteTask]: ...
+    def __getitem__(self, index: int | slice) -> RemoteTask | Sequence[RemoteTask]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._size))]
+        block, place = divmod(range(self._size)[index], TASKS_PER_FETCH)
+        task: RemoteTask = self._get_block(block)[place].unwrap()
+        return task
+
+    def _fetch_block(self, block: int) -> list[CallResult]:
+        indices = tuple(range(block * TASKS_PER_FETCH, min((block + 1) * TASKS_PER_FETCH, self._size)))
+        found: list[CallResult] = _call_remote_sync(self._transport, "tasks", (self._part, indices))
+        return found

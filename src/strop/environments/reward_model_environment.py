@@ -1,0 +1,115 @@
+"""The score of a trained reward model as the reward: rows of a dataset, scored by a sequence classifier with one label.
+
+The reward model's own chat template and tokenizer render the whole conversation. They may differ from the policy's, because nothing is
+trained on these tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from strop.data.sources.source import DataSource
+from strop.environments.base import DatasetEnvironment, EnvironmentConfigError, PromptedTask, reward
+from strop.models.chat_template import ChatTemplate
+from strop.models.loading import load_tokenizer
+from strop.models.reward_scorer import RewardScorer, ScorerLimits, load_reward_scorer
+from strop.types import Messages, Rollout
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelEnvironment(DatasetEnvironment):
+    """The reward is the model's score of the whole conversation, times ``scale``, clamped to ``min_score`` and ``max_score``."""
+
+    model_name: str  # a folder, such as policy/weights of strop rm, or a hub name
+    device: str = "auto"  # cpu, cuda, cuda:1, ...; auto is a GPU if one is visible
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    chat_template: str | None = None  # Jinja, in place of the tokenizer's own
+    ends: Literal["answer", "rendering"] = "answer"  # read the score before or after the template's trailing white space
+    max_length: int | None = None  # tokens; longer conversations are truncated on the left. None: the model's maximum
+    batch_size: int = 32  # conversations of one batch
+    batch_tokens: int = 16384  # tokens of one batch, including padding
+    wait_ms: float = 5.0  # how long the first conversation of a batch waits for others
+    scale: float = 1.0
+    min_score: float | None = None
+    max_score: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "batch_tokens", "max_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise EnvironmentConfigError(f"{name} is {value}; it must be at least 1")
+        if self.wait_ms < 0:
+            raise EnvironmentConfigError(f"wait_ms is {self.wait_ms}; it must not be negative")
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            raise EnvironmentConfigError(
+                f"min_score is {self.min_score} and max_score is {self.max_score}; max_score must be larger"
+            )
+
+    def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
+        """Load the model too, so that a wrong one raises EnvironmentConfigError at the start of the run."""
+        self.load_scorer()
+        return super().tasks(data)
+
+    @reward(weight=1.0)
+    async def score(self, task: PromptedTask, rollout: Rollout) -> float:
+        judge = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
+        value = self.scale * await judge.score(rollout.messages, ends=self.ends, max_length=self.max_length)
+        value = value if self.min_score is None else max(value, self.min_score)
+        return value if self.max_score is None else min(value, self.max_score)
+
+    def load_scorer(self) -> ConversationScorer:
+        """Return the model, loaded once per process. Raises EnvironmentConfigError."""
+        limits = ScorerLimits(conversations=self.batch_size, tokens=self.batch_tokens, wait=self.wait_ms / 1000)
+        with _load_lock:
+            return _load_scorer(self.model_name, self.chat_template, self.device, self.precision, limits)
+
+
+class ConversationScorer:
+    """A reward model with its template and tokenizer."""
+
+    def __init__(self, scorer: RewardScorer, template: ChatTemplate) -> None:
+        self.scorer = scorer
+        self.template = template
+        config = scorer.model.config.get_text_config()
+        self._max_length = getattr(config, "max_position_embeddings", None)
+        self._warned = False
+
+    async def score(self, messages: Messages, *, ends: Literal["answer", "rendering"], max_length: int | None) -> float:
+        tokens = self.template.encode_conversation(messages, trailing=ends == "rendering")
+        limit = max_length or self._max_length
+        if limit is not None and len(tokens) > limit:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "the reward model reads %d tokens, and a conversation has %d: it is truncated on the left", limit, len(tokens)
+                )
+            tokens = tokens[-limit:]
+        return await self.scorer.score(tokens)
+
+
+_load_lock = threading.Lock()
+
+
+@functools.cache
+def _load_scorer(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> ConversationScorer:
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        tokenizer = load_tokenizer(name, chat_template=chat_template)
+        scorer = load_reward_scorer(name, device=chosen, precision=PRECISIONS[precision], limits=limits)
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a missing device
+        raise EnvironmentConfigError(f"the reward model: {str(error).replace('policy.model_name', 'model_name')}") from error
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        log.warning("the reward model %s has no chat template: messages are joined as plain text; set chat_template", name)
+    return ConversationScorer(scorer, ChatTemplate(tokenizer))

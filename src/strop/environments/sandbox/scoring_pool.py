@@ -1,0 +1,131 @@
+"""A small pool of ``scoring_worker.py`` processes that score under resource limits, for any thread and event loop.
+
+    call() -> a thread of the pool -> an idle worker, or a new one -> a forked child that scores -> its reply
+
+Workers start on demand. They exit with this process, however it ends, because their input is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import math
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from queue import Empty, LifoQueue
+from typing import Any, Literal
+
+MAX_CACHED_RESULTS = 8192  # cached results: samples of a group often agree, and several rewards score the same answer
+
+ScorerName = Literal["math_verify", "reasoning_gym"]
+
+
+class ScoringError(RuntimeError):
+    """Scoring fails for every answer: a library is missing, or the reference cannot be parsed."""
+
+
+@dataclass(frozen=True)
+class ScoringResult:
+    """The score of an answer, or why it has none: scoring exceeded the limit or crashed."""
+
+    value: float | None
+    failure: str | None = None
+
+
+def get_scoring_pool(size: int) -> ScoringPool:
+    """Return this process's pool of at most ``size`` workers. A forked process gets its own pool."""
+    return _scoring_pool(os.getpid(), size)
+
+
+@lru_cache(maxsize=8)
+def _scoring_pool(process: int, size: int) -> ScoringPool:
+    return ScoringPool(size)
+
+
+class ScoringPool:
+    def __init__(self, size: int) -> None:
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="scoring")
+        self._idle_workers: LifoQueue[subprocess.Popen[bytes]] = LifoQueue()
+        self._cache: OrderedDict[bytes, ScoringResult] = OrderedDict()
+        atexit.register(self.close)
+
+    async def call(self, kind: ScorerName, cpu_s: float, **arguments: Any) -> ScoringResult:
+        """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
+        job = pickle.dumps((kind, cpu_s, arguments))
+        outcome = self._cache.get(job)
+        if outcome is None:
+            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, kind, job)
+            self._cache[job] = outcome
+            if len(self._cache) > MAX_CACHED_RESULTS:
+                self._cache.popitem(last=False)
+        return outcome
+
+    def close(self) -> None:
+        """Stop the workers after their running jobs; each job is bounded by its limit."""
+        self._threads.shutdown(cancel_futures=True)
+        with suppress(Empty):
+            while True:
+                _stop_worker(self._idle_workers.get_nowait())
+
+    def _score(self, kind: ScorerName, job: bytes) -> ScoringResult:
+        reply, status = self._request(job)
+        if reply is None:  # killed from outside, since no answer can do this; retry with a new worker
+            reply, status = self._request(job)
+        if reply is None:
+            raise ScoringError(f"{kind}: its worker died twice, the last time with exit status {status}")
+        if "broken" in reply:
+            raise ScoringError(f"{kind} cannot be used here: {reply['broken']}")
+        if "refused" in reply:
+            raise ScoringError(f"{kind}: {reply['refused']}")
+        if reply.get("unconfined"):
+            warnings.warn(f"answers are scored with limits on time and memory only: {reply['unconfined']}", stacklevel=2)
+        value = reply.get("value")
+        if isinstance(value, float) and math.isfinite(value):
+            return ScoringResult(value)
+        return ScoringResult(None, str(reply.get("failure", f"the score was {value!r:.80}")))
+
+    def _request(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
+        """Send a job to a worker. Returns (reply, None), or (None, exit status) if the worker died."""
+        try:
+            worker = self._idle_workers.get_nowait()
+        except Empty:
+            worker = _start_worker()
+        assert worker.stdin is not None and worker.stdout is not None
+        line = b""
+        with suppress(BrokenPipeError):
+            worker.stdin.write(struct.pack("<Q", len(job)) + job)
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+        if not line.endswith(b"\n"):
+            return None, _stop_worker(worker)
+        self._idle_workers.put(worker)
+        return json.loads(line), None
+
+
+def _start_worker() -> subprocess.Popen[bytes]:
+    # A fixed hash seed makes SymPy's orderings, and hence the scores, the same in every worker. -P keeps the current
+    # folder off the module path; PYTHONPATH points to the package that this process imported.
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "strop.environments.sandbox.scoring_worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})
+
+
+def _stop_worker(worker: subprocess.Popen[bytes]) -> int:
+    """Close the worker's input, so that it exits, and wait for it. Returns its exit status, negative for a signal."""
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    return worker.wait()

@@ -1,0 +1,172 @@
+"""A process that scores answers under resource limits, started by ``scoring_pool.py``. It imports little besides the scorers.
+
+Math-verify and some of reasoning-gym's scorers pass model output to SymPy, which may run forever, exhaust the memory, or
+execute it: SymPy's parsers call ``eval``. So every answer is scored in a forked child that can only compute (``seccomp.py``)
+under limits on time and memory. The kernel kills the child even inside C code, where no Python signal handler runs. Forking
+also makes each score independent of earlier ones.
+
+Protocol: input is a length and a pickle from the trusted parent process; output is one JSON line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from strop.environments.sandbox.seccomp import confine
+
+MEMORY_LIMIT = 4 << 30  # bytes of address space
+WALL_CLOCK_FACTOR = 20  # wall-clock limit as a multiple of the CPU limit: for busy machines and for answers that sleep
+MAX_REPLY_BYTES = 4096
+
+# Scored once before the first fork, so that every child has the parser's tables and SymPy's lazy imports.
+WARM_UP = (
+    ("\\frac{1}{2}", "0.51"),
+    ("2x", "x+x+1"),
+    ("x^2", "\\sqrt{x}\\sin(x)"),
+    ("(1,2]", "[1,3)"),
+    ("\\{1,2\\}", "1,2,3"),
+    ("x<3", "x>3"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\3\\end{pmatrix}"),
+    ("\\text{even}", "\\text{odd}"),
+    ("50\\%", "12 \\text{ cm}"),
+    ("2\\pi", "6.28^{\\circ}"),
+)
+
+Reply = dict[str, Any]
+
+
+class UnparsableReference(Exception):
+    """The reference answer cannot be parsed, so no answer can be scored against it."""
+
+
+def load_math_verify() -> Callable[..., Callable[[], float]]:
+    from math_verify import parse, verify  # type: ignore[import-untyped,unused-ignore]
+
+    def prepare(reference: str, answer: str) -> Callable[[], float]:
+        def judge() -> float:
+            gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
+            if not gold:
+                raise UnparsableReference(f"the reference answer {reference!r} cannot be parsed")
+            return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+        return judge
+
+    for reference, answer in WARM_UP:
+        prepare(reference, f"\\boxed{{{answer}}}")()
+    return prepare
+
+
+def load_reasoning_gym() -> Callable[..., Callable[[], float]]:
+    import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
+
+    @lru_cache(maxsize=64)
+    def dataset(task: str, options: str) -> Any:
+        return reasoning_gym.create_dataset(task, **json.loads(options), seed=0, size=1)
+
+    def prepare(task: str, options: str, answer: str, entry: Reply) -> Callable[[], float]:
+        scorer = dataset(task, options)  # before the fork, so that it is created only once
+        return lambda: float(scorer.score_answer(answer, entry))
+
+    return prepare
+
+
+SCORER_LOADERS = {"math_verify": load_math_verify, "reasoning_gym": load_reasoning_gym}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library's output must not be mistaken for a reply
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process exits when its input is closed
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prepared: dict[str, Callable[..., Callable[[], float]]] = {}
+    while header := sys.stdin.buffer.read(8):
+        kind, cpu_s, arguments = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
+        try:
+            if kind not in prepared:
+                prepared[kind] = SCORER_LOADERS[kind]()
+            judge = prepared[kind](**arguments)
+        except Exception as error:
+            reply: Reply = {"broken": f"{type(error).__name__}: {error}"}
+        else:
+            reply = score_in_fork(judge, cpu_s)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:
+    """Call ``judge`` in a forked child under limits and return its reply."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _run_child(score, cpu_s, sending)
+    os.close(sending)
+    text = _read_reply(receiving, time.monotonic() + WALL_CLOCK_FACTOR * cpu_s)
+    os.close(receiving)
+    os.kill(child, signal.SIGKILL)  # it has finished or exceeded a limit; a zombie ignores the signal
+    _, status = os.waitpid(child, 0)
+    if text.endswith(b"\n"):
+        with contextlib.suppress(ValueError):
+            reply = json.loads(text)
+            if isinstance(reply, dict):
+                return reply
+    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if ended in (signal.SIGPROF, signal.SIGKILL):
+        return {"failure": f"ran past the limit of {cpu_s:g} s"}
+    return {"failure": f"crashed the scorer (signal {ended})"}
+
+
+def _run_child(score: Callable[[], float], cpu_s: float, write_end: int) -> NoReturn:
+    reply: Reply
+    try:
+        os.dup2(write_end, 0)
+        os.closerange(1, 1 << 16)  # it can write to its pipe only
+        with contextlib.suppress(ValueError):  # macOS does not support this limit
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+        # Limit CPU time, so that a busy machine does not turn a correct answer into a timeout.
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        warning = None
+        try:
+            confine()
+        except OSError as error:
+            warning = str(error)
+        try:
+            reply = {"value": score(), "unconfined": warning}
+        except UnparsableReference as error:
+            reply = {"refused": str(error)}
+        except Exception as error:  # includes MemoryError and RecursionError: the answer cannot be scored
+            reply = {"failure": f"{type(error).__name__}: {error}"[:200]}
+        os.write(0, json.dumps(reply).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _read_reply(pipe: int, deadline: float) -> bytes:
+    """Read from the pipe until it is closed or a line ends. Returns b"" when the deadline passes."""
+    text = b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while len(text) < MAX_REPLY_BYTES and not text.endswith(b"\n"):
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return b""
+        if not (part := os.read(pipe, MAX_REPLY_BYTES)):
+            break
+        text += part
+    return text
+
+
+if __name__ == "__main__":
+    main()

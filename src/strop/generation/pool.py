@@ -1,0 +1,185 @@
+"""Several engines as one generator: prefix-aware routing, and restarts of engines that die.
+
+A request goes to the engine that most likely has its prefix cached: turns of a conversation to the engine of the previous turn, samples of
+one prompt to the engine of the first sample. A cached prefix is not worth a longer queue, so an engine with many more requests than the
+others gets no new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from strop.generation.base import Completion, Engine
+from strop.monitoring.watchdog.waits import waiting
+from strop.sampling import Sampling
+from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
+
+log = logging.getLogger(__name__)
+
+RestartEngine = Callable[[UpdatableEngine], Awaitable[None]]
+"""Restart an engine and load weights into it."""
+
+MAX_ROUTES = 65_536  # prompts and sessions with a remembered engine
+
+
+class Router:
+    """Prefix-aware routing of requests to engines. Remembers session names and whole prompts, and evicts the least recently used."""
+
+    def __init__(self, engines: int, *, imbalance: int = 8) -> None:
+        """A request leaves its preferred engine when that has over ``imbalance`` requests, and over a quarter, more than the least busy."""
+        self.running = [0] * engines
+        self.imbalance = imbalance
+        self._owners: OrderedDict[str | tuple[int, ...], int] = OrderedDict()
+
+    def route(self, prompt: tuple[int, ...], session: str, exclude: Collection[int] = ()) -> int:
+        """Return the index of the engine for a request, skipping engines in ``exclude``. The caller updates ``running``."""
+        least = min((place for place in range(len(self.running)) if place not in exclude), key=self.running.__getitem__)
+        owner = self._owners.get(session) if session else None
+        if owner is None:
+            owner = self._owners.get(prompt)
+        if (
+            owner is None
+            or owner in exclude
+            or self.running[owner] > self.running[least] + max(self.imbalance, self.running[least] // 4)
+        ):
+            owner = least
+        for key in (session, prompt):
+            if key:
+                self._owners[key] = owner
+                self._owners.move_to_end(key)
+        while len(self._owners) > MAX_ROUTES:
+            self._owners.popitem(last=False)
+        return owner
+
+
+class EnginePool:
+    """A ``Generator`` over several engines. Requests of an engine that dies are issued again, with the same seed, after its restart."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        max_restarts: int = 3,
+        allow_shrink: bool = False,
+        on_close: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        """The run ends after ``max_restarts`` restarts of one engine without a completed request in between. ``allow_shrink``: drop an
+        engine whose node is lost, as long as another one is left. ``on_close`` callbacks run after all engines are closed."""
+        self.engines = tuple(engines)
+        self.version = -1  # of the last publish that all engines hold
+        self.restart_engine: RestartEngine | None = None  # set by the weight publisher
+        self.max_restarts = max_restarts
+        self.allow_shrink = allow_shrink
+        self.restarts = 0  # in total, over all engines
+        self.on_close = list(on_close)
+        self._failures = [0] * len(self.engines)  # restarts in a row, for each engine
+        self._reviving: dict[int, asyncio.Task[None]] = {}
+        self._sync_errors: dict[
+            int, Exception
+        ] = {}  # why a restarted engine could not get its weights; cleared by the next publish
+        self._dropped: set[int] = set()  # indices of dropped engines
+        self._router = Router(len(self.engines))
+        self._last_counters: dict[str, float] = {}
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        key = tuple(prompt)
+        while True:
+            place = self._router.route(key, session, self._dropped)
+            await self._await_usable(place)
+            self._router.running[place] += 1
+            try:
+                completion = await self.engines[place].generate(prompt, sampling=sampling, seed=seed, session=session)
+                self._failures[place] = 0
+                return completion
+            except EngineDied as error:
+                await self._await_restart(place, error)
+            finally:
+                self._router.running[place] -= 1
+
+    async def _await_restart(self, place: int, error: EngineDied) -> None:
+        """Wait until the engine is restarted; the first caller restarts it. Raises EngineDied after too many restarts."""
+        if place not in self._reviving and not self.engines[place].alive:
+            self._reviving[place] = asyncio.create_task(self._restart(place, error))
+            self._reviving[place].add_done_callback(lambda task: self._reviving.pop(place, None))
+        await self._await_usable(place)
+
+    async def _await_usable(self, place: int) -> None:
+        """Wait for a restart in progress. Raises its error: a request to an engine without weights would wait forever."""
+        if (task := self._reviving.get(place)) is not None:
+            with waiting("request", on=f"restart of {self.engines[place].name}, which died"):
+                await asyncio.shield(task)
+        if (unfit := self._sync_errors.get(place)) is not None:
+            raise unfit
+
+    async def _restart(self, place: int, error: EngineDied) -> None:
+        """Restart the engine until it is alive and has weights; without weights its requests would wait."""
+        engine = self.engines[place]
+        while not engine.alive:
+            if self.restart_engine is None or self._failures[place] >= self.max_restarts:
+                raise EngineDied(
+                    f"{error}; it was restarted {self._failures[place]} times without completing a request "
+                    "(policy.generation.vllm_cfg.max_restarts), so another restart will not help: see the engine's own output for the cause"
+                ) from error
+            self._failures[place] += 1
+            self.restarts += 1
+            log.warning("%s; it is restarted, and its requests are issued again", error)
+            try:
+                await self.restart_engine(engine)
+            except EngineLost:
+                if not self.drop(engine):
+                    raise
+                return
+            except EngineDied as again:
+                error = again
+            except Exception as unfit:
+                self._sync_errors[place] = unfit
+                raise
+
+    def drop(self, engine: UpdatableEngine) -> bool:
+        """Drop an engine that cannot be restarted, if that is allowed and another one is left. Return whether it was dropped."""
+        place = next(place for place, other in enumerate(self.engines) if other is engine)
+        if place in self._dropped:
+            return True
+        if not self.allow_shrink or len(self._dropped) + 1 >= len(self.engines):
+            return False
+        self._dropped.add(place)
+        log.warning(
+            "%s cannot be restarted; its requests go to the %d others", engine.name, len(self.engines) - len(self._dropped)
+        )
+        return True
+
+    def set_version(self, version: int) -> None:
+        """Record that all engines hold the weights of ``version``."""
+        self.version = version
+        self._sync_errors.clear()
+
+    def collect_metrics(self) -> Mapping[str, float]:
+        """Return rates since the previous call, and the current state of the engines."""
+        now: dict[str, float] = {}
+        for name, value in itertools.chain.from_iterable(engine.counters().items() for engine in self.engines):
+            now[name] = now.get(name, 0.0) + value
+        since = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in now.items()}
+        self._last_counters = now
+        found = {
+            "generation/preemptions": since.get("preemptions", 0.0),
+            "generation/restarts": float(self.restarts),
+            "generation/engines": float(len(self.engines) - len(self._dropped)),
+        }
+        if since.get("prefix_queries"):
+            found["generation/prefix_hit_rate"] = since.get("prefix_hits", 0.0) / since["prefix_queries"]
+        if since.get("drafted_tokens"):
+            found["generation/acceptance_rate"] = since.get("accepted_tokens", 0.0) / since["drafted_tokens"]
+        return found
+
+    async def close(self) -> None:
+        for task in list(self._reviving.values()):
+            task.cancel()
+        await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for close in self.on_close:
+            if inspect.isawaitable(closing := close()):
+                await closing

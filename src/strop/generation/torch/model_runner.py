@@ -1,0 +1,267 @@
+"""Forward passes of the embedded engine: tokens in, next-token logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from strop.generation.torch.cuda_graphs import DecodeGraphs
+from strop.generation.torch.fast_linears import FastLinears
+from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.models.adapters import base_weights
+from strop.models.attention import AttentionSpec
+from strop.models.network import Network
+
+SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of this many positions
+
+
+@dataclass(frozen=True)
+class SlotPrompt:
+    """A prompt and the slot that it is read into."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    session: str = ""
+
+
+class ModelRunner(Protocol):
+    """Runs the model for up to ``slots`` sequences. Running sequences always occupy the first slots."""
+
+    network: Network
+    slots: int
+    length: int  # maximum sequence length of a slot
+
+    def count_unread(self, prompt: SlotPrompt) -> int:
+        """Return how many tokens of a prompt are not cached and would have to be computed."""
+        ...
+
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
+        """Read whole prompts into their slots and return the logits after each, [B, V]."""
+        ...
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Append one token to each of the first B slots and return the logits after each, [B, V]."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the first ``length`` positions of slot ``source`` to slot ``target``."""
+        ...
+
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        """Store a conversation's prefix for its next turn."""
+        ...
+
+    def activate(self) -> None:
+        """Prepare for generation with new weights: drop everything computed with the old ones."""
+        ...
+
+    def deactivate(self) -> None:
+        """Restore the module for the learner."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that generation computes with, by canonical name: stale copies where there are any, else the module's own."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Drop the stored prefixes of prompts and conversations."""
+        ...
+
+
+class CachedRunner:
+    """Runs a network with a key-value cache of fixed size."""
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        memory_bytes: float,
+        max_slots: int,
+        length: int,
+        prepack: bool | None = None,
+        cuda_graphs: bool = True,
+    ):
+        """Raises ValueError if ``memory_bytes`` cannot hold one sequence of ``length`` tokens."""
+        self.network = network
+        self.shape = infer_cache_shape(network)
+        capacity = int(memory_bytes // self.shape.bytes_per_token)  # tokens
+        self.slots = min(max_slots, capacity // length)
+        if self.slots < 1:
+            needed = length * self.shape.bytes_per_token / 2**30
+            raise ValueError(
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, but one "
+                f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
+                "the second"
+            )
+        self.length = length
+        self.cache = SlotCache(self.shape, self.slots, length)
+        self.prefixes = PrefixStore(capacity - self.slots * length)
+        self.linears = FastLinears(network.model, network.precision, prepack=prepack)
+        on_cuda = network.device.type == "cuda"
+        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if cuda_graphs and on_cuda else None
+
+    def count_unread(self, prompt: SlotPrompt) -> int:
+        prefix = self.prefixes.find(prompt.tokens, prompt.session)
+        return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
+
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
+        found = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
+        missing = [tokens for tokens, prefix in found.items() if prefix is None or prefix.length < len(tokens)]
+        if missing:
+            found |= self._prefill_uncached(missing, found)
+        logits = []
+        for prompt in prompts:
+            prefix = found[prompt.tokens]
+            assert prefix is not None and prefix.logits is not None
+            self.prefixes.put(prompt.tokens, prefix)
+            self.cache.write_prefix(prompt.slot, prefix)
+            logits.append(prefix.logits)
+        return torch.stack(logits)
+
+    def _prefill_uncached(
+        self, prompts: list[tuple[int, ...]], found: dict[tuple[int, ...], Prefix | None]
+    ) -> dict[tuple[int, ...], Prefix | None]:
+        """Run one forward pass over the uncached part of each prompt."""
+        prefixes = [found[tokens] for tokens in prompts]
+        skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
+        lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
+        plan = PrefillPlan(self.shape, lengths, prefixes)
+        tokens = torch.tensor([token for prompt, skip in zip(prompts, skipped, strict=True) for token in prompt[skip:]])
+        positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
+        last = torch.tensor(lengths).cumsum(0) - 1
+        logits = self._forward(tokens, positions, plan, last)
+        return {prompt: plan.build_prefix(place, prompt, logits[place]) for place, prompt in enumerate(prompts)}
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(tokens, positions)
+        span = min(-(-(max(positions) + 1) // SPAN_STEP) * SPAN_STEP, self.length)
+        return self._decode_static(torch.tensor(tokens), torch.tensor(positions), span)
+
+    def _decode_static(self, tokens: Tensor, positions: Tensor, span: int | None = None) -> Tensor:
+        positions = positions.to(self.network.device)
+        return self._forward(tokens, positions, DecodePlan(self.cache, positions, span or self.length), None)
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor, positions: Tensor, plan: PrefillPlan | DecodePlan, rows: Tensor | None) -> Tensor:
+        device = self.network.device
+        with self.network.autocast():
+            output = self.network.decoder(
+                input_ids=tokens[None].to(device), position_ids=positions[None].to(device), plan=plan, use_cache=False
+            )
+            hidden = output.last_hidden_state[0]
+            hidden = hidden if rows is None else hidden.index_select(0, rows.to(device))
+            layer = self.network.model.get_output_embeddings()
+            logits: Tensor = self.network.head.transform_logits(layer(hidden))
+            return logits
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.cache.move(source, target, length)
+
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        self.prefixes.put(session, self.cache.read_prefix(slot, tokens))
+
+    def activate(self) -> None:
+        self.prefixes.clear()
+        self.network.use_plan_attention()
+        self.linears.enable()
+
+    def deactivate(self) -> None:
+        self.linears.disable()
+        self.network.use_learner_attention()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        stale = self.linears.find_stale_copies()
+        for name, tensor in base_weights(self.network.model):
+            yield name, stale.get(name, tensor)
+
+    def reset_prefix_cache(self) -> None:
+        self.prefixes.clear()
+
+
+class RecomputeRunner:
+    """For models whose attention cannot use the key-value cache: recomputes every sequence at every token. Slow, but correct for any
+    causal language model."""
+
+    def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
+        self.network = network
+        self.slots = max_slots
+        self.length = length
+        self._tokens: dict[int, list[int]] = {}
+
+    def count_unread(self, prompt: SlotPrompt) -> int:
+        return len(prompt.tokens)
+
+    def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
+        for prompt in prompts:
+            self._tokens[prompt.slot] = list(prompt.tokens)
+        return self._logits([self._tokens[prompt.slot] for prompt in prompts])
+
+    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        for slot, token in enumerate(tokens):
+            self._tokens[slot].append(token)
+        return self._logits([self._tokens[slot] for slot in range(len(tokens))])
+
+    @torch.no_grad()
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        device = self.network.device
+        longest = max(len(row) for row in rows)
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
+        with self.network.autocast():
+            hidden = self.network.decoder(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=device), torch.tensor([len(row) - 1 for row in rows], device=device)]
+            return self.network.head.compute_logits(last)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._tokens[target] = self._tokens.pop(source)
+
+    def store_session(self, slot: int, session: str, tokens: tuple[int, ...]) -> None:
+        return None
+
+    def activate(self) -> None:
+        self.network.use_native_attention()
+
+    def deactivate(self) -> None:
+        self.network.use_learner_attention()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return base_weights(self.network.model)
+
+    def reset_prefix_cache(self) -> None:
+        return None
+
+
+class _ShapeRecorder:
+    """An attention plan that only records the key shapes of each layer."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        if key.shape != value.shape:
+            raise ValueError(
+                f"layer {spec.layer} has keys {tuple(key.shape)} and values {tuple(value.shape)}: "
+                "the embedded engine needs keys and values of the same shape"
+            )
+        self.seen.append((spec.layer, key.shape[1], key.shape[2]))
+        return query
+
+
+@torch.no_grad()
+def infer_cache_shape(network: Network) -> CacheShape:
+    """Infer the cache shape of a model from one forward pass. Raises ValueError if its layers differ in shape."""
+    recorder = _ShapeRecorder()
+    network.use_plan_attention()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
+    network.decoder(input_ids=token, position_ids=token, plan=recorder, use_cache=False)
+    network.use_learner_attention()
+    shapes = {shape[1:] for shape in recorder.seen}
+    if len(shapes) != 1 or [layer for layer, *_ in recorder.seen] != list(range(len(recorder.seen))):
+        raise ValueError(f"layers with different attention shapes ({sorted(shapes)}) do not fit one cache")
+    heads, size = shapes.pop()
+    return CacheShape(layers=len(recorder.seen), heads=heads, head_size=size, dtype=network.precision, device=network.device)

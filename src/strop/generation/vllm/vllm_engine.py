@@ -1,0 +1,356 @@
+"""One vLLM engine as a generator with weight updates.
+
+vLLM's front end runs in this process, on the event loop; scheduler and model run in processes that vLLM starts. The cache salt of each
+prompt is the version of the weights, so a prefix computed with other weights is never reused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing.spawn
+import os
+import pickle
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from strop.generation.base import Completion, RequestTooLong
+from strop.generation.vllm.engine_args import VllmOptions, make_engine_args
+from strop.generation.vllm.guardian import DRIVER_PID_VARIABLE
+from strop.generation.vllm.launch import fork_engine_cores, start_fork_server
+from strop.sampling import Sampling
+from strop.weight_sync.base import (
+    AdapterFiles,
+    CanarySample,
+    ChannelAddress,
+    EngineDied,
+    LoadReceipt,
+    Manifest,
+    TensorFingerprint,
+)
+from strop.weight_sync.fingerprints import combine_fingerprints
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NO_VERSION = -1
+ADAPTER_ID = 1  # vLLM's integer id of the only adapter
+POLL_SECONDS = 0.5  # seconds between liveness checks during a call
+OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
+ENGINE_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU vLLM would otherwise bind all engines to the same cores, override OMP_NUM_THREADS, and require a NUMA node for each rank.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+class VllmEngine:
+    """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
+
+    def __init__(self, name: str, options: VllmOptions, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+        self.name = name
+        self.options = options
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.receivers = options.tensor_parallel_size * options.pipeline_parallel_size
+        self.version = NO_VERSION
+        self._loaded_version = NO_VERSION  # version of the weights in the engine's memory
+        self._resumed = asyncio.Event()
+        self._engine: Any = None
+        self._request_ids = itertools.count()
+        self._adapter: Path | None = None
+        self._counters: Any = None
+
+    # --- starting and ending ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.close()
+        try:
+            async with asyncio.timeout(self.options.startup_seconds):
+                self._engine = await asyncio.to_thread(self._start)
+        except TimeoutError:
+            raise EngineDied(
+                f"{self.name} was not ready after {self.options.startup_seconds:g} s "
+                f"(policy.generation.vllm_cfg.startup_seconds){self._output_tail()}"
+            ) from None
+        except RuntimeError as error:  # what vLLM raises if a process exits during startup
+            raise EngineDied(f"{self.name} did not start: {error}{self._output_tail()}") from error
+
+    def _output_tail(self) -> str:
+        """Return the last lines of the output of the engine's processes, as the end of a message."""
+        if self.options.output_file is None or not self.options.output_file.exists():
+            return ""
+        lines = self.options.output_file.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:]
+        return f"; the end of {self.options.output_file}:\n" + "\n".join(f"  {line}" for line in lines)
+
+    def _start(self) -> Any:
+        with engine_environment(self.options.environment), hide_main_module(), redirect_output(self.options.output_file):
+            if not self.options.on_cpu:
+                return self._create_engine()
+            start_fork_server()
+            with fork_engine_cores(self.options.output_file):
+                return self._create_engine()
+
+    def _create_engine(self) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from strop.generation.vllm.engine_stats import EngineStats
+
+        self._counters = EngineStats()
+        return AsyncLLM.from_engine_args(make_engine_args(self.options), stat_loggers=[self._counters.attach])
+
+    async def close(self) -> None:
+        self._resumed.clear()
+        self.version = self._loaded_version = NO_VERSION
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()  # otherwise it logs an error when the engine's processes exit
+            await asyncio.to_thread(engine.shutdown)
+            engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, which logs an error
+        self._delete_adapter_files()
+
+    # --- sampling ---------------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
+        params = self._sampling_params(prompt, sampling, seed)
+        await self._resumed.wait()
+        completed, _ = await self._complete(prompt, sampling, params)
+        return completed
+
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        params = self._sampling_params(prompt, sampling, seed)
+        await self._await_call(self._require_alive().resume_generation(), "while sampling the canary")
+        completed, cached = await self._complete(prompt, sampling, params)
+        return CanarySample(tokens=completed.tokens, logprobs=completed.logprobs, cached=cached, kept=completed.kept)
+
+    def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
+        from strop.generation.vllm.requests import to_sampling_params
+
+        room = self.options.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestTooLong(
+                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.options.max_model_len}; raise "
+                "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
+            )
+        return to_sampling_params(sampling, seed=seed, max_tokens=room, stop_ids=self.stop_ids)
+
+    async def _complete(self, prompt: Sequence[int], sampling: Sampling, params: Any) -> tuple[Completion, int]:
+        from strop.generation.vllm.requests import to_completion
+
+        output = await self._run_request(list(prompt), params)
+        return to_completion(output, sampling, self.tokenizer), output.num_cached_tokens or 0
+
+    async def _run_request(self, prompt: list[int], params: Any) -> Any:
+        from vllm.inputs import TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        engine = self._require_alive()
+        adapter = None if self._adapter is None else LoRARequest("policy", ADAPTER_ID, str(self._adapter))
+        request = TokensPrompt(prompt_token_ids=prompt, cache_salt=self._cache_salt())
+        output = None
+        try:
+            async for answer in engine.generate(request, params, f"{self.name}/{next(self._request_ids)}", lora_request=adapter):
+                output = answer
+        except (EngineDeadError, EngineGenerateError) as error:
+            if engine.errored:
+                raise EngineDied(f"{self.name}: its process died while generating{self._output_tail()}") from error
+            raise
+        if output is None:
+            raise EngineDied(f"{self.name} ended a request without output")
+        return output
+
+    def _cache_salt(self) -> str:
+        """Return the cache salt of the current weights. Prompts with different salts share no keys and values."""
+        return f"weights of version {self._loaded_version}"
+
+    def _require_alive(self) -> Any:
+        if self._engine is None or self._engine.errored:
+            raise EngineDied(f"{self.name}: its process is gone")
+        return self._engine
+
+    @property
+    def alive(self) -> bool:
+        return self._engine is not None and not self._engine.errored
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    async def connect(self, address: ChannelAddress, first: int) -> None:
+        await self._call_workers("strop_connect", pickle.dumps(address), first)
+
+    async def pause(self, *, keep_running: bool) -> None:
+        self._resumed.clear()
+        mode = "keep" if keep_running else "wait"
+        await self._await_call(self._require_alive().pause_generation(mode=mode, clear_cache=not keep_running), "while pausing")
+
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
+        self.version = self._loaded_version = NO_VERSION
+        answers = [pickle.loads(answer) for answer in await self._call_workers("strop_load_weights", pickle.dumps(manifest))]
+        received = {name: tuple(marks[name] for marks, _ in answers) for name in manifest.names}
+        return LoadReceipt(
+            version=await self._set_version(version), fingerprints=received, seconds=max(seconds for _, seconds in answers)
+        )
+
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
+        from vllm.lora.request import LoRARequest
+
+        self.version = self._loaded_version = NO_VERSION
+        started = asyncio.get_running_loop().time()
+        folder = Path(tempfile.mkdtemp(prefix="strop-adapter-"))
+        (folder / "adapter_model.safetensors").write_bytes(adapter.weights)
+        (folder / "adapter_config.json").write_text(adapter.config)
+        request = LoRARequest("policy", ADAPTER_ID, str(folder), load_inplace=True)
+        if not await self._await_call(self._require_alive().add_lora(request), "while loading an adapter"):
+            raise RuntimeError(f"{self.name}: vLLM did not load the adapter")
+        self._delete_adapter_files()
+        self._adapter = folder
+        received = {
+            name: _combine_regions(parts)
+            for name, parts in (await self._read_back("strop_read_adapter_fingerprints", ADAPTER_ID)).items()
+        }
+        seconds = asyncio.get_running_loop().time() - started
+        return LoadReceipt(version=await self._set_version(version), fingerprints=received, seconds=seconds)
+
+    async def _set_version(self, version: int) -> int:
+        """Set the weight version that vLLM records with every sampled token. Return the version that it reports afterwards."""
+        await self._await_call(self._require_alive().update_weight_version(str(version)), "while setting the weight version")
+        self._loaded_version = int(
+            await self._await_call(self._require_alive().get_weight_version(), "while reading the weight version")
+        )
+        return self._loaded_version
+
+    async def use_own_weights(self, version: int) -> None:
+        """Start serving with the weights read from ``options.model``, as ``version``, without a publish.
+
+        Raises RuntimeError unless ``options.load_weights`` is set.
+        """
+        if not self.options.load_weights:
+            raise RuntimeError(f"{self.name} was started with load_weights=False, so it has no weights of its own to use")
+        await self._set_version(version)
+        await self.resume(version)
+
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
+        return await self._read_back("strop_read_fingerprints")
+
+    async def _read_back(self, method: str, *arguments: Any) -> dict[str, tuple[TensorFingerprint, ...]]:
+        found: dict[str, list[TensorFingerprint]] = {}
+        for answer in await self._call_workers(method, *arguments):
+            for name, piece in pickle.loads(answer).items():
+                found.setdefault(name, []).append(piece)
+        return {name: tuple(parts) for name, parts in found.items()}
+
+    async def resume(self, version: int) -> None:
+        if self._loaded_version != version:
+            raise RuntimeError(
+                f"{self.name} cannot resume with weights of version {version}: it holds those of version {self._loaded_version}"
+            )
+        await self._await_call(self._require_alive().resume_generation(), "while resuming")
+        self.version = version
+        self._resumed.set()
+
+    async def reset_prefix_cache(self, *, running: bool) -> None:
+        """Drop cached keys and values. With ``running`` also those of suspended requests, which are then recomputed."""
+        await self._await_call(
+            self._require_alive().reset_prefix_cache(reset_running_requests=running), "while resetting its prefix cache"
+        )
+
+    async def sleep(self) -> None:
+        if self.options.sleep_level and not self.options.on_cpu:
+            await self._await_call(self._require_alive().sleep(self.options.sleep_level, mode="wait"), "while going to sleep")
+
+    async def wake(self) -> None:
+        if self.options.sleep_level and not self.options.on_cpu:
+            await self._await_call(self._require_alive().wake_up(), "while waking up")
+
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``StropWorker`` on every rank and return the results."""
+        return list(await self._await_call(self._require_alive().collective_rpc(method, args=arguments), f"in {method}"))
+
+    async def _await_call(self, call: Coroutine[Any, Any, T], when: str) -> T:
+        """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        engine, answer = self._engine, asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([answer], timeout=POLL_SECONDS))[0]:
+                if engine.errored:
+                    raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}")
+            return answer.result()
+        except EngineDeadError as error:
+            raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}") from error
+        finally:
+            answer.cancel()
+
+    def _delete_adapter_files(self) -> None:
+        folder, self._adapter = self._adapter, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def counters(self) -> Mapping[str, float]:
+        return {} if self._counters is None else self._counters.read()
+
+
+def _combine_regions(parts: Sequence[TensorFingerprint]) -> tuple[int, ...]:
+    """Combine the fingerprints of a tensor's regions into one. If replicas of a region differ, return one fingerprint per process."""
+    if len({part.region for part in parts}) < len(set(parts)):
+        return tuple(part.value for part in parts)
+    return (combine_fingerprints(part.value for part in set(parts)),)
+
+
+@contextmanager
+def engine_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for processes that vLLM starts, and restore this process's environment afterwards.
+
+    vLLM itself also changes the environment (preloaded libraries, thread counts); those changes are undone too.
+    """
+    before = dict(os.environ)
+    os.environ.update({**ENGINE_ENVIRONMENT, DRIVER_PID_VARIABLE: str(os.getpid()), **changes})
+    try:
+        yield
+    finally:
+        with suppress(KeyError):
+            for name in set(os.environ) - before.keys():
+                del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def hide_main_module() -> Iterator[None]:
+    """Keep processes started inside from importing the main script, which may lack an ``if __name__ == "__main__"`` guard. They do not need
+    it."""
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+@contextmanager
+def redirect_output(file: Path | None) -> Iterator[None]:
+    """Redirect the output of processes started inside to ``file``, by starting Python through a small shell script. None: do nothing."""
+    if file is None:
+        yield
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    python = multiprocessing.spawn.get_executable()
+    with tempfile.TemporaryDirectory(prefix="strop-start-") as folder:
+        script = Path(folder) / "python"
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(os.fsdecode(python))} "$@" >>{shlex.quote(str(file))} 2>&1\n')
+        script.chmod(0o700)
+        multiprocessing.spawn.set_executable(str(script))
+        try:
+            yield
+        finally:
+            multiprocessing.spawn.set_executable(python)

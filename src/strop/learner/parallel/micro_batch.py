@@ -1,0 +1,71 @@
+"""Micro-batches of a rank, their outputs, and the combination of all ranks' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop import metrics
+from strop.algorithms.base import Outputs
+from strop.data.packing import SubBatch
+from strop.learner.base import BackwardResult
+from strop.metrics import Metrics
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """A micro-batch of one rank."""
+
+    sub_batch: SubBatch
+    zero_gradient: bool  # its loss has no gradient, so it runs without one
+    dummy: bool = False  # runs only to match the number of passes of other ranks; its results are ignored
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchOutputs:
+    """The results of a rank's micro-batches; empty if another rank that read the same ones reports them."""
+
+    outputs: tuple[tuple[Tensor, Outputs], ...] = ()  # (index [n] into the batch's N, outputs of these n tokens on the CPU)
+    metrics: Metrics | None = None  # merged over its micro-batches
+
+
+def assemble_result(answers: Sequence[MicroBatchOutputs], size: int) -> BackwardResult:
+    """Combine the results of all ranks for a batch of ``size`` predicted tokens. Raises ValueError if one is missing."""
+    logged = [answer.metrics for answer in answers if answer.metrics is not None]
+    return BackwardResult(metrics=metrics.merge(*logged), outputs=assemble_outputs(answers, size))
+
+
+def assemble_outputs(answers: Sequence[MicroBatchOutputs], size: int) -> Outputs:
+    """Combine the outputs only, [size]. Raises ValueError unless they cover every predicted token once."""
+    pieces = [piece for answer in answers for piece in answer.outputs]
+    covered = sum(len(index) for index, _ in pieces)
+    if covered != size or not pieces:
+        raise ValueError(
+            f"the outputs cover {covered} of the batch's {size} predicted tokens: some ranks are missing; combine the outputs of all "
+            "ranks"
+        )
+    first = pieces[0][1]
+    columns: dict[str, Any] = {}
+    for name, example in tensor_fields(first):
+        column = torch.zeros(size, *example.shape[1:], dtype=example.dtype)
+        for index, outputs in pieces:
+            column[index] = getattr(outputs, name)
+        columns[name] = column
+    return replace(first, **columns)
+
+
+def tensor_fields(outputs: Outputs) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensor fields of outputs by name, without those that are None."""
+    for item in fields(outputs):
+        if (value := getattr(outputs, item.name)) is not None:
+            yield item.name, value
+
+
+def detach_to_cpu(outputs: Outputs) -> Outputs:
+    """Return outputs detached, in float32 on the CPU."""
+    columns: dict[str, Any] = {name: value.detach().float().cpu() for name, value in tensor_fields(outputs)}
+    return replace(outputs, **columns)

@@ -1,0 +1,369 @@
+"""A network sharded over several ranks (FSDP2, HSDP): micro-batches are distributed and gradients summed.
+
+Losses are normalized by counts of the whole optimizer step, so the ranks' gradients are summed and never averaged. The optimizer steps the
+local shards: plain tensors that share the memory of FSDP's DTensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from strop import metrics
+from strop.algorithms.base import Outputs
+from strop.data.balance import partition_batch
+from strop.data.packing import select_rollouts
+from strop.learner.parallel.context_parallel import SampleSharding, check_heads
+from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
+from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
+from strop.learner.torch.master_weights import cast_weights
+from strop.metrics import Metrics
+from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
+from strop.models.network import Network
+from strop.models.value_head import ValueHead
+from strop.sampling import Sampling
+from strop.types import Batch
+
+dist: Any = torch.distributed
+
+# Elementwise optimizers, by the name of the class or a base class.
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "RMSprop", "Rprop", "ASGD", "Lion"}
+)
+QUANTIZED_STATE_SUFFIXES = (
+    "8bit",
+    "4bit",
+    "Fp8",
+)  # suffixes of elementwise optimizers with quantized state, of bitsandbytes and torchao
+
+
+def parallelize_network(
+    network: Network,
+    meshes: DeviceMeshes,
+    *,
+    weights_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    tensor_plan: Mapping[str, str] | None = None,
+) -> Sharded:
+    """Shard a network over the ranks of ``meshes``, in place. All ranks must call it with the same full network, which may be on the meta
+    device on all but the first rank (``load_on_rank_zero``).
+
+    Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
+    when they are gathered, frozen weights are cast once; None keeps all dtypes. ``cpu_offload`` keeps shards, gradients and the optimizer
+    state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
+    sharded this way.
+    """
+    check_parallelizable(network, meshes.dims)
+    model: nn.Module = network.model
+    policy = _apply_weights_dtype(model, weights_dtype)
+    shells = any_rank(is_meta_model(model))
+    weights = to_meta(model) if shells and not is_meta_model(model) else {}
+    if not shells and meshes.dims.tensor * meshes.dims.expert > 1:
+        model.to(_local_device(meshes))  # tensor and expert shards must be on the device of their mesh
+    partial, experts = _shard_layers(model, meshes, tensor_plan)
+    offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "shard_placement_fn": _make_shard_placement(meshes),
+    }
+    for name, module in list(model.named_modules()):
+        if name in experts:
+            _fully_shard(module, meshes.expert_fsdp, options)
+    for layer in decoder_layers(network.decoder):
+        _fully_shard(layer, meshes.fsdp, options)
+    root = _fully_shard(FsdpRoot(model), meshes.fsdp, options | {"mp_policy": replace(policy, cast_forward_inputs=False)})
+    if meshes.dims.sample > 1:
+        network.token_sharding = SampleSharding(meshes)
+    network.device = _local_device(meshes)
+    if shells:
+        broadcast_weights(
+            root, model, weights, network.device, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
+        )
+    return Sharded(network, meshes, root, partial, policy.param_dtype)
+
+
+def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
+    """Shard a critic that is a head on the policy's trunk, after the policy. All ranks must call it with the same head."""
+    meshes = trunk.meshes
+    head.device = trunk.device
+    head.model.to(trunk.device)
+    root = _fully_shard(FsdpRoot(head.model), meshes.fsdp, {})
+    head.compute_hidden = trunk.hidden
+    partial = frozenset(name for name, _ in head.model.named_parameters() if meshes.dims.tensor > 1)
+    return Sharded(head, meshes, root, partial, None, trunk=trunk)
+
+
+def check_parallelizable(network: Network, dims: ParallelDims) -> None:
+    """Raises ValueError for a network that cannot be sharded by ``dims``."""
+    if not network.packed and (dims.sample > 1 or dims.expert > 1):
+        raise ValueError(
+            f"{type(network.model).__name__} reads padded rows ({network.fallback or 'as configured'}), and context, tensor and expert "
+            "parallelism need packed rows; set their sizes to 1 and use data parallelism alone"
+        )
+    heads = getattr(network.model.config.get_text_config(), "num_attention_heads", None)
+    if heads is not None and heads % dims.tensor == 0:
+        check_heads(heads // dims.tensor, dims.context)
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the layers of a decoder: its module list with the most parameters, or an empty list."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return []
+    largest = max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    return list(largest)
+
+
+def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Cast the weights to the dtypes of their shards and return the policy that they are gathered with."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if weights_dtype is None:
+        if low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
+            raise ValueError(
+                f"trained weights are {low.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
+            )
+        return MixedPrecisionPolicy()
+    if lora_layers(model) or not trained:
+        for name, parameter in model.named_parameters():  # adapters are float32, and so is their computation
+            if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
+                parameter.data = parameter.data.to(weights_dtype)
+        return MixedPrecisionPolicy()
+    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
+        raise ValueError(
+            f"{type(model).__name__} requires {sorted(kept)} in float32, and shards are gathered in one dtype: set weights_dtype=float32"
+        )
+    cast_weights(model, weights_dtype)
+    for parameter in trained:
+        parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return MixedPrecisionPolicy(param_dtype=weights_dtype, reduce_dtype=torch.float32)
+
+
+def _shard_layers(
+    model: nn.Module, meshes: DeviceMeshes, plan: Mapping[str, str] | None
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Apply tensor and expert parallelism; return the names of parameters with partial gradients and of expert modules."""
+    partial: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+    if meshes.dims.tensor > 1:
+        from strop.learner.parallel.tensor_parallel import apply_tensor_parallel
+
+        partial = apply_tensor_parallel(model, meshes, plan)
+    if meshes.dims.expert_size > 1:
+        from strop.learner.parallel.expert_parallel import apply_expert_parallel
+
+        experts = apply_expert_parallel(model, meshes)
+    return partial, experts
+
+
+def _make_shard_placement(meshes: DeviceMeshes) -> Callable[[nn.Parameter], Shard | None]:
+    """Return FSDP's ``shard_placement_fn``: dimension 1 for a weight that is already sharded along dimension 0, if it splits evenly."""
+    ways: int = meshes.fsdp.size(-1)
+
+    def dimension(parameter: nn.Parameter) -> Shard | None:
+        if not isinstance(parameter, DTensor) or parameter.dim() < 2 or not any(one.is_shard(0) for one in parameter.placements):
+            return None
+        return Shard(1) if parameter.to_local().shape[1] % ways == 0 else None
+
+    return dimension
+
+
+def _local_device(meshes: DeviceMeshes) -> torch.device:
+    kind = meshes.dense.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _fully_shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> Any:
+    sharded: FSDPModule = fully_shard(module, mesh=mesh, **options)
+    sharded.set_gradient_divide_factor(1.0)  # gradients are summed
+    sharded.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
+    return sharded
+
+
+class FsdpRoot(nn.Module):
+    """FSDP's root module: a computation inside its forward pass has the gathered embedding, final norm and output layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        """Run ``compute`` and clone views among its results: FSDP registers hooks on them, which views would lose."""
+        return tuple(tensor if tensor._base is None else tensor.clone() for tensor in compute())
+
+
+class Sharded:
+    """A ``Parallelism`` over the ranks of ``meshes``. Created by ``parallelize_network``."""
+
+    def __init__(
+        self,
+        network: Network | ValueHead,
+        meshes: DeviceMeshes,
+        root: Any,
+        partial: frozenset[str],
+        param_dtype: torch.dtype | None,
+        *,
+        trunk: Sharded | None = None,
+    ) -> None:
+        self.network = network
+        self.trunk = trunk  # the sharded trunk of a network that is only a head
+        self.meshes = meshes
+        self.is_leader = meshes.is_leader
+        self.root = root
+        self.param_dtype = param_dtype
+        self.device: torch.device = network.device
+        self.sharded: dict[str, Any] = {  # DTensors of the trained parameters by name
+            name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
+        }
+        self.local_parameters = {name: nn.Parameter(_local_tensor(parameter)) for name, parameter in self.sharded.items()}
+        self._copy_counts = {
+            id(self.local_parameters[name]): _count_copies(parameter) for name, parameter in self.sharded.items()
+        }
+        self._partial = [name for name in self.sharded if name in partial]
+
+    # --- the interface of Parallelism ------------------------------------------------------------------------------------
+
+    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return list(self.local_parameters.items())
+
+    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
+        if not any(_base_optimizer_name(kind) in ELEMENTWISE_OPTIMIZERS for kind in type(optimizer).__mro__):
+            raise ValueError(
+                f"{section}.optimizer.name: {type(optimizer).__name__} is not known to be elementwise, and each rank has only a shard of "
+                "each weight: its update would differ from that of the full weight. Use torch.optim.AdamW or another elementwise "
+                "optimizer, or train on a single device"
+            )
+
+    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
+        padded = not self.network.packed
+        division = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
+        plan = division.ranks[self.meshes.data_rank]
+        shares = [
+            MicroBatch(select_rollouts(batch, part or (division.dummy_sequence,)), idle, dummy=not part)
+            for parts, idle in ((plan.trained, False), (plan.forward_only, True))
+            for part in parts
+        ]
+        return shares, {"tokens_per_rank_max_over_mean": metrics.mean(division.max_over_mean, 1)}
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
+        found: list[Outputs] = []
+
+        def compute() -> list[Tensor]:
+            found.append(self.network.outputs(batch, sampling))
+            return [tensor for _, tensor in tensor_fields(found[0])]
+
+        tensors = self.root(compute)
+        names = (name for name, _ in tensor_fields(found[0]))
+        columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        return replace(found[0], **columns)
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Return ``Network.hidden`` of a language model, for a value head on it."""
+        network = self.network
+        assert isinstance(network, Network)
+        hidden: Tensor = self.root(lambda: [network.hidden(batch)])[0]
+        return hidden
+
+    def finish_passes(self) -> None:
+        for name, parameter in self.sharded.items():
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                self.local_parameters[name].grad = gradient.to_local()
+        if self.trunk is not None:
+            self.trunk.finish_passes()
+        self.root.reset_iter_state()  # a pass without gradient leaves weights gathered, which would be stale after a step
+
+    @torch.no_grad()
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        for name in self._partial:
+            if (gradient := self.local_parameters[name].grad) is not None:
+                summed = gradient.to(self.device)  # from the CPU with offload
+                dist.all_reduce(summed, group=self.meshes.tensor)
+                gradient.copy_(summed)
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in held:
+            norm = torch.linalg.vector_norm(parameter.grad).to(self.device, torch.float64)  # type: ignore[arg-type]
+            squares += norm.square() / self._copy_counts[id(parameter)]
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        if held and held[0].dtype != torch.float64:
+            norm = norm.float()
+        nn.utils.clip_grads_with_norm_(held, limit, norm)
+        return norm
+
+    def after_step(self) -> None:
+        for parameter in self.sharded.values():
+            parameter.grad = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""
+        model = self.network.model
+        left = Counter(_storage_pointer(tensor) for _, tensor, _ in weights_with_layers(model))
+        tied: dict[int, Tensor] = {}
+
+        def whole(tensor: Tensor) -> Tensor:
+            if (memory := _storage_pointer(tensor)) not in tied:
+                if left[memory] <= 1:
+                    return self.full_tensor(tensor)
+                tied[memory] = self.full_tensor(tensor)
+            return tied[memory]
+
+        return merged_weights(model, whole)
+
+    def adapters(self) -> Mapping[str, Tensor]:
+        return {name: self.full_tensor(tensor) for name, tensor in adapter_weights(self.network.model).items()}
+
+    @torch.no_grad()
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Gather one of the model's tensors on this rank's device, in the dtype of the computation. All ranks must call it."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        dtype = self.param_dtype if self.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        whole: Tensor = dtensor_like(tensor, _local_tensor(tensor).to(self.device, dtype)).full_tensor()
+        return whole
+
+
+def _base_optimizer_name(kind: type) -> str:
+    name = kind.__name__.removeprefix("Paged")
+    for ending in QUANTIZED_STATE_SUFFIXES:
+        name = name.removesuffix(ending)
+    return name
+
+
+def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor with the local shard ``local`` and the sharding of ``tensor``."""
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _count_copies(parameter: DTensor) -> int:
+    """Return how many ranks have the same shard of a parameter."""
+    mesh = parameter.device_mesh
+    pieces = 1
+    for dimension, placement in enumerate(parameter.placements):
+        pieces *= 1 if placement.is_replicate() else mesh.size(dimension)
+    return int(dist.get_world_size()) // pieces
+
+
+def _storage_pointer(tensor: Tensor) -> int:
+    """Return a value that is equal only for tied weights; an empty shard has one too, because FSDP pads it."""
+    piece = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return piece.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def _local_tensor(tensor: DTensor) -> Tensor:
+    """Return this rank's shard, sharing its memory."""
+    piece: Tensor = tensor.to_local().detach()
+    return piece

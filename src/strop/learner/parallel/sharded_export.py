@@ -1,0 +1,41 @@
+"""The weights of a sharded network for publishing: metadata first, tensors gathered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from strop.learner.parallel.sharded import Sharded
+from strop.models.adapters import LoraLayer, weights_with_layers
+from strop.weight_sync.weight_source import Weight
+
+
+def iter_sharded_weights(parallelism: Sharded, *, adapters: bool = True) -> Iterator[Weight]:
+    """Yield the weights in the order and under the names of an ordinary model. Without ``adapters``, yield the base weights."""
+    for name, tensor, layer in weights_with_layers(parallelism.network.model):
+        if layer is None or not adapters:
+            yield Weight(name, _describe(parallelism, tensor), _make_gather(parallelism, tensor), _storage_key(tensor))
+        else:
+            like = torch.empty(tensor.shape, dtype=torch.promote_types(tensor.dtype, torch.float32), device="meta")
+            yield Weight(name, like, _make_merge(parallelism, layer), _storage_key(tensor))
+
+
+def _describe(parallelism: Sharded, tensor: Tensor) -> Tensor:
+    dtype = parallelism.param_dtype if parallelism.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _make_gather(parallelism: Sharded, tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _make_merge(parallelism: Sharded, layer: LoraLayer) -> Callable[[], Tensor]:
+    return lambda: layer.merged_weight(lambda tensor: parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def _storage_key(tensor: Tensor) -> tuple[int, ...]:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (local.untyped_storage().data_ptr(), local.storage_offset(), *tensor.shape)

@@ -1,0 +1,179 @@
+"""Tensor parallelism: the linear layers of attentions and MLPs are sharded over the ranks that read the same tokens.
+
+A *region* (``tensor_plan.py``) has a replicated input and returns the sum of the tensor ranks' results, with one collective at each end.
+Without sequence parallelism all tensor ranks have all tokens between regions and compute the same; with it each has some of the tokens,
+which are gathered at the start of a region and reduce-scattered at its end, at the same cost and with less memory.
+
+The embedding and the output layer are replicated, and each rank applies them to some of the tokens. (Megatron-LM, arXiv 1909.08053 and
+2205.05198.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
+from strop.learner.parallel.expert_parallel import check_experts, find_experts
+from strop.learner.parallel.parallel_dims import DeviceMeshes
+from strop.learner.parallel.sharded_tmp import shard_parameter, to_local
+from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
+from strop.models.adapters import ADAPTER
+
+dist: Any = torch.distributed
+Group = Any  # torch.distributed.ProcessGroup
+
+
+def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | None = None) -> frozenset[str]:
+    """Shard a model over the tensor ranks, in place; return the names of the parameters with a partial gradient on each of them.
+
+    ``plan`` None is the model's own. Call it before ``fully_shard``, on a model that every rank has in full (or on the meta device).
+    Sharded parameters become DTensors on the tensor mesh; the gradients of all other parameters that are not returned are equal on all
+    tensor ranks.
+
+    Afterwards call the model with the same tokens [1, T] on all tensor ranks, T a multiple of their number. It returns hidden states [1,
+    T, H], or with sequence parallelism this rank's rows [1, T / ranks, H]. Seed the random generators equally on all tensor ranks, so that
+    dropout in adapters outside of regions is equal. Raises ValueError as ``check_tensor_plan`` does.
+    """
+    if meshes.dims.tensor == 1:
+        return frozenset()
+    check_experts(model, meshes.dims)
+    regions = find_regions(model, meshes.dims, plan)
+    group, sequence = meshes.tensor, meshes.dims.sequence
+    divided: set[int] = set()
+    for region in regions:
+        ends = _RegionHooks(region, group, sequence)
+        region.module.register_forward_pre_hook(ends.on_enter, with_kwargs=True)
+        region.module.register_forward_hook(ends.check_output)
+        for layer in region.layers:
+            divided |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"])}
+            _register_layer_hooks(layer, group, ends)
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(partial(_local_tokens, group))
+    if not sequence:
+        embedding.register_forward_hook(partial(_gather_tokens, group))
+    parts = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - divided
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in parts)
+
+
+def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.Parameter]:
+    """Yield the parameters with partial gradients on tensor ranks: those applied to some of the tokens, or inside of a region."""
+    experts = {id(parameter) for module in find_experts(model).values() for parameter in module.parameters()}
+    if sequence:
+        yield from (parameter for parameter in model.parameters() if id(parameter) not in experts)
+        return
+    yield from model.get_input_embeddings().parameters()
+    inner = {id(parameter) for parameter in model.base_model.parameters()}
+    yield from (
+        parameter for parameter in model.parameters() if id(parameter) not in inner
+    )  # the head is applied to some of the tokens
+    after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.is_colwise}
+    for region in regions:
+        yield from (parameter for parameter in region.module.parameters() if id(parameter) not in after_sum)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------------
+
+
+class LocalLinear(nn.Linear):
+    """A linear layer that computes with this rank's shard of its weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, to_local(self.weight), None if self.bias is None else to_local(self.bias))
+
+
+class LocalRowwiseLinear(LocalLinear):
+    """A layer sharded by rows. Its bias is added after the sum over the ranks, by a hook."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, to_local(self.weight))
+
+
+def _shard_layer(layer: ShardedLayer, mesh: Any) -> Iterator[nn.Parameter]:
+    """Shard a layer's weights, and the adapter weight that has the sharded dimension; yield the sharded parameters."""
+    base = layer.base
+    base.__class__ = LocalLinear if layer.is_colwise else LocalRowwiseLinear
+    base.weight = shard_parameter(base.weight, mesh, 0 if layer.is_colwise else 1)
+    yield base.weight
+    if layer.is_colwise and base.bias is not None:
+        base.bias = shard_parameter(base.bias, mesh, 0)
+        yield base.bias
+    if layer.module is not base:
+        held: Any = layer.module
+        adapter = (held.lora_B if layer.is_colwise else held.lora_A)[ADAPTER]
+        adapter.__class__ = LocalLinear
+        adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
+        yield adapter.weight
+
+
+# --- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+class _RegionHooks:
+    """The hooks at the start and the end of a region."""
+
+    def __init__(self, region: Region, group: Group, sequence: bool) -> None:
+        self.region, self.group = region, group
+        self.enter_collective, self.sum_collective = (all_gather, reduce_scatter) if sequence else (copy_to_ranks, all_reduce)
+        self.last_sum_pointer = 0  # data pointer of the last sum
+
+    def on_enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Apply the collective to the input, which is the first argument or ``hidden_states``."""
+        if given:
+            return (_apply_to_rows(self.enter_collective, given[0], self.group), *given[1:]), named
+        return given, named | {"hidden_states": _apply_to_rows(self.enter_collective, named["hidden_states"], self.group)}
+
+    def sum_outputs(self, layer: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Sum the output of a layer sharded by rows, including its adapter, over the ranks; add the bias once."""
+        summed = _apply_to_rows(self.sum_collective, output, self.group)
+        bias = getattr(layer, "base_layer", layer).bias
+        summed = summed if bias is None else summed + bias.to(summed.dtype)
+        self.last_sum_pointer = summed.data_ptr()
+        return summed
+
+    def check_output(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        """Raises RuntimeError unless the region returns its sum unchanged: gradients of further computations would be too large."""
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        if first.data_ptr() != self.last_sum_pointer:
+            raise RuntimeError(
+                f"{self.region.name} ({type(module).__name__}) does not return the sum of its sharded layers unchanged, so it cannot be "
+                f"sharded; name a plan without its layers in {PLAN_KEY}, or set tensor_parallel_size=1"
+            )
+
+
+def _register_layer_hooks(layer: ShardedLayer, group: Group, ends: _RegionHooks) -> None:
+    if layer.is_colwise and layer.is_boundary_replicated:
+        layer.module.register_forward_hook(partial(_gather_columns, group))
+    if not layer.is_colwise:
+        if layer.is_boundary_replicated:
+            layer.module.register_forward_pre_hook(partial(_local_columns, group))
+        layer.module.register_forward_hook(ends.sum_outputs)
+
+
+def _apply_to_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
+    """Apply a collective to the rows of [n, H] or [1, n, H]."""
+    rows = collective(tensor.reshape(-1, tensor.shape[-1]), group)
+    return rows.view(*tensor.shape[:-2], -1, tensor.shape[-1])
+
+
+def _gather_columns(group: Group, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+    return all_gather(output.movedim(-1, 0), group).movedim(0, -1)
+
+
+def _local_columns(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Select this rank's columns, without a collective in the backward pass: inside a region gradients are partial sums."""
+    count, place = given[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
+    return given[0].narrow(-1, place * count, count), *given[1:]
+
+
+def _local_tokens(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return local_rows(given[0].squeeze(0), group).unsqueeze(0), *given[1:]
+
+
+def _gather_tokens(group: Group, _: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:
+    return _apply_to_rows(join_rows, embedded, group)

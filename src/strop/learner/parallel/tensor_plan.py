@@ -1,0 +1,252 @@
+"""Tensor-parallel plans: which linear layers are sharded over the tensor ranks, by the model's own plan or one given by its dotted name.
+
+A plan maps patterns of module names to styles, as in Transformers. It defines a list of *regions*: an attention or an MLP whose first
+layers are sharded by columns (outputs: heads, neurons) and whose last layers by rows (inputs), so that each tensor rank computes a partial
+sum of the region's output. Modules in a region that are not sharded run on every rank and contribute to that rank's partial sum: their
+gradient is a partial sum too, whatever style the plan gives them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from strop.learner.parallel.expert_parallel import check_experts, find_experts
+from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.models.attention import mixes_tokens
+
+TensorPlan = Mapping[str, str]  # pattern -> style; * matches one part of a name
+PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
+
+COLWISE_STYLES = {
+    "colwise": False,
+    "colwise_gather_output": True,
+    "colwise_rep": True,
+}  # style -> whether its outputs are gathered
+ROWWISE_STYLES = {
+    "rowwise": False,
+    "rowwise_split_input": True,
+    "rowwise_rep": True,
+}  # style -> whether its inputs are replicated
+REPLICATED_STYLES = frozenset(
+    {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+)  # replicated inside a region; implied without a style
+STYLES = (*COLWISE_STYLES, *ROWWISE_STYLES, *sorted(REPLICATED_STYLES))
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedLayer:
+    """A sharded linear layer; with an adapter, PEFT's wrapper."""
+
+    name: str
+    module: nn.Module
+    style: str
+
+    @property
+    def is_colwise(self) -> bool:
+        return self.style in COLWISE_STYLES
+
+    @property
+    def is_boundary_replicated(self) -> bool:
+        """Whether the output of a colwise layer, or the input of a rowwise layer, is replicated."""
+        return (COLWISE_STYLES if self.is_colwise else ROWWISE_STYLES)[self.style]
+
+    @property
+    def base(self) -> Any:
+        return getattr(self.module, "base_layer", self.module)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A module whose input is replicated over the tensor ranks and whose output is the sum over them."""
+
+    name: str
+    module: nn.Module
+    layers: tuple[ShardedLayer, ...]
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return mixes_tokens(self.module)
+
+
+def load_tensor_plan(name: str) -> TensorPlan:
+    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError that says what was found instead."""
+    module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not (module and separator and attribute):
+        raise ValueError(
+            f"{PLAN_KEY}: {name!r} is not a name of a plan; set it to module:NAME, where NAME is a dictionary in that module"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise ValueError(
+            f"{PLAN_KEY}: {module} of {name!r} cannot be imported ({error}); add its folder to PYTHONPATH in every process"
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"{PLAN_KEY}: {name!r} does not exist ({error})") from error
+    if not (isinstance(found, Mapping) and found and all(isinstance(part, str) for item in found.items() for part in item)):
+        raise ValueError(
+            f"{PLAN_KEY}: {name!r} is a {type(found).__name__}, not a plan; a plan is a dictionary of patterns and styles, such as "
+            "{'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}"
+        )
+    return dict(found)
+
+
+def check_tensor_plan(model: Any, dims: ParallelDims, plan: TensorPlan | None = None) -> None:
+    """Raises ValueError if a model cannot be sharded by ``dims``. Needs the shapes only, so the model may be on the meta device."""
+    check_experts(model, dims)
+    if dims.tensor > 1:
+        find_regions(model, dims, plan)
+
+
+def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None) -> list[Region]:
+    """Return the checked regions of a model under a plan (None: its own). Raises ValueError as ``check_tensor_plan`` does."""
+    layers = _planned_layers(model, plan)
+    parents: dict[str, list[ShardedLayer]] = {}
+    for layer in layers:
+        parents.setdefault(layer.name.rpartition(".")[0], []).append(layer)
+    regions = [Region(name, model.get_submodule(name), tuple(found)) for name, found in parents.items()]
+    for region in regions:
+        _check_region(region, regions, model, dims)
+    if not regions:
+        raise ValueError(
+            f"tensor_parallel_size is {dims.tensor} and the plan of {type(model).__name__} shards no linear layer; set "
+            "tensor_parallel_size=1 and shard with FSDP alone"
+        )
+    if dims.sequence:
+        _check_sequence(model, regions)
+    return regions
+
+
+# --- from patterns to layers ---------------------------------------------------------------------------------------------
+
+
+def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
+    """Return the sharded layers in the model's order."""
+    own = plan is None
+    if plan is None and not (plan := model.tp_plan):
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-parallel plan; name one in {PLAN_KEY}, or set tensor_parallel_size=1"
+        )
+    experts, ends = find_experts(model), _embedding_and_head(model)
+    known = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    chosen: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
+    for pattern, style in sorted(plan.items(), key=lambda item: -item[0].count("*")):  # the most specific pattern wins
+        names = [name for name in known if _matches(pattern, name, model)]
+        if not names and not own:
+            raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
+        chosen.update((name, (pattern, style)) for name in names if name not in ends and not _is_inside(name, experts))
+    modules = dict(model.named_modules())
+    layers = [ShardedLayer(name, modules[name], chosen[name][1]) for name in modules if name in chosen]
+    for name, (pattern, style) in chosen.items():
+        _check_style(name, modules.get(name), pattern, style)
+    divided = [layer for layer in layers if layer.style not in REPLICATED_STYLES]
+    regions = {layer.name.rpartition(".")[0] for layer in divided}
+    for layer in layers:
+        if layer.style in REPLICATED_STYLES and not _is_inside(layer.name, regions):
+            raise ValueError(
+                f"the tensor-parallel plan gives {layer.name} the style {layer.style!r}, which is valid only between layers sharded by "
+                f"columns and by rows, and its neighbours are not sharded; remove it from the plan that {PLAN_KEY} names"
+            )
+    return divided
+
+
+def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
+    if style not in STYLES:
+        raise ValueError(
+            f"the tensor-parallel plan gives {name} (by {pattern!r}) the style {style!r}, which is not supported; supported are "
+            f"{', '.join(STYLES)}. Name a plan without it in {PLAN_KEY}, or set tensor_parallel_size=1"
+        )
+    if style in REPLICATED_STYLES:
+        return
+    base = getattr(module, "base_layer", module)
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        what = "a parameter" if module is None else f"a {type(base).__name__}"
+        raise ValueError(
+            f"the tensor-parallel plan shards {name} (by {pattern!r}), which is {what}: only linear layers can be sharded; "
+            f"name a plan without it in {PLAN_KEY}, or set tensor_parallel_size=1"
+        )
+
+
+def _embedding_and_head(model: Any) -> set[str]:
+    """Return the names of the embedding and the output layer, which are replicated: each rank applies them to some of the tokens."""
+    ends = {id(model.get_input_embeddings())}
+    if (head := model.get_output_embeddings()) is not None:
+        ends.add(id(head))
+    return {name for name, module in model.named_modules() if id(module) in ends}
+
+
+def _matches(pattern: str, name: str, model: Any) -> bool:
+    """Return whether a pattern matches a name of the model, with or without the prefix of its decoder."""
+    expression = "[^.]+".join(re.escape(part) for part in pattern.split("*"))
+    short = name.removeprefix(f"{model.base_model_prefix}.")
+    return any(re.fullmatch(expression, candidate) for candidate in (name, short))
+
+
+def _is_inside(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+# --- checks --------------------------------------------------------------------------------------------------------------
+
+
+def _check_region(region: Region, regions: list[Region], model: Any, dims: ParallelDims) -> None:
+    if {layer.is_colwise for layer in region.layers} != {True, False}:
+        found = ", ".join(f"{layer.name.rpartition('.')[2]} {layer.style}" for layer in region.layers)
+        raise ValueError(
+            f"the tensor-parallel plan shards only {found} in {region.name}: a partial sum needs layers sharded by columns followed by "
+            f"layers sharded by rows, and one of the two is missing; name another plan in {PLAN_KEY}"
+        )
+    others = [other.name for other in regions if other is not region] + list(find_experts(model))
+    if (nested := next((name for name in others if name.startswith(f"{region.name}.")), None)) is not None:
+        raise ValueError(
+            f"the tensor-parallel plan shards layers of {region.name} and of {nested} inside it, so that the sum would be taken twice; "
+            f"name another plan in {PLAN_KEY}"
+        )
+    _check_heads(region, model, dims.tensor)
+    for layer in region.layers:
+        size = layer.base.out_features if layer.is_colwise else layer.base.in_features
+        if size % dims.tensor:
+            what = "outputs" if layer.is_colwise else "inputs"
+            raise ValueError(
+                f"tensor_parallel_size {dims.tensor} does not divide the {size} {what} of {layer.name}; set it to a number that does"
+            )
+
+
+def _check_heads(region: Region, model: Any, ways: int) -> None:
+    if not region.mixes_tokens or any(layer.is_boundary_replicated for layer in region.layers):
+        return
+    config = model.config.get_text_config()
+    counts = {"attention heads": config.num_attention_heads}
+    if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys of every head
+        counts["key-value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for what, count in counts.items():
+        if count % ways:
+            raise ValueError(
+                f"tensor_parallel_size {ways} does not divide the {count} {what} of {type(model).__name__}, and a head cannot "
+                f"be split; set it to a divisor of {count}"
+            )
+
+
+def _check_sequence(model: Any, regions: list[Region]) -> None:
+    """Check that modules that mix tokens are inside regions: between regions a rank has only some of the tokens."""
+    experts = find_experts(model)
+    mixers = {
+        name: module
+        for name, module in model.named_modules()
+        if mixes_tokens(module) and not any(_is_inside(inner, [name]) for inner in experts)
+    }
+    outside = [name for name in mixers if not _is_inside(name, [region.name for region in regions])]
+    if outside or not mixers:
+        where = outside[0] if outside else "its layers"
+        raise ValueError(
+            f"sequence_parallel is true, and the tensor-parallel plan of {type(model).__name__} does not shard the attention of {where}, "
+            f"which would see only its own rank's tokens; set sequence_parallel=false, or name a plan that shards it in {PLAN_KEY}"
+        )

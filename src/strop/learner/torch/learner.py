@@ -1,0 +1,336 @@
+"""The PyTorch learner: a network, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from strop import metrics
+from strop.algorithms.base import LossFn, Outputs
+from strop.learner.base import BackwardResult
+from strop.learner.parallel import sharded_checkpoint as divided
+from strop.learner.parallel.micro_batch import (
+    MicroBatch,
+    MicroBatchOutputs,
+    assemble_outputs,
+    assemble_result,
+    detach_to_cpu,
+    tensor_fields,
+)
+from strop.learner.parallel.parallelism import Parallelism, SingleDevice
+from strop.learner.torch.master_weights import MasterWeights
+from strop.learner.torch.optimizer import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
+from strop.learner.torch.weight_average import AveragedWeights
+from strop.metrics import Metrics
+from strop.models.adapters import load_adapters, lora_layers, save_adapters
+from strop.models.loading import quiet_transformers
+from strop.models.malloc import trim_freed_memory
+from strop.sampling import Sampling
+from strop.types import Batch
+
+log = logging.getLogger(__name__)
+
+STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
+
+
+class TrainableNetwork(Protocol):
+    """What a learner trains: a language model (``strop.models.network``) or one with a scalar head (``strop.models.value_network``)."""
+
+    model: Any
+    device: torch.device
+    packed: bool
+
+    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLearnerOptions:
+    """Options of training; the model and its precision belong to the network."""
+
+    optimizer: str = "torch.optim.AdamW"
+    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
+    no_decay: Sequence[str] = ()  # name patterns of parameters without weight decay
+    parameter_groups: Sequence[ParameterGroup] = ()
+    schedule: Sequence[Mapping[str, Any]] = ()
+    total_steps: int | None = None  # optimizer steps of the run if known: the default length of a schedule
+    average_decay: float | None = None  # None: no moving average of the weights
+    average_start: int = 0  # optimizer steps before averaging begins
+    section: str = "policy"  # section of the configuration, for messages
+    max_grad_norm: float | None = 1.0  # None: no clipping
+    train_tokens: int = 8192  # tokens of one micro-batch, forward and backward
+    score_tokens: int = 8192  # tokens of one forward pass without gradient
+    activation_checkpointing: bool = False
+    whole_groups: bool = False  # never split a group across micro-batches: the loss compares its rollouts
+
+
+class FrozenScorer:
+    """A frozen network that only scores, such as a reference policy. ``offload`` keeps its weights on the CPU between uses."""
+
+    def __init__(
+        self,
+        network: TrainableNetwork,
+        sampling: Sampling,
+        *,
+        score_tokens: int,
+        offload: bool = False,
+        parallelism: Parallelism | None = None,
+    ) -> None:
+        """Raises ValueError for ``offload`` of a sharded network, whose parallelism decides where shards are kept."""
+        if offload and parallelism is not None:
+            raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
+        self.network = network
+        self.sampling = sampling
+        self.score_tokens = score_tokens
+        self.parallelism = parallelism or SingleDevice(network)
+        self.offload = offload and network.device.type != "cpu"
+        network.model.requires_grad_(False)
+        if self.offload:
+            network.model.to("cpu")
+
+    async def score(self, batch: Batch) -> Outputs:
+        if self.offload:
+            self.network.model.to(self.network.device)
+        scores = assemble_outputs([self.score_local(batch)], len(batch.target))
+        if self.offload:
+            self.network.model.to("cpu")
+        return scores
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
+        return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
+
+
+@dataclass(frozen=True)
+class NetworkScorer:
+    """Scores with the current weights of a network that may be in training."""
+
+    network: TrainableNetwork
+    sampling: Sampling
+    score_tokens: int
+    parallelism: Parallelism | None = None
+
+    async def score(self, batch: Batch) -> Outputs:
+        return assemble_outputs([self.score_local(batch)], len(batch.target))
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
+        return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
+
+
+def score_batch(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
+    """Score a batch with a network on a single device, micro-batch by micro-batch."""
+    return assemble_outputs([score_local(SingleDevice(network), batch, sampling, token_budget)], len(batch.target))
+
+
+@torch.no_grad()
+def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
+    """Score this rank's micro-batches of a batch."""
+    shares, _ = parallelism.split_batch(batch, token_budget)
+    pieces = [(share, detach_to_cpu(parallelism.outputs(share.sub_batch.batch, sampling))) for share in shares]
+    parallelism.finish_passes()
+    counted = ((share.sub_batch.index, outputs) for share, outputs in pieces if parallelism.is_leader and not share.dummy)
+    return MicroBatchOutputs(tuple(counted))
+
+
+class TorchLearner:
+    """One network and its optimizer. Gradients accumulate until ``step``; the loss determines their normalization.
+
+    With several ranks, each rank has such a learner with a ``parallelism``, and all ranks make the same calls in the same order. Each rank
+    returns the results of its own micro-batches (``score_local``, ``forward_backward_local``, ``evaluate_loss_local``), and
+    ``assemble_result`` combines them.
+    """
+
+    def __init__(
+        self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, parallelism: Parallelism | None = None
+    ) -> None:
+        """``sampling`` are the parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3)."""
+        self.network = network
+        self.parallelism = parallelism or SingleDevice(network)
+        self.sampling = sampling
+        self.options = options
+        self.model: nn.Module = network.model
+        self.model.train(options.activation_checkpointing)
+        if options.activation_checkpointing:
+            network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.trainable_parameters = self.parallelism.trainable_parameters()
+        self.masters = MasterWeights(self.trainable_parameters)
+        self.parameters = self.masters.parameters
+        self.optimizer = make_optimizer(
+            options.optimizer,
+            self.masters.named_parameters,
+            options.optimizer_kwargs,
+            groups=options.parameter_groups,
+            no_decay=options.no_decay,
+            section=options.section,
+        )
+        self.parallelism.check_optimizer(self.optimizer, options.section)
+        self.scheduler = make_scheduler(
+            options.schedule, self.optimizer, total_steps=options.total_steps, section=options.section
+        )
+        self.average: AveragedWeights | None = None
+        if options.average_decay is not None:
+            self.average = AveragedWeights(
+                self.masters.named_parameters, decay=options.average_decay, start_step=options.average_start
+            )
+        self._steps = 0
+
+    async def score(self, batch: Batch) -> Outputs:
+        return assemble_outputs([self.score_local(batch)], len(batch.target))
+
+    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return assemble_result([self.forward_backward_local(batch, loss)], len(batch.target))
+
+    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs:
+        """Score this rank's micro-batches: the whole batch on a single device."""
+        return score_local(self.parallelism, batch, self.sampling, self.options.score_tokens)
+
+    def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
+        result = self._run_micro_batches(batch, loss, self.options.train_tokens, backward=True)
+        if all(parameter.grad is None for parameter in self.parameters):
+            for parameter in self.parameters:  # all losses have zero gradient: the step still updates the optimizer's momentum
+                parameter.grad = torch.zeros_like(parameter)
+        return result
+
+    def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        return self._run_micro_batches(batch, loss, self.options.score_tokens, backward=False)
+
+    def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
+        shares, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.options.whole_groups)
+        logged: list[Metrics] = [balance] if backward else []
+        pieces: list[tuple[Tensor, Outputs]] = []
+        for share in shares:
+            outputs, measured = self._run_micro_batch(share, loss, backward=backward and not share.zero_gradient)
+            if not share.dummy:
+                pieces.append((share.sub_batch.index, outputs))
+                logged.append(measured)
+        self.parallelism.finish_passes()
+        return MicroBatchOutputs(tuple(pieces), metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
+
+    def _run_micro_batch(self, share: MicroBatch, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
+        batch = share.sub_batch.batch
+        with torch.set_grad_enabled(backward):
+            outputs = self.parallelism.outputs(batch, self.sampling)
+            value, logged = _dummy_loss(outputs) if share.dummy else loss(outputs, _to_device(batch, self.network.device))
+        if backward:
+            value.backward()
+        return detach_to_cpu(outputs), logged
+
+    async def step(self) -> Metrics:
+        limit = self.options.max_grad_norm
+        norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
+        rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
+        if torch.isfinite(norm):
+            self.optimizer.step()
+            self.masters.write_back()
+            if self.average is not None:
+                self.average.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parallelism.after_step()
+        self._steps += 1
+        if self._steps % STEPS_BETWEEN_TRIMS == 0 and self.network.device.type == "cpu":
+            trim_freed_memory()
+        return {
+            "grad_norm": metrics.mean(norm.item(), 1),
+            "lr": metrics.mean(rate, 1),
+            "steps_skipped_for_nonfinite_gradient": metrics.total(float(not torch.isfinite(norm))),
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights under their names in an ordinary model, with adapters merged in."""
+        yield from self.parallelism.weights()
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters under the names of PEFT's files; nothing for a model without adapters."""
+        yield from self.parallelism.adapters().items()
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Write ``weights/`` as a Hugging Face folder or as adapters in PEFT's format, ``ema/`` with their average, and ``optimizer.pt``
+        with the state needed to resume. On several ranks, all of which must call it, write shards
+        (``strop.learner.parallel.sharded_checkpoint``)."""
+        if not isinstance(self.parallelism, SingleDevice):
+            return divided.save(self, folder, optimizer=optimizer)
+        save_weights(self.model, folder / "weights")
+        if self.average is not None:
+            with self.average.swap_in(self.trainable_parameters):
+                save_weights(self.model, folder / "ema")
+        if optimizer:
+            state = {
+                "masters": self.masters.state_dict(),
+                "average": self.average.state_dict() if self.average else None,
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            }
+            torch.save(state, folder / "optimizer.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
+        if not isinstance(self.parallelism, SingleDevice) or divided.is_sharded_checkpoint(folder):
+            return divided.load(self, folder)
+        load_weights(self.model, folder / "weights")
+        path = folder / "optimizer.pt"
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
+            )
+        state = torch.load(path, map_location=self.network.device, weights_only=True)
+        self.masters.load_state_dict(state.get("masters", {}))
+        load_optimizer(self.optimizer, state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.load_average(state.get("average"), path)
+
+    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""
+        if self.average is None:
+            return
+        if state is not None:
+            self.average.load_state_dict(state)
+            return
+        log.warning("%s has no average of the weights (policy.ema): it restarts from the weights of this checkpoint", path)
+        self.average.reset()
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write a Hugging Face folder, or only the adapters of a model that has them."""
+    with quiet_transformers():
+        if lora_layers(model):
+            save_adapters(model, folder)
+        else:
+            model.save_pretrained(folder)
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load what ``save_weights`` wrote into a module, in place. Raises ValueError unless every weight is present.
+
+    Tied weights are stored once.
+    """
+    if lora_layers(model):
+        return load_adapters(model, folder)
+    divided.load_weights(model, folder)
+
+
+def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:
+    """Return the loss of a dummy micro-batch: a zero gradient that reaches every weight."""
+    _, first = next(tensor_fields(outputs))
+    return first.sum() * 0.0, {}
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move the columns that a loss reads to the learner's device."""
+    if device.type == "cpu":
+        return batch
+    names = ("target", "sequence", "rollout_logprobs", "versions", "advantages", "mask", "group", "rewards")
+    moved = {name: getattr(batch, name).to(device) for name in names}
+    return replace(batch, **moved, columns={name: column.to(device) for name, column in batch.columns.items()})

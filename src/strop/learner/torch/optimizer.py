@@ -1,0 +1,190 @@
+"""Optimizers and learning-rate schedules by the names of a configuration.
+
+An optimizer is named by its class, of torch or another package, and may have parameter groups with their own learning rate or weight
+decay. A schedule is one of ``strop.learner.torch.schedules``, or a class of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from strop.learner.torch.schedules import make_lr_scheduler, make_schedule
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+# Optional packages with optimizers; an error names the one to install.
+OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with their own learning rate or weight decay; None keeps the optimizer's."""
+
+    match: Sequence[str]  # patterns of parameter names, see ``matches_any``
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def options(self) -> dict[str, float]:
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in given.items() if value is not None}
+
+
+def make_optimizer(
+    name: str,
+    named_parameters: NamedParameters,
+    kwargs: Mapping[str, Any],
+    *,
+    groups: Sequence[ParameterGroup] = (),
+    no_decay: Sequence[str] = (),
+    section: str = "policy",
+) -> Optimizer:
+    """Create an optimizer by dotted name, such as ``torch.optim.AdamW``. Raises ValueError for an argument that it does not take.
+
+    Defaults to the fused implementation where the optimizer has one: it reads the weights once. See ``make_parameter_groups`` for
+    ``groups`` and ``no_decay``.
+    """
+    factory = _import_class(name, f"{section}.optimizer.name", Optimizer)
+    known = inspect.signature(factory).parameters
+    _check_arguments(kwargs, known, "params", f"{section}.optimizer.kwargs", name)
+    grouped = make_parameter_groups(named_parameters, groups, no_decay, section=section)
+    for options in grouped:
+        _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
+    chosen = dict(kwargs)
+    if "betas" in chosen:
+        chosen["betas"] = tuple(chosen["betas"])
+    if "fused" in known and chosen.get("fused") is None and chosen.get("foreach") is None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float64)
+        chosen["fused"] = all(parameter.dtype in dtypes for _, parameter in named_parameters)
+    optimizer: Optimizer = factory(grouped, **chosen)
+    return optimizer
+
+
+def make_parameter_groups(
+    named_parameters: NamedParameters, groups: Sequence[ParameterGroup], no_decay: Sequence[str], *, section: str = "policy"
+) -> list[dict[str, Any]]:
+    """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
+
+    A parameter belongs to the first group that matches it. Parameters that match ``no_decay`` have no weight decay, whatever their group
+    sets. Raises ValueError for a pattern without a match, and for a group whose parameters all belong to earlier groups.
+    """
+    names = [name for name, _ in named_parameters]
+    _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
+    for place, group in enumerate(groups):
+        _check_patterns(group.match, names, f"{section}.optimizer.groups.{place}.match")
+    buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        place = next((place for place, group in enumerate(groups) if matches_any(name, group.match)), -1)
+        buckets.setdefault((place, matches_any(name, no_decay)), []).append((name, parameter))
+    for place, group in enumerate(groups):
+        if not {(place, False), (place, True)} & buckets.keys():
+            raise ValueError(
+                f"{section}.optimizer.groups.{place}: earlier groups contain every parameter that {list(group.match)} match; "
+                "move this group before them, or remove it"
+            )
+    return [
+        {
+            "params": [parameter for _, parameter in members],
+            "param_names": [name for name, _ in members],
+            **(groups[place].options() if place >= 0 else {}),
+            **({"weight_decay": 0.0} if undecayed else {}),
+        }
+        for (place, undecayed), members in sorted(buckets.items(), key=lambda item: item[0])
+    ]
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name contains one of the patterns; a pattern with ``*``, ``?`` or ``[`` must match the whole name."""
+    return any(fnmatchcase(name, one) if any(sign in one for sign in "*?[") else one in name for one in patterns)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Restore a saved state. Raises ValueError if it has other parameters or parameter groups."""
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    named = all("param_names" in group for group in (*saved, *own))
+    if sizes[0] != sizes[1] or (named and [g["param_names"] for g in saved] != [g["param_names"] for g in own]):
+        raise ValueError(
+            f"the optimizer state was saved with groups of {sizes[0]} parameters, and this run has groups of {sizes[1]}"
+            + (" with other names" if sizes[0] == sizes[1] else "")
+            + "; set optimizer.no_decay and optimizer.groups as they were"
+        )
+    optimizer.load_state_dict(dict(state))
+
+
+def make_scheduler(
+    schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, total_steps: int | None = None, section: str = "policy"
+) -> LRScheduler | None:
+    """Create the scheduler of ``[{name, kwargs}, ..., {milestones: [...]}]``: several stages in sequence, a single one, or None.
+
+    ``total_steps`` is the run's number of optimizer steps, or None if unknown. A named schedule without its own ``total_steps`` ends
+    there, or at the milestone where the next stage begins.
+    """
+    stages = [entry for entry in schedule if "name" in entry]
+    milestones = [step for entry in schedule if "milestones" in entry for step in entry["milestones"]]
+    if not stages:
+        return None
+    if len(milestones) != len(stages) - 1:
+        raise ValueError(
+            f"{section}.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
+        )
+    if total_steps is not None and milestones and milestones[-1] >= total_steps:
+        total_steps = None  # the last stage begins after the end of the run
+    lengths = [
+        None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
+    ]
+    built = [
+        _make_stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
+        for entry, length in zip(stages, lengths, strict=True)
+    ]
+    return built[0] if len(built) == 1 else SequentialLR(optimizer, built, milestones)
+
+
+def _make_stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: int | None, section: str) -> LRScheduler:
+    if "." not in name:
+        return make_lr_scheduler(make_schedule(name, kwargs, total_steps=length, section=section), optimizer)
+    factory = _import_class(name, f"{section}.scheduler.name", LRScheduler)
+    _check_arguments(kwargs, inspect.signature(factory).parameters, "optimizer", f"{section}.scheduler.kwargs", name)
+    scheduler: LRScheduler = factory(optimizer, **kwargs)
+    return scheduler
+
+
+def _check_arguments(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
+    """Raises ValueError for an argument that ``name`` does not take; ``first`` is not allowed: Strop passes it."""
+    for argument in sorted(given):
+        if argument not in known or argument == first:
+            raise ValueError(f"{key}.{argument}: {name} takes {sorted(set(known) - {first})}")
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str], key: str) -> None:
+    for pattern in patterns:
+        if not any(matches_any(name, [pattern]) for name in names):
+            raise ValueError(
+                f"{key}: {pattern!r} matches none of the {len(names)} trained parameters, such as "
+                f"{', '.join(names[:3])}; correct it, or remove it"
+            )
+
+
+def _import_class(name: str, key: str, base: type) -> Any:
+    module, _, attribute = name.rpartition(".")
+    package = module.partition(".")[0]
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        if package in OPTIONAL_PACKAGES and getattr(error, "name", None) == package:
+            raise ValueError(
+                f"{key}: {name} needs the package {package}, which is not installed; run pip install {package}"
+            ) from error
+        raise ValueError(f"{key}: {name!r} does not name a class ({error}); write it like torch.optim.AdamW") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}: {name} is not a {base.__name__}")
+    return found

@@ -1,0 +1,245 @@
+"""Teachers: sources of the columns that distillation learns from.
+
+    one teacher                    TeacherLogprobs(teacher)             -> teacher_logprobs [N]
+                                   TeacherTopK(teacher, count)          -> candidates, teacher_candidates [N, K]
+    one of several by environment  RoutedTeachers({environment: source})
+    a mixture of several           MixedTeachers([source, ...])
+    the policy with demonstration  SelfTeacher(source, prompt)
+
+A teacher scores the token ids that the student sampled, so both must share a vocabulary: ``shared_vocabulary_size`` checks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import CANDIDATES, Algorithm, Outputs
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
+from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.data.packing import pack, select_rollouts, split_micro_batches
+from strop.learner.base import ColumnSource, Scorer, require_token_outputs
+from strop.learner.torch.learner import score_batch
+from strop.metrics import Metrics
+from strop.models.network import Network
+from strop.sampling import Sampling, filtered_logits
+from strop.types import Batch, Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A language model that scores and is not trained. ``sampling`` has the student's temperature and no filters.
+
+    ``context`` returns a context manager that is entered while the teacher scores, such as ``lambda: on_device(network)``, ``lambda:
+    average.swap_in(parameters)`` for the moving average of the policy's weights, or the policy with its adapters disabled.
+    """
+
+    network: Network
+    sampling: Sampling
+    score_tokens: int
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    async def score(self, batch: Batch) -> Outputs:
+        with self.context():
+            return score_batch(self.network, batch, self.sampling, self.score_tokens)
+
+    @torch.no_grad()
+    def top_k(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the ``count`` most likely token ids below ``vocabulary`` at each position and their log-probabilities: [N, K] each,
+        int64 and float32, on the CPU. Raises ValueError if ``count`` exceeds the vocabulary."""
+        known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
+        if not 1 <= count <= known:
+            raise ValueError(f"the {count} most likely of {known} tokens were requested; set topk_logits_k to at most {known}")
+        ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
+        logprobs = torch.zeros(len(batch.target), count)
+        with self.context():
+            for part in split_micro_batches(batch, self.score_tokens, padded=not self.network.packed):
+                ids[part.index], logprobs[part.index] = self._top_k(part.batch, count, known)
+        return ids, logprobs
+
+    def _top_k(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+        network, pieces = self.network, []
+        with network.autocast():
+            for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
+                logits = filtered_logits(network.head.compute_logits(rows), self.sampling)
+                best, places = logits[:, :vocabulary].topk(count, dim=-1)
+                pieces.append((places.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
+        ids, logprobs = zip(*pieces, strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
+
+
+@contextmanager
+def on_device(network: Network) -> Iterator[None]:
+    """Move a model from the CPU to its device, and back on exit."""
+    network.model.to(network.device)
+    try:
+        yield
+    finally:
+        network.model.to("cpu")
+
+
+@dataclass(frozen=True)
+class TeacherLogprobs:
+    """The log-probabilities of the sampled tokens under a teacher: ``teacher_logprobs`` [N]. The teacher may be any scorer."""
+
+    teacher: Scorer
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {TEACHER_LOGPROBS: require_token_outputs(await self.teacher.score(batch)).logprobs}
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """A teacher's ``count`` most likely tokens at each position and their log-probabilities: ``candidates`` and
+    ``teacher_candidates`` [N, K].
+    """
+
+    teacher: Teacher
+    count: int
+    vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        ids, logprobs = self.teacher.top_k(batch, self.count, self.vocabulary)
+        return {CANDIDATES: ids, TEACHER_CANDIDATES: logprobs}
+
+
+@dataclass(frozen=True)
+class RoutedTeachers:
+    """Routes each group to the teacher of its environment. All teachers must return the same columns with the same shapes."""
+
+    teachers: Mapping[str, ColumnSource]  # by environment name
+    default: ColumnSource | None = None  # for all other environments
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError for a group without a teacher."""
+        owners = [self.teacher_for(group.environment) for group in groups]
+        asked = []
+        for teacher in {id(owner): owner for owner in owners}.values():
+            places = [place for place, owner in enumerate(owners) if owner is teacher]
+            part = select_rollouts(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
+            asked.append((part, teacher.columns(part.batch, [groups[place] for place in places])))
+        columns: dict[str, Tensor] = {}
+        answers = await asyncio.gather(*(answer for _, answer in asked))  # concurrent if the teachers are in other processes
+        for (part, _), found in zip(asked, answers, strict=True):
+            for name, column in found.items():
+                if name not in columns:
+                    columns[name] = torch.zeros(len(batch.target), *column.shape[1:], dtype=column.dtype)
+                columns[name][part.index] = column
+        return columns
+
+    def teacher_for(self, environment: str) -> ColumnSource:
+        teacher = self.teachers.get(environment, self.default)
+        if teacher is None:
+            raise ValueError(
+                f"the environment {environment!r} has no teacher: there are teachers for {', '.join(sorted(self.teachers))}; "
+                "add it to teacher.environments, or configure one teacher for all environments"
+            )
+        return teacher
+
+
+@dataclass(frozen=True)
+class MixedTeachers:
+    """The mixture of several teachers, log sum_i w_i p_i(token), with weights normalized to sum to 1: ``teacher_logprobs`` [N].
+
+    Supports sampled tokens only: the most likely tokens of a mixture do not follow from those of its teachers.
+    """
+
+    teachers: Sequence[ColumnSource]
+    weights: Sequence[float] | None = None  # None: equal weights
+
+    def __post_init__(self) -> None:
+        weights = self.weights
+        if not self.teachers or (weights is not None and (len(weights) != len(self.teachers) or min(weights) <= 0)):
+            raise ValueError(f"{len(self.teachers)} teachers have the weights {weights}; set one weight above 0 for each teacher")
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError for a teacher that returns other columns."""
+        found = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
+        if any(set(columns) != {TEACHER_LOGPROBS} for columns in found):
+            raise ValueError("teachers can be mixed only for distillation on sampled tokens; otherwise route them by environment")
+        weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)
+        logs = torch.stack([columns[TEACHER_LOGPROBS].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
+        return {TEACHER_LOGPROBS: logs.logsumexp(0).float()}
+
+
+@dataclass(frozen=True)
+class SelfTeacher:
+    """Self-distillation (arXiv 2601.19897): the teacher scores the same rollouts after a prompt that contains a demonstration.
+
+    ``teacher`` may be a frozen copy of the policy, its moving average (the paper's choice), the policy with its adapters disabled, or the
+    learner itself. ``prompt`` returns the token ids of a group's prompt with the demonstration; it must leave room for the rollouts.
+    """
+
+    teacher: ColumnSource
+    prompt: Callable[[Group], Sequence[int]]
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError if the batch was not packed from ``groups``."""
+        shown = [self._with_demonstration(group) for group in groups]
+        reading = pack(shown, _ReadOnlyAlgorithm())
+        if not torch.equal(reading.target, batch.target):
+            raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
+        return await self.teacher.columns(reading, shown)
+
+    def _with_demonstration(self, group: Group) -> Group:
+        prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)
+        if not len(prompt):
+            raise ValueError(
+                f"the demonstration prompt of task {group.task.id!r} is empty: the first token is predicted from its last token"
+            )
+        return replace(group, rollouts=tuple(replace(rollout, prompt=prompt) for rollout in group.rollouts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadOnlyAlgorithm(Algorithm):
+    """An algorithm without a loss, for batches that are only scored."""
+
+    def advantages(self, group: Group) -> Tensor:
+        return torch.zeros(len(group.rollouts))
+
+    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+        raise NotImplementedError("a batch that is only scored has no loss")
+
+
+_PROBE_TEXT = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'
+
+
+def shared_vocabulary_size(student: int, teacher: int, tokenizers: tuple[Any, Any] | None = None) -> int:
+    """Return the number of token ids, from 0, that student and teacher share; for ``TeacherTopK.vocabulary``.
+
+    ``student`` and ``teacher`` are the sizes of the output layers, ``tokenizers`` the tokenizers of student and teacher. Output layers are
+    padded, so models of one family with one tokenizer differ in size: sizes are compared only without tokenizers. Raises ValueError if the
+    teacher would read other text than the student wrote.
+    """
+    if student > teacher:
+        raise ValueError(
+            f"the student can sample {student} token ids and the teacher reads {teacher}: it does not know the ids from {teacher} "
+            "on; choose a teacher of the student's family"
+        )
+    if tokenizers is None:
+        if student != teacher:
+            raise ValueError(
+                f"the student has {student} token ids and the teacher {teacher}: without their tokenizers their vocabularies cannot "
+                "be compared; choose a teacher of the student's family"
+            )
+        return student
+    known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
+        place, token = odd[0]
+        raise ValueError(
+            f"the tokenizers of student and teacher differ in {len(odd)} tokens; the first is {token!r}: {place} for the "
+            f"student and {others.get(token, 'unknown')} for the teacher; choose a teacher of the student's family"
+        )
+    ours, theirs = (tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
+    if ours != theirs:
+        raise ValueError(
+            f"the tokenizers of student and teacher have the same tokens but split text differently: {_PROBE_TEXT[:20]!r}... is "
+            f"{len(ours)} tokens for the student and {len(theirs)} for the teacher; choose a teacher of the student's family"
+        )
+    return min(student, int(max(known.values())) + 1)

@@ -1,0 +1,103 @@
+"""The tokens of a step with the largest sampler/learner mismatch. Read them when ``train/token_mult_prob_error`` is too large.
+
+<log folder>/rollouts/step_000012_ratios.jsonl        one row per token, the largest |log ratio| first
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strop.monitoring.rollout_store.rollout_store import RolloutRecord
+
+MAX_TOKENS = 32  # tokens stored per step
+CONTEXT_TOKENS = 24  # preceding tokens shown with each token
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRatio:
+    """One token with its log-probabilities under the sampler and under the learner before the update."""
+
+    step: int
+    log_ratio: float  # learner - sampler, in nats
+    token: int
+    text: str
+    context: str  # the preceding text, which may include the end of the prompt
+    position: int  # among the sampled tokens of its rollout, 1-based
+    turn: int  # of the policy, 1-based
+    version: int  # of the weights that sampled it
+    sampler_logprob: float
+    learner_logprob: float
+    task_id: str
+    group: int
+    sample: int
+
+
+def find_largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = MAX_TOKENS) -> list[TokenRatio]:
+    """Return the ``count`` tokens with the largest |log ratio| among rollouts that the learner scored. NaN ranks above all numbers."""
+    ranked = heapq.nlargest(count, _iter_differences(records))
+    return [_token_ratio(records[-record], -place, decode) for _, record, place in ranked]
+
+
+def _iter_differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
+    """Yield (|log ratio|, -record index, -token index), so that among equal ratios the first token ranks first."""
+    for number, record in enumerate(records):
+        if record.learner_logprobs is None:
+            continue
+        pairs = zip(record.sampled, record.sampler_logprobs, record.learner_logprobs, strict=True)
+        for place, (sampled, sampler, learner) in enumerate(pairs):
+            if sampled and sampler != learner:
+                size = abs(learner - sampler)
+                yield (math.inf if math.isnan(size) else size, -number, -place)
+
+
+def _token_ratio(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
+    assert record.learner_logprobs is not None
+    sampler, learner = record.sampler_logprobs[place], record.learner_logprobs[place]
+    before = [*record.prompt_tokens, *record.tokens[:place]][-CONTEXT_TOKENS:]
+    sampled = record.sampled[: place + 1]
+    begins = [mine and not (index and sampled[index - 1]) for index, mine in enumerate(sampled)]
+    return TokenRatio(
+        step=record.step,
+        log_ratio=learner - sampler,
+        token=record.tokens[place],
+        text=decode([record.tokens[place]]),
+        context=decode(before),
+        position=sum(sampled),
+        turn=sum(begins),
+        version=record.versions[place],
+        sampler_logprob=sampler,
+        learner_logprob=learner,
+        task_id=record.task_id,
+        group=record.group,
+        sample=record.sample,
+    )
+
+
+def write_ratios(path: Path, rows: Sequence[TokenRatio]) -> None:
+    """Write the rows as JSON lines. NaN and infinities become the strings "nan", "inf" and "-inf", which float() parses."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            values = {
+                name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in asdict(row).items()
+            }
+            file.write(json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_ratios(path: Path) -> list[TokenRatio]:
+    with path.open(encoding="utf-8") as file:
+        return [_from_json(json.loads(line)) for line in file]
+
+
+def _from_json(row: dict[str, object]) -> TokenRatio:
+    numbers = {name: float(str(row[name])) for name in ("log_ratio", "sampler_logprob", "learner_logprob")}
+    return TokenRatio(**{**row, **numbers})  # type: ignore[arg-type]

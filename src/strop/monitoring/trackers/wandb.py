@@ -1,0 +1,113 @@
+"""Log to Weights & Biases. The log folder keeps the run's id, so that a resumed run stays one run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.monitoring.atomic_file import atomic_write
+from strop.monitoring.trackers.base import NullTracker
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+ID_FILE = "wandb_run_id"
+
+
+class WandbTracker(NullTracker):
+    """Logs to Weights & Biases. With ``WANDB_MODE=offline`` the data stays in ``<log_dir>/wandb`` for a later ``wandb sync``.
+
+    A resumed run rewinds the service to the step it continues from. If that fails (offline, or a server without rewind),
+    steps that run again keep their first record, with a warning.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        project: str,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, ...
+    ) -> None:
+        self._log_dir = Path(log_dir)
+        self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(log_dir), **options}
+        self._run: wandb.Run | None = None
+        self._check_available()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._get_run().log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def resume(self, step: int) -> None:
+        self._get_run(resume_step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _get_run(self, resume_step: int | None = None) -> wandb.Run:
+        if self._run is None:
+            import wandb
+
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            starts_anew = resume_step is not None and resume_step < 0
+            run_id = None if starts_anew else _read_run_id(self._log_dir)
+            # Console capture would record every redraw of the live console.
+            common = {**self._init, "settings": wandb.Settings(console="off")}
+            if run_id is None or resume_step is None or self._is_offline():
+                self._run = wandb.init(id=run_id or _create_run_id(self._log_dir), resume="allow", **common)
+            else:
+                self._run = _resume_rewound(run_id, resume_step, common)
+        return self._run
+
+    def _is_offline(self) -> bool:
+        mode = self._init.get("mode") or os.environ.get("WANDB_MODE", "")
+        return str(mode).lower() in ("offline", "dryrun", "disabled")
+
+    def _check_available(self) -> None:
+        """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                f"logger.wandb_enabled is true, but wandb cannot be imported ({error}); "
+                "install it (pip install wandb) or set logger.wandb_enabled=false"
+            ) from error
+        if not self._is_offline() and not wandb.api.api_key:
+            raise ValueError(
+                "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
+            )
+
+
+def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
+    import wandb
+
+    try:
+        return wandb.init(resume_from=f"{run_id}?_step={step}", **common)
+    except Exception as error:
+        logger.warning(
+            "Weights & Biases could not rewind run %s to step %d (%s): steps that run again keep their first record",
+            run_id, step, error,
+        )  # fmt: skip
+        return wandb.init(id=run_id, resume="allow", **common)
+
+
+def _read_run_id(log_dir: Path) -> str | None:
+    path = log_dir / ID_FILE
+    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+
+
+def _create_run_id(log_dir: Path) -> str:
+    """Create and store a run id, before the service uses it: a kill in between wastes an id but never creates a second run."""
+    run_id = secrets.token_hex(4)
+    with atomic_write(log_dir / ID_FILE) as draft:
+        draft.write_text(run_id + "\n", encoding="utf-8")
+    return run_id

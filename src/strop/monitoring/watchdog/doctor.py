@@ -1,0 +1,320 @@
+"""``strop doctor RUN``: diagnose a run from its log folder: its state, its open waits, its errors, and what to do. Read-only."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from strop.monitoring.console.columns import format_duration
+from strop.monitoring.trackers.jsonl import METRICS_FILE as METRICS
+from strop.monitoring.trackers.jsonl import MalformedMetrics, read_metrics
+from strop.monitoring.watchdog.status import Status, process_start_time, read_status
+from strop.monitoring.watchdog.waits import Wait
+
+Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
+HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
+RECENT_STEPS = 20  # steps examined for errors and mismatch
+MAX_WAITS_SHOWN = 40
+MISMATCH_WARNING_PREFIX = "warning: mismatch"
+
+
+class RunNotFound(LookupError):
+    """No run was found. The message says what was looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The result of ``diagnose``. Durations are in seconds."""
+
+    folder: str
+    verdict: Verdict
+    why: str
+    step: int  # the last logged step; 0: none
+    since_step: float | None
+    doing: str
+    waits: tuple[str, ...]  # a tree, one line per wait
+    troubles: tuple[str, ...]  # reports of waits over their limits
+    error: str | None
+    dropped: tuple[str, ...]  # failed groups of the last steps, and their errors
+    mismatch: str | None
+    checkpoint: str | None  # the newest one
+    stacks: str | None
+    notes: tuple[str, ...]  # the last notes of the run
+    process: str
+    versions: Mapping[str, str]
+    advice: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return self.verdict in HEALTHY
+
+
+def find_run(run: Path) -> Path:
+    """Return the log folder for ``run``, which is the folder or a file in it. Raises RunNotFound."""
+    for folder in (run, run.parent) if run.is_file() else (run,):
+        if (folder / "status.json").is_file() or (folder / METRICS).is_file():
+            return folder
+    if not run.exists():
+        raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir)")
+    below = (
+        sorted(path.parent.name for name in ("status.json", METRICS) for path in run.glob(f"*/{name}")) if run.is_dir() else []
+    )
+    hint = f"; there are runs in it: {', '.join(dict.fromkeys(below))}" if below else ""
+    raise RunNotFound(f"{run} contains neither status.json nor {METRICS}, so it is not a run's log folder (logger.log_dir){hint}")
+
+
+def diagnose(run: Path) -> Diagnosis:
+    """Diagnose a run. Raises RunNotFound, or ValueError if a file of the run is malformed."""
+    folder = find_run(run)
+    status = read_status(folder)
+    try:
+        steps = read_metrics(folder / METRICS)
+    except MalformedMetrics as error:
+        raise ValueError(str(error)) from error
+    last = steps[-1][0] if steps else 0
+    checkpoint = find_newest_checkpoint(status)
+    common = {
+        "folder": str(folder),
+        "dropped": describe_dropped_groups(folder, steps),
+        "mismatch": _describe_mismatch(status, steps),
+    }
+    if status is None:
+        return Diagnosis(
+            **common,  # type: ignore[arg-type]
+            verdict="unknown",
+            why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
+            step=last, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
+            process="", versions={}, advice=("check whether its process exists and when metrics.jsonl was last written",),
+        )  # fmt: skip
+    verdict, why = find_verdict(status)
+    ago = None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
+    return Diagnosis(
+        **common,  # type: ignore[arg-type]
+        verdict=verdict,
+        why=why,
+        step=max(last, status.step, 0),
+        since_step=ago,
+        doing=status.doing,
+        waits=tuple(format_tree(status.waits)),
+        troubles=status.troubles,
+        error=status.error,
+        checkpoint=checkpoint,
+        stacks=status.stacks,
+        notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(said.when))}  {said.text}" for said in status.notes[-5:]),
+        process=(
+            f"pid {status.pid} on {status.host}, started {_format_time(status.started)}, seen "
+            f"{_format_time(status.written)}: {status.command}"
+        ),
+        versions=status.versions,
+        advice=tuple(_give_advice(verdict, status, checkpoint)),
+    )
+
+
+def find_verdict(status: Status) -> tuple[Verdict, str]:
+    """Derive the verdict and its reason from the status, its age and the process table."""
+    if status.state != "running":
+        return status.state, status.error or {"interrupted": "it was interrupted", "finished": "it finished"}[status.state]
+    silence = time.time() - status.written
+    fresh = silence < 4 * status.interval + 2
+    if status.host == socket.gethostname():
+        if not _is_alive(status):
+            return "dead", (
+                f"its process (pid {status.pid}) died without a final status, about {format_duration(silence)} "
+                f"ago: it was killed from outside, "
+                "e.g. by the out-of-memory killer, or the machine went down"
+            )
+        if not fresh:
+            return "hung", (
+                f"its process exists, but even its watchdog has been silent for {format_duration(silence)}: it "
+                f"is stopped, or a call holds the "
+                "interpreter lock (GIL)"
+            )
+    elif not fresh:
+        return (
+            "hung",
+            f"no sign of life from {status.host} for {format_duration(silence)}: check there whether pid {status.pid} is running",
+        )
+    if status.troubles:
+        return "hung", status.troubles[0].splitlines()[0]
+    return "running", "nothing is over its limit"
+
+
+def _is_alive(status: Status) -> bool:
+    started = process_start_time(status.pid)
+    if status.process_started:
+        return started == status.process_started
+    try:  # no /proc here
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def format_tree(waits: Sequence[Wait]) -> Iterator[str]:
+    """Yield a line per wait, indented below its parent, the longest first."""
+    numbers = {wait.number for wait in waits}
+    children: dict[int | None, list[Wait]] = {}
+    for wait in sorted(waits, key=lambda wait: -wait.seconds):
+        children.setdefault(wait.parent if wait.parent in numbers else None, []).append(wait)
+
+    def lines(parent: int | None, depth: int) -> Iterator[str]:
+        for wait in children.get(parent, ()):
+            limit = "" if wait.limit is None else f" of {wait.limit:g}"
+            detail = f" ({wait.detail})" if wait.detail else ""
+            over = "  OVER ITS LIMIT" if wait.overdue else ""
+            yield f"{'   ' * depth}{wait.who} waits for {wait.on}{detail}: {wait.seconds:.1f}{limit} s{over}"
+            yield from lines(wait.number, depth + 1)
+
+    found = list(lines(None, 0))
+    yield from found[:MAX_WAITS_SHOWN]
+    if len(found) > MAX_WAITS_SHOWN:
+        yield f"... and {len(found) - MAX_WAITS_SHOWN} more"
+
+
+def find_newest_checkpoint(status: Status | None) -> str | None:
+    if status is None or status.checkpoints is None:
+        return None
+    steps = [int(path.name[5:]) for path in Path(status.checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return str(Path(status.checkpoints) / f"step_{max(steps)}") if steps else None
+
+
+def describe_dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
+    """Describe how many groups of the last steps failed, with their errors if rollouts are stored."""
+    failed = {step: values.get("train/groups_dropped_for_errors", 0.0) for step, values in steps[-RECENT_STEPS:]}
+    if not any(failed.values()):
+        return ()
+    last = max(step for step, count in failed.items() if count)
+    errors = dict.fromkeys(_read_errors(folder, last))
+    return (
+        f"{sum(failed.values()):.0f} groups failed in the last {len(failed)} steps; last in step {last}:",
+        *(f"  {error[:300]}" for error in list(errors)[:3]),
+    )
+
+
+def _read_errors(folder: Path, step: int) -> list[str]:
+    from strop.monitoring.rollout_store.rollout_store import RolloutStore  # imports torch, so only on demand
+
+    store = RolloutStore(folder, "none")
+    return [record.error for record in store.read(step) if record.error] if step in store.steps() else []
+
+
+def _describe_mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
+    """Describe the mismatch: its last value, the worst of the last steps, and the last warning."""
+    seen = [
+        (step, values["train/token_mult_prob_error"])
+        for step, values in steps[-RECENT_STEPS:]
+        if "train/token_mult_prob_error" in values
+    ]
+    if not seen:
+        return None
+    worst = max(seen, key=lambda item: item[1])
+    text = (
+        f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; maximum of the last {len(seen)} steps "
+        f"{worst[1]:.4f} (step {worst[0]})"
+    )
+    warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(MISMATCH_WARNING_PREFIX)]
+    return f"{text}\n{warned[-1]}" if warned else text
+
+
+ADVICE_BY_KIND = {
+    "environment": "the environment does not answer: read its logs, and give its calls a timeout; "
+    "watchdog.environment_seconds sets when the watchdog reports it",
+    "generation": "the engine does not answer: check its logs and its device; if a long queue is normal here, raise "
+    "watchdog.generation_seconds",
+    "training": "the learner does not return: check its device and the other ranks; if steps take this long, "
+    "raise watchdog.training_seconds",
+    "weight_sync": "the weights do not arrive: check whether the engine's process is alive, and the network",
+    "checkpoint": "the checkpoint disk is slow or unavailable: check its file system",
+}
+
+
+def _give_advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterator[str]:
+    again = f"start the same command again; it continues {f'from {checkpoint}' if checkpoint else 'from the beginning (no checkpoint yet)'}"
+    if verdict == "hung":
+        kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.overdue)
+        yield from (ADVICE_BY_KIND[kind] for kind in kinds if kind in ADVICE_BY_KIND)
+        if status.stacks is not None:
+            yield f"read the stacks of all threads and tasks: {status.stacks}"
+        yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {again}"
+        yield "set watchdog.stop_after_seconds to end such runs automatically"
+    elif verdict == "dead":
+        yield "look for the cause in the system log (out of memory?) and in its last output"
+        yield again
+    elif verdict == "failed":
+        yield f"fix the error, then {again}"
+    elif verdict == "interrupted":
+        yield again
+
+
+def _format_time(when: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+STYLES: Mapping[str, str] = {
+    "running": "green",
+    "finished": "green",
+    "hung": "bold red",
+    "dead": "bold red",
+    "failed": "bold red",
+}
+
+
+def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for all non-empty parts of a diagnosis; a text may have several lines."""
+    ago = "" if diagnosis.since_step is None else f", {format_duration(diagnosis.since_step)} before that"
+    if diagnosis.verdict in ("running", "hung"):
+        ago = ago.replace("before that", "ago")
+    found = {
+        "run": diagnosis.folder,
+        "state": f"{diagnosis.verdict}: {diagnosis.why}",
+        "last step": f"{diagnosis.step}{ago}" if diagnosis.step else "none yet",
+        "doing": diagnosis.doing if diagnosis.verdict in ("running", "hung", "dead") else "",
+        "waits": "\n".join(diagnosis.waits),
+        "over limits": "\n".join(diagnosis.troubles),
+        "error": diagnosis.error or "",
+        "dropped": "\n".join(diagnosis.dropped),
+        "mismatch": diagnosis.mismatch or "",
+        "checkpoint": diagnosis.checkpoint or "none found",
+        "stacks": diagnosis.stacks or "",
+        "last notes": "\n".join(diagnosis.notes),
+        "process": diagnosis.process,
+        "versions": ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()),
+        "what to do": "\n".join(f"- {line}" for line in diagnosis.advice),
+    }
+    yield from ((label, text) for label, text in found.items() if text)
+
+
+def format_plain(diagnosis: Diagnosis) -> str:
+    """Format a diagnosis as plain text."""
+    lines = []
+    for label, text in format_rows(diagnosis):
+        first, *rest = text.splitlines()
+        lines += [f"{label:<13}{first}", *(f"{'':<13}{line}" for line in rest)]
+    return "\n".join(lines)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis to the terminal, in colour."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in format_rows(diagnosis):
+        style = (
+            STYLES.get(diagnosis.verdict, "yellow") if label == "state" else "red" if label in ("over limits", "error") else ""
+        )
+        shown = Text(text, style=style)
+        shown.highlight_regex(r"OVER ITS LIMIT", "bold red")
+        table.add_row(label, shown)
+    Console().print(table)

@@ -1,0 +1,123 @@
+"""Find stalls: the innermost waits over their limits, by kind, and what blocks the event loop. Format them for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.monitoring.watchdog.waits import Wait, describe_wait
+
+MAX_WAITS_REPORTED = 5  # waits named in one report
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitLimits:
+    """The maximum seconds of one wait, by kind; 0 means no limit."""
+
+    environment: float = 600.0
+    generation: float = 1800.0
+    training: float = 3600.0
+    weight_sync: float = 600.0
+    checkpoint: float = 1800.0
+    event_loop: float = 300.0  # how long the event loop may be blocked in a wait without its own limit
+
+    def by_kind(self) -> Mapping[str, float]:
+        return {name: value for name, value in vars(self).items() if name != "event_loop"}
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Waits of one kind that exceed their limit, the longest first."""
+
+    kind: str
+    limit: float
+    waits: tuple[Wait, ...]
+    loop_blocked: float | None = None  # seconds for which the event loop has been blocked in the last of them
+
+    @property
+    def seconds(self) -> float:
+        return max([self.loop_blocked or 0.0, *(wait.seconds for wait in self.waits)])
+
+
+def find_stalls(waits: Sequence[Wait], limits: WaitLimits, *, loop_thread: int, loop_blocked: float | None = None) -> list[Stall]:
+    """Return the waits over their limits. ``silent``: seconds for which the event loop, in ``loop_thread``, is blocked; None: it runs.
+
+    While it is blocked, blame only the task that holds it: what other tasks await may already be done.
+    """
+    judged = waits if loop_blocked is None else [wait for wait in waits if wait.thread != loop_thread]
+    by_kind: dict[str, list[Wait]] = {}
+    for wait in _innermost_overdue(judged, waits):
+        by_kind.setdefault(wait.kind or wait.on, []).append(wait)
+    found = [
+        Stall(kind, min(wait.limit or 0.0 for wait in several), tuple(sorted(several, key=lambda wait: -wait.seconds)))
+        for kind, several in by_kind.items()
+    ]
+    return found if loop_blocked is None else [*found, *_find_loop_stall(waits, limits, loop_blocked)]
+
+
+def _find_loop_stall(waits: Sequence[Wait], limits: WaitLimits, loop_blocked: float) -> list[Stall]:
+    holding = [wait for wait in waits if wait.running]
+    limited = [wait for wait in holding if wait.limit is not None]
+    if limited:
+        wait = limited[-1]
+        return [Stall(wait.kind or wait.on, wait.limit or 0.0, (wait,), loop_blocked)] if wait.overdue else []
+    return (
+        [Stall("event_loop", limits.event_loop, tuple(holding[-1:]), loop_blocked)]
+        if 0 < limits.event_loop < loop_blocked
+        else []
+    )
+
+
+def _innermost_overdue(candidates: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
+    """Return the waits over their limits, except those that only wait for another such wait."""
+    by_number = {wait.number: wait for wait in waits}
+    over = [wait for wait in candidates if wait.overdue]
+    outer: set[int] = set()
+    for wait in over:
+        parent = wait.parent
+        while parent is not None and parent in by_number and parent not in outer:
+            outer.add(parent)
+            parent = by_number[parent].parent
+    return [wait for wait in over if wait.number not in outer]
+
+
+def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
+    """Format a stall for the user; the first line has the longest wait."""
+    key = f" (watchdog.{stall.kind}_seconds)" if stall.kind in vars(WaitLimits()) else ""
+    head = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
+    chains = [
+        f"{describe_wait(find_deepest_wait(wait, waits), waits)}, for {wait.seconds:.1f} s"
+        for wait in stall.waits[:MAX_WAITS_REPORTED]
+    ]
+    lines = [head + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
+    if stall.loop_blocked is not None:
+        lines[0] += f"; this has blocked the event loop for {stall.loop_blocked:.1f} s, and nothing else runs"
+    if (more := len(stall.waits) - MAX_WAITS_REPORTED) > 0:
+        lines.append(f"  and {more} more")
+    return "\n".join(lines)
+
+
+def find_deepest_wait(wait: Wait, waits: Sequence[Wait]) -> Wait:
+    """Follow the oldest child of each wait down to the one at fault."""
+    children: dict[int, Wait] = {}
+    for other in waits:
+        if other.parent is not None:
+            children.setdefault(other.parent, other)
+    seen = {wait.number}
+    while (child := children.get(wait.number)) is not None and child.number not in seen:
+        seen.add(child.number)
+        wait = child
+    return wait
+
+
+def select_longest_waits(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
+    """Return the ``count`` longest innermost waits and their ancestors, in the order in which they began."""
+    by_number = {wait.number: wait for wait in waits}
+    parents = {wait.parent for wait in waits}
+    kept: set[int] = set()
+    for wait in sorted((wait for wait in waits if wait.number not in parents), key=lambda wait: -wait.seconds)[:count]:
+        place: int | None = wait.number
+        while place is not None and place in by_number and place not in kept:
+            kept.add(place)
+            place = by_number[place].parent
+    return tuple(wait for wait in waits if wait.number in kept)

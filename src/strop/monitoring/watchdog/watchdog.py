@@ -1,0 +1,260 @@
+"""The watchdog: a thread that reports waits over their limits and writes ``status.json``.
+
+It is a thread instead of an asyncio task because the event loop itself may block, which a heartbeat from the loop reveals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import platform
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from strop.monitoring.watchdog.stacks import dump_stacks
+from strop.monitoring.watchdog.stalls import Stall, WaitLimits, find_stalls, format_report, select_longest_waits
+from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
+from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
+from strop.monitoring.watchdog.waits import Wait, snapshot_waits
+
+log = logging.getLogger(__name__)
+
+MAX_WAITS_STORED = 100  # the longest innermost waits, stored in status.json
+SHUTDOWN_SECONDS = 30.0  # seconds that a cancelled run has to end
+
+
+class WatchdogTimeout(TimeoutError):
+    """A wait took longer than watchdog.stop_after_seconds. The message has its chain."""
+
+
+@dataclass
+class Backoff:
+    """Limits reports of one kind of stall to doubling intervals."""
+
+    next_at: float = 0.0
+    delay: float = 0.0
+
+    def due(self, now: float, limit: float) -> bool:
+        if now < self.next_at:
+            return False
+        self.delay = max(2 * self.delay, limit)
+        self.next_at = now + self.delay
+        return True
+
+
+class Watchdog:
+    """Watches the run inside a ``with`` block, in a running event loop. Add ``status_tracker`` to the run's trackers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        note: Callable[[str], None],
+        limits: WaitLimits | None = None,
+        interval: float = 5.0,
+        stop_after: float | None = None,
+        checkpoints: str | None = None,
+    ) -> None:
+        """Configure the watchdog.
+
+        Args:
+            folder: The run's log folder.
+            note: The trackers' ``note``, called in the event loop.
+            limits: Maximum seconds by kind of wait.
+            interval: Seconds between two checks.
+            stop_after: End the run with WatchdogTimeout when a wait is over its limit and has lasted this many seconds.
+            checkpoints: The checkpoint folder, recorded in ``status.json`` for ``strop doctor``.
+        """
+        self.status_tracker = StatusTracker()
+        self._folder, self._note = Path(folder).resolve(), note
+        self._checkpoints = None if checkpoints is None else str(Path(checkpoints).resolve())
+        self._stacks: Path | None = None
+        self._limits, self._interval, self._stop_after = limits or WaitLimits(), interval, stop_after
+        self._reports: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
+        self._backoff: dict[str, Backoff] = {}
+        self._timeout: WatchdogTimeout | None = None
+        self._give_up_at = float("inf")
+        self._unreliable_until = 0.0  # after a blocked event loop, overdue tasks may not have run yet: wait until then
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop_thread, self._started = threading.get_ident(), time.time()
+        self._beat_interval = min(1.0, self._interval / 4)
+        self._heartbeat()
+        self._thread = threading.Thread(target=self._run, name="strop-watchdog", daemon=True)
+        self._write("running", ())
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=10)
+        self._timer.cancel()
+        stuck = self._timeout if isinstance(error, asyncio.CancelledError) else None
+        ended = stuck or error
+        state: StatusState = "finished" if ended is None else "failed" if isinstance(ended, Exception) else "interrupted"
+        with suppress(OSError):
+            self._write(state, (), error=f"{type(ended).__name__}: {ended}" if isinstance(ended, Exception) else None)
+        if stuck is not None:
+            raise stuck from None
+
+    # --- in the event loop ---
+
+    def _heartbeat(self) -> None:
+        self._last_beat = time.monotonic()
+        self._timer = self._loop.call_later(self._beat_interval, self._heartbeat)
+
+    # --- in the thread ---
+
+    def _run(self) -> None:
+        failed = False
+        while not self._stopped.wait(self._interval):
+            try:
+                self._check()
+            except Exception as error:  # a failing watchdog must not stop the run
+                log.log(logging.DEBUG if failed else logging.WARNING, "the watchdog failed: %s: %s", type(error).__name__, error)
+                failed = True
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        silent = now - self._last_beat
+        waits = snapshot_waits(self._limits.by_kind(), loop=self._loop)
+        blocked = silent > max(self._interval, 2 * self._beat_interval)
+        if blocked:
+            self._unreliable_until = now + 2 * self._interval
+        settling = not blocked and now < self._unreliable_until
+        loop_silent = silent if blocked else None
+        found = [] if settling else find_stalls(waits, self._limits, loop_thread=self._loop_thread, loop_blocked=loop_silent)
+        if now >= self._unreliable_until:
+            for kind in self._backoff.keys() - {trouble.kind for trouble in found}:  # resolved
+                del self._backoff[kind]
+        for trouble in found:
+            if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
+                self._report(trouble, waits, blocked=blocked)
+        texts = tuple(format_report(trouble, waits, self.status_tracker.step + 1) for trouble in found)
+        self._write("running", waits, silent=silent if blocked else 0.0, found=texts)
+        self._stop_if_stuck(found, waits, blocked=blocked)
+
+    def _report(self, stall: Stall, waits: Sequence[Wait], *, blocked: bool) -> None:
+        text = format_report(stall, waits, self.status_tracker.step + 1)
+        self._reports.append(LogEntry(time.time(), text))
+        if self._stacks is None:
+            self._stacks = self._dump_stacks(text)
+        if self._stacks is not None:
+            text += f"\n  where everything stood at the first report: {self._stacks}"
+        log.warning("watchdog: %s", text)
+        if not blocked:
+            self._call_in_loop(lambda: self._note(f"watchdog: {text}"))
+
+    def _call_in_loop(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(call)
+
+    def _dump_stacks(self, text: str) -> Path | None:
+        """Write the stacks of all threads and asyncio tasks to a file in the log folder. Returns its path, or None on failure."""
+        path = self._folder / time.strftime("stacks_%Y%m%d_%H%M%S.txt")
+        try:
+            dump_stacks(path, text, self._loop)
+        except OSError as error:
+            log.warning("could not write the stacks to %s: %s", path, error)
+            return None
+        return path
+
+    def _stop_if_stuck(self, found: Sequence[Stall], waits: Sequence[Wait], *, blocked: bool) -> None:
+        if time.monotonic() > self._give_up_at:
+            self._exit_now()
+        if self._stop_after is None or self._timeout is not None:
+            return
+        worst = max(found, key=lambda trouble: trouble.seconds, default=None)
+        if worst is None or worst.seconds <= self._stop_after:
+            return
+        self._timeout = WatchdogTimeout(
+            f"the run was ended after waiting longer than watchdog.stop_after_seconds = {self._stop_after:g}: "
+            f"{format_report(worst, waits, self.status_tracker.step + 1)}"
+        )
+        if blocked or self._task is None:
+            self._exit_now()
+        self._give_up_at = time.monotonic() + SHUTDOWN_SECONDS
+        task = self._task
+        self._call_in_loop(lambda: task.cancel() if task is not None else None)
+
+    def _exit_now(self) -> None:
+        """Exit the process immediately, since the event loop is blocked or the run does not end. Checkpoints and metrics are always
+        complete on disk."""
+        self._write("failed", snapshot_waits(self._limits.by_kind()), error=f"{type(self._timeout).__name__}: {self._timeout}")
+        log.critical("%s", self._timeout)
+        os._exit(1)
+
+    def _write(
+        self,
+        state: StatusState,
+        waits: Sequence[Wait],
+        *,
+        silent: float = 0.0,
+        found: tuple[str, ...] = (),
+        error: str | None = None,
+    ) -> None:
+        write_status(
+            self._folder,
+            Status(
+                state=state,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                process_started=process_start_time(os.getpid()),
+                started=self._started,
+                written=time.time(),
+                interval=self._interval,
+                step=self.status_tracker.step,
+                stepped=self.status_tracker.step_time,
+                doing=self.status_tracker.activity,
+                loop_silent=silent,
+                waits=select_longest_waits(waits, MAX_WAITS_STORED),
+                versions=_versions(),
+                command=shlex.join(sys.argv),
+                checkpoints=self._checkpoints,
+                troubles=found,
+                error=error,
+                notes=tuple(self.status_tracker.notes),
+                reports=tuple(self._reports),
+                stacks=None if self._stacks is None else str(self._stacks),
+            ),
+        )
+
+
+def schedule_exit(error: WatchdogTimeout) -> None:
+    """Exit the process after SHUTDOWN_SECONDS, even if a stuck thread keeps it alive."""
+
+    def leave() -> None:
+        log.critical("%s", error)
+        os._exit(1)
+
+    timer = threading.Timer(SHUTDOWN_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of installed packages."""
+    if not _VERSIONS:
+        _VERSIONS["python"] = platform.python_version()
+        for name in ("strop", "torch", "transformers", "vllm"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                _VERSIONS[name] = importlib.metadata.version(name)
+    return dict(_VERSIONS)
+
+
+_VERSIONS: dict[str, str] = {}

@@ -1,0 +1,202 @@
+"""Evaluation on held-out tasks: avg@n, pass@k and cons@k for any environment, with every sample stored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from strop.environments.base import Environment, EnvironmentConfigError, Grade
+from strop.environments.mixture import TaskSource
+from strop.generation.base import Generator
+from strop.models.chat_template import ChatTemplate
+from strop.monitoring.atomic_file import atomic_write
+from strop.monitoring.trackers.base import Tracker
+from strop.rollouts.episode import EpisodeRules, run_group
+from strop.sampling import Sampling, mix_seed
+from strop.types import Group, Rollout
+
+_VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that at least one of k samples is correct (arXiv 2107.03374).
+
+    ``correct`` of the ``samples`` samples are correct. Raises ValueError unless 1 <= k <= ``samples``.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {samples} samples per task; k must be between 1 and {samples}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The accuracy and the answer of each sample of one task."""
+
+    environment: str
+    accuracies: tuple[float, ...]
+    answers: tuple[str | None, ...]  # None: no answer to vote on
+
+    @property
+    def correct(self) -> int:
+        return sum(accuracy >= 1 for accuracy in self.accuracies)
+
+    def consensus(self, voters: int | None = None) -> float:
+        """Return the accuracy of the most frequent answer among the first ``voters`` samples (None: all). The earlier answer wins a tie.
+
+        0 if no sample has an answer.
+        """
+        votes = Counter(answer for answer in self.answers[:voters] if answer is not None)
+        if not votes:
+            return 0.0
+        return self.accuracies[self.answers.index(votes.most_common(1)[0][0])]
+
+
+def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
+    """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
+    count, samples = len(results), len(results[0].accuracies)
+    found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
+    if ks or voters:
+        found[f"avg@{samples}"] = found["accuracy"]
+    for k in ks:
+        found[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
+    if any(answer is not None for result in results for answer in result.answers):
+        for k in voters:
+            found[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
+    return found
+
+
+class Validator(Protocol):
+    """Measures the policy between steps."""
+
+    async def evaluate(self, step: int, tracker: Tracker) -> dict[str, float]:
+        """Return metrics under ``validation/``."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Samples every task ``samples`` times, scores the samples and writes them to ``<folder>/step_N.json``."""
+
+    source: TaskSource
+    size: int  # tasks
+    samples: int
+    generator: Generator
+    template: ChatTemplate
+    sampling: Sampling
+    rules: EpisodeRules
+    seed: int
+    folder: Path | None = None
+    ks: tuple[int, ...] | None = None  # of pass@k; None: the powers of two up to ``samples``, if that is above 1
+    voters: tuple[int, ...] | None = None  # of cons@k; None: all ``samples``, if that is above 1
+    concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
+    samples_to_print: int = 0  # samples to print at each evaluation
+    last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
+
+    async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
+        """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
+        started = time.perf_counter()
+        if tracker is not None:
+            tracker.progress(f"validating on {self.size} tasks")
+        groups = self.last_groups = await self._sample_groups()
+        environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
+        results = await asyncio.gather(*(_grade_group(group, environments[group.environment]) for group in groups))
+        several = self.samples > 1
+        powers = tuple(1 << power for power in range(self.samples.bit_length())) if several else ()
+        ks = powers if self.ks is None else self.ks
+        voters = ((self.samples,) if several else ()) if self.voters is None else self.voters
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        found = {
+            **summarize_results(results, ks, voters),
+            "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+            "avg_length": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
+            "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+            "errors": float(sum(rollout.error is not None for rollout in rollouts)),
+        }
+        for name in environments if len(environments) > 1 else ():
+            own = summarize_results([result for result in results if result.environment == name], ks, voters)
+            found |= {f"{name}/{key}": value for key, value in own.items()}
+        if self.folder is not None:
+            self._write_samples(self.folder / f"step_{step:06d}.json", step, found, groups, results)
+        if tracker is not None:
+            self._print_samples(tracker, groups, results)
+        found["seconds"] = time.perf_counter() - started
+        return {f"validation/{name}": value for name, value in found.items()}
+
+    async def _sample_groups(self) -> list[Group]:
+        """Sample every task, ``at_once`` tasks at a time."""
+        groups: list[Group] = []
+        for start in range(0, self.size, self.concurrent_tasks or self.size):
+            part = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
+            groups += await asyncio.gather(*(self._sample_group(index) for index in part))
+        return groups
+
+    async def _sample_group(self, index: int) -> Group:
+        try:
+            name, environment, task = self.source.at(index)
+        except Exception as error:
+            message = f"validation task {index} could not be created: {type(error).__name__}: {error}"
+            raise EnvironmentConfigError(message) from error
+        return await run_group(
+            index,
+            name,
+            environment,
+            task,
+            samples=self.samples,
+            generator=self.generator,
+            template=self.template,
+            sampling=self.sampling,
+            rules=self.rules,
+            seed=mix_seed(self.seed, _VALIDATION_SEED),
+        )
+
+    def _write_samples(
+        self, path: Path, step: int, found: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
+    ) -> None:
+        tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
+        with atomic_write(path) as draft:
+            draft.write_text(json.dumps({"step": step, "metrics": found, "tasks": tasks}, ensure_ascii=False, indent=1))
+
+    def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
+        for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
+            rollout = group.rollouts[0]
+            tracker.note(f"{_last_question(group)!r} -> {rollout.text!r} (accuracy {result.accuracies[0]:g})")
+
+
+def _last_question(group: Group) -> str:
+    messages = group.rollouts[0].messages
+    asked = [message.content for message in messages if message.role != "assistant"]
+    return asked[-1] if asked else group.task.question
+
+
+async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResult:
+    judged = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
+    return TaskResult(group.environment, tuple(own.accuracy for own in judged), tuple(own.answer for own in judged))
+
+
+async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
+    return Grade(0.0, None) if rollout.error is not None else await environment.grade(rollout.task, rollout)
+
+
+def _to_json(group: Group, result: TaskResult) -> dict[str, Any]:
+    samples = [
+        {
+            "messages": [message.as_dict() for message in rollout.messages],
+            "completion": rollout.text,
+            "accuracy": accuracy,
+            "answer": answer,
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "tokens": rollout.sampled_tokens,
+            "ending": None if rollout.ending is None else rollout.ending.value,
+            "error": rollout.error,
+        }
+        for rollout, accuracy, answer in zip(group.rollouts, result.accuracies, result.answers, strict=True)
+    ]
+    return {"task": group.task.id, "environment": group.environment, "answer": group.task.answer, "samples": samples}

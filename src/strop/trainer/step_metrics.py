@@ -1,0 +1,69 @@
+"""Metrics of a step's rollouts and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.base import Outputs, TokenOutputs
+from strop.algorithms.functional import varies
+from strop.types import Batch, Ending, Group
+
+
+def group_metrics(
+    kept: Sequence[Group], dropped: Sequence[tuple[Group, object]], staleness: Sequence[int], *, recorded: bool = False
+) -> dict[str, float]:
+    """Return means over the rollouts that are trained on, and the number of dropped groups by reason.
+
+    For ``recorded`` groups, metrics of rewards, endings and staleness are left out.
+    """
+    logged = {
+        "train/groups_dropped": float(len(dropped)),
+        "train/groups_dropped_for_errors": float(sum(reason == "error" for _, reason in dropped)),
+        "train/groups_dropped_by_filter": float(sum(reason == "filtered" for _, reason in dropped)),
+        **({} if recorded else {"train/groups_dropped_stale": float(sum(reason == "stale" for _, reason in dropped))}),
+    }
+    if not kept or recorded:
+        return {**logged, "train/examples": float(len(kept))} if kept else logged
+    rollouts = [rollout for group in kept for rollout in group.rollouts]
+    count = len(rollouts)
+    sampled = [rollout.sampled_tokens for rollout in rollouts]
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})
+    for name in names:
+        found = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+        logged[f"train/rewards/{name}"] = sum(found) / len(found)
+    for environment in sorted({group.environment for group in kept}):
+        rewards = torch.cat([group.rewards for group in kept if group.environment == environment])
+        logged[f"train/environments/{environment}/reward"] = float(rewards.mean())
+    return {
+        **logged,
+        "train/reward": sum(rollout.reward for rollout in rollouts) / count,
+        "train/reward_std_in_group": sum(float(group.rewards.std(correction=0)) for group in kept) / len(kept),
+        "train/groups_without_signal": sum(not varies(group.rewards) for group in kept) / len(kept),
+        "train/mean_gen_tokens_per_sample": sum(sampled) / count,
+        "train/max_gen_tokens_per_sample": float(max(sampled)),
+        "train/turns_per_sample": sum(len(rollout.policy_turns) for rollout in rollouts) / count,
+        "train/truncated": sum(rollout.truncated for rollout in rollouts) / count,
+        "train/ended_by_stop": sum(rollout.ending == Ending.STOP for rollout in rollouts) / count,
+        "train/staleness": sum(staleness) / len(staleness),
+        "train/staleness_max": float(max(staleness)),
+    }
+
+
+def batch_metrics(batch: Batch, old_outputs: Outputs, *, recorded: bool = False) -> dict[str, float]:
+    """Return means over counted tokens of the policy's outputs from before this step's updates.
+
+    ``strop.trainer.mismatch`` compares sampler and learner.
+    """
+    counted = batch.mask > 0
+    logged = {"train/tokens_read": float(len(batch.tokens)), "train/tokens_trained": float(counted.sum())}
+    if not isinstance(old_outputs, TokenOutputs):
+        return logged
+    logged |= {"train/entropy": _mean(old_outputs.entropy[counted]), "train/logprob": _mean(old_outputs.logprobs[counted])}
+    return logged if recorded else {**logged, "train/advantages_abs": _mean(batch.advantages[counted].abs())}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

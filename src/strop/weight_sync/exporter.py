@@ -1,0 +1,206 @@
+"""The learner's end of a publish: the tensors to send, their order, and the sender."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from strop.weight_sync.base import AdapterFiles, ChannelAddress, Manifest, NamedTensors, Sender, TransportError
+from strop.weight_sync.transports.manifest import build_manifest, move_large_to_middle
+from strop.weight_sync.weight_source import (
+    OutgoingWeights,
+    UntiedWeights,
+    Weight,
+    WeightSnapshot,
+    local_weights,
+    remove_tied,
+)
+
+MakeSender = Callable[[int], Sender]
+"""Create a sender for a number of receivers."""
+
+TransferContent = Literal["weights", "last", "base"]
+"""The learner's current weights, those of the last publish again, or the base weights of LoRA adapters."""
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The tensors that the next ``send`` will send."""
+
+    manifest: Manifest
+    aliases: Mapping[str, str]  # name of a tied tensor, which is not sent -> name of the tensor it is tied to
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Fingerprints by tensor name: as sent, and with -0.0 replaced by 0.0 for comparison with what an engine reads back."""
+
+    sent: Mapping[str, int]
+    read_back: Mapping[str, int]  # empty unless requested
+
+
+@dataclass(frozen=True)
+class SentAdapters:
+    """LoRA adapters to load into engines."""
+
+    files: AdapterFiles
+    fingerprints: Mapping[str, int]  # fingerprints in an engine's representation
+
+
+class Exporter(Protocol):
+    """The learner's end of a publish, as the weight publisher sees it."""
+
+    async def prepare(self, content: TransferContent) -> TransferPlan: ...
+
+    async def open(self, receivers: int) -> ChannelAddress:
+        """Replace the previous sender by a new one and return its address."""
+        ...
+
+    async def send(self, *, read_back: bool) -> Fingerprints:
+        """Send the prepared tensors to every receiver. Returns when all have read them. Raises TransportError."""
+        ...
+
+    async def export_adapters(self, *, resend: bool) -> SentAdapters:
+        """Return the current adapters, or with ``resend`` those of the last publish."""
+        ...
+
+    async def close(self) -> None:
+        """Close the sender. A ``send`` in progress fails immediately."""
+        ...
+
+
+class AdapterSource(Protocol):
+    """The adapters of a learner that trains only adapters."""
+
+    def base_weights(self) -> Iterable[Weight]:
+        """Return the base weights, which do not change."""
+        ...
+
+    def export_files(self) -> AdapterFiles: ...
+
+    def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
+        """Return fingerprints of the adapters as an engine of this data type stores them."""
+        ...
+
+
+class BlockingExporter:
+    """The learner's end of a publish in the sending process. Its methods block."""
+
+    def __init__(
+        self,
+        weights: Callable[[], Iterable[Weight]],
+        make_sender: MakeSender,
+        *,
+        dtype: torch.dtype,
+        keep_snapshot: bool = False,
+        adapters: AdapterSource | None = None,
+        is_sender: bool = True,
+    ) -> None:
+        """``dtype``: the data type of the engines' weights. ``keep_snapshot``: keep a copy of the last publish, for engines that restart
+        after the learner has moved on. ``is_sender`` False: another rank sends; this one only takes part in gathering."""
+        self.make_sender = make_sender
+        self.is_sender = is_sender
+        self.keep_snapshot = keep_snapshot
+        self._weights = weights
+        self._dtype = dtype
+        self._adapters = adapters
+        self._snapshot = WeightSnapshot() if keep_snapshot and adapters is None else None
+        self._prepared = UntiedWeights((), {})
+        self._last_adapters: SentAdapters | None = None
+        self._sender: Sender | None = None
+
+    def prepare(self, content: TransferContent) -> TransferPlan:
+        if content != "last" or self._snapshot is None:
+            self._prepared = self._collect(content)
+        return TransferPlan(self._manifest(), self._prepared.aliases)
+
+    def _collect(self, content: TransferContent) -> UntiedWeights:
+        if content == "base":
+            assert self._adapters is not None
+            return remove_tied(self._adapters.base_weights())
+        found = remove_tied(self._weights())
+        ordered = tuple(move_large_to_middle(found.weights))
+        if self._snapshot is None:
+            return UntiedWeights(ordered, found.aliases)
+        if self.is_sender:
+            return UntiedWeights(tuple(self._snapshot.update(ordered, self._dtype)), found.aliases)
+        _gather_all(ordered)
+        return UntiedWeights((), found.aliases)
+
+    def _manifest(self) -> Manifest:
+        return build_manifest(((weight.name, weight.spec) for weight in self._prepared.weights), self._dtype)
+
+    def open(self, receivers: int) -> ChannelAddress:
+        self.close()
+        self._sender = self.make_sender(receivers)
+        return self._sender.address
+
+    def send(self, *, read_back: bool) -> Fingerprints:
+        outgoing = OutgoingWeights(self._prepared.weights, self._manifest(), read_back=read_back)
+        sender = self._sender
+        try:
+            if sender is None and self.is_sender:  # closed by another thread, since an engine failed before the transfer
+                raise TransportError("the channel was closed before anything was sent")
+            if sender is not None:
+                sender.send(outgoing.manifest, outgoing)
+        finally:  # gathering is collective: finish it on all ranks even if sending failed
+            _gather_all(self._prepared.weights[outgoing.num_gathered :])
+        return Fingerprints(outgoing.sent_fingerprints, outgoing.read_back_fingerprints)
+
+    def export_adapters(self, *, resend: bool) -> SentAdapters:
+        assert self._adapters is not None
+        if self._last_adapters is None or not (resend and self.keep_snapshot):
+            self._last_adapters = SentAdapters(self._adapters.export_files(), self._adapters.fingerprints(self._dtype))
+        return self._last_adapters
+
+    def close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+
+def _gather_all(weights: Sequence[Weight]) -> None:
+    for weight in weights:
+        weight.gather()
+
+
+class LocalExporter:
+    """An ``Exporter`` over the learner of this process. Blocking calls run in a thread."""
+
+    def __init__(self, export: BlockingExporter) -> None:
+        self.export = export
+
+    async def prepare(self, content: TransferContent) -> TransferPlan:
+        return self.export.prepare(content)
+
+    async def open(self, receivers: int) -> ChannelAddress:
+        return await asyncio.to_thread(self.export.open, receivers)
+
+    async def send(self, *, read_back: bool) -> Fingerprints:
+        return await asyncio.to_thread(self.export.send, read_back=read_back)
+
+    async def export_adapters(self, *, resend: bool) -> SentAdapters:
+        return self.export.export_adapters(resend=resend)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.export.close)
+
+
+def make_local_exporter(
+    tensors: Callable[[], NamedTensors],
+    make_sender: MakeSender,
+    *,
+    dtype: torch.dtype,
+    keep_snapshot: bool = False,
+    adapters: AdapterSource | None = None,
+) -> LocalExporter:
+    """Create an exporter for an unsharded model in this process. ``tensors`` returns its weights under canonical names."""
+    return LocalExporter(
+        BlockingExporter(
+            lambda: local_weights(tensors()), make_sender, dtype=dtype, keep_snapshot=keep_snapshot, adapters=adapters
+        )
+    )

@@ -1,0 +1,109 @@
+"""Manifests and their split into buckets, which both sides compute from the same manifest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.weight_sync.base import Manifest, NamedTensors, TensorEntry
+from strop.weight_sync.weight_source import Weight
+
+ALIGNMENT = 256  # bytes: a multiple of cache lines, and what CUDA kernels prefer
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """A tensor and its position in a bucket."""
+
+    entry: TensorEntry
+    offset: int  # in bytes, aligned
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are transferred together."""
+
+    tensors: tuple[BucketEntry, ...]
+    nbytes: int  # in bytes, a multiple of the alignment
+
+
+def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
+    """Return the manifest for sending ``tensors``, which may be meta tensors.
+
+    Floating-point tensors are sent in ``dtype`` (None: their own), others as they are. Raises ValueError for duplicate names.
+    """
+    entries: list[TensorEntry] = []
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"two tensors are called {name}: canonical names must be unique; rename one of them or leave it out")
+        seen.add(name)
+        sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        entries.append(TensorEntry(name, sent, tuple(tensor.shape)))
+    return Manifest(tuple(entries))
+
+
+def move_large_to_middle(weights: Sequence[Weight]) -> list[Weight]:
+    """Return the weights in the order to send them: small first and last buckets, since only one side is busy during those.
+
+    Tensors of more than a tenth of the total size go to the middle. The others keep their order, so an engine's layers complete one by one.
+    """
+    sizes = [weight.spec.numel() * weight.spec.element_size() for weight in weights]
+    limit = sum(sizes) / 10
+    small = [weight for weight, size in zip(weights, sizes, strict=True) if size <= limit]
+    large = [weight for weight, size in zip(weights, sizes, strict=True) if size > limit]
+    middle = len(small) // 2
+    return [*small[:middle], *large, *small[middle:]]
+
+
+def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
+    """Split the manifest, in order, into buckets of at most ``size`` bytes. A larger tensor gets its own bucket; no tensor is split."""
+    if size <= 0:
+        raise ValueError(f"a bucket of {size} bytes holds nothing; the size must be positive")
+    found: list[Bucket] = []
+    current: list[BucketEntry] = []
+    filled = 0
+    for entry in manifest.entries:
+        if current and filled + entry.nbytes > size:
+            found.append(Bucket(tuple(current), filled))
+            current, filled = [], 0
+        current.append(BucketEntry(entry, filled))
+        filled += align_up(entry.nbytes)
+    return (*found, Bucket(tuple(current), filled)) if current else tuple(found)
+
+
+def align_up(size: int) -> int:
+    """Round up to the next multiple of the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def view_in_bucket(memory: Tensor, placed: BucketEntry, start: int = 0) -> Tensor:
+    """Return a view of one tensor of the bucket that begins at byte ``start`` of ``memory`` (flat uint8)."""
+    begin, entry = start + placed.offset, placed.entry
+    return memory[begin : begin + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Return a hash that is the same for equal manifests, in every process."""
+    text = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in manifest.entries)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def match_tensors(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """Yield the manifest's entries with their tensors. Raises ValueError if the tensors do not match the manifest and its order."""
+    given = iter(tensors)
+    for entry in manifest.entries:
+        name, tensor = next(given, ("nothing", None))
+        if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
+            found = name if tensor is None else f"{name} {tuple(tensor.shape)}"
+            raise ValueError(
+                f"the manifest says that {entry.name} {entry.shape} comes next, but {found} came: send the tensors that the manifest was "
+                "built from, in the same order"
+            )
+        yield entry, tensor
+    if (left := next(given, None)) is not None:
+        raise ValueError(f"{left[0]} came after the manifest's last tensor: send the tensors that the manifest was built from")

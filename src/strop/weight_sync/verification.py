@@ -1,0 +1,150 @@
+"""Verification that an engine holds the weights that the learner sent: version, fingerprints and canary (law 4).
+
+Three checks, none of which replaces another:
+
+- Did every byte arrive? Both ends compute the fingerprint of each tensor, as sent and as it arrives.
+- Does the engine compute with it? Its weights are read back from its own layout, under canonical names.
+- Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared. This covers
+  weights that cannot be read back, and everything else (adapters that are not applied, prefix caches of older weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from strop.sampling import Sampling, mix_seed
+from strop.weight_sync.base import CanarySample, LoadReceipt, TensorFingerprint, UpdatableEngine
+from strop.weight_sync.fingerprints import combine_fingerprints
+
+
+class VerificationFailed(RuntimeError):
+    """An engine does not hold the published weights; the message names the tensor, or what else is stale."""
+
+
+@dataclass(frozen=True)
+class VerificationSchedule:
+    """When to run the expensive checks (read-back and canary). What arrived is compared at every publish."""
+
+    mode: Literal["always", "first", "every_n"] = "every_n"
+    every: int = 10
+
+    def is_due(self, publishes: int) -> bool:
+        """Whether the expensive checks are due after ``publishes`` earlier publishes."""
+        return self.mode == "always" or publishes == 0 or (self.mode == "every_n" and publishes % self.every == 0)
+
+
+def verify_version(name: str, receipt: LoadReceipt, version: int) -> None:
+    if receipt.version != version:
+        raise VerificationFailed(
+            f"{name} was sent weights of version {version}, but reports that it holds version {receipt.version}"
+        )
+
+
+def verify_arrival(name: str, sent: Mapping[str, int], receipt: LoadReceipt) -> None:
+    """Raises VerificationFailed unless every process of the engine received every tensor as it was sent."""
+    for tensor, mark in sent.items():
+        arrived = receipt.fingerprints.get(tensor, ())
+        if not arrived:
+            raise VerificationFailed(f"{name} did not load {tensor}, which was sent")
+        for place, found in enumerate(arrived):
+            if found != mark:
+                raise VerificationFailed(
+                    f"{name}: {tensor} did not arrive as it was sent, in its process {place}{_describe_origin(found, sent)}"
+                )
+
+
+@dataclass(frozen=True)
+class ReadBackReport:
+    """How much of a publish was verified by reading it back."""
+
+    verified: int  # number of tensors
+    unread: tuple[str, ...]  # tensors that cannot be read back; verified only by their arrival and the canary
+
+
+def verify_fingerprints(
+    name: str, sent: Mapping[str, int], aliases: Mapping[str, str], held: Mapping[str, tuple[TensorFingerprint, ...]]
+) -> ReadBackReport:
+    """Verify that the weights that the engine computes with are those that were sent.
+
+    ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the names
+    that they were sent under. Raises VerificationFailed.
+    """
+    proven: set[str] = set()
+    for tensor, parts in held.items():
+        source = aliases.get(tensor, tensor)
+        if source not in sent:
+            continue
+        whole = combine_fingerprints({part.region: part.value for part in parts}.values())
+        if not _replicas_agree(parts) or whole != sent[source]:
+            tied = f" (tied to {source})" if source != tensor else ""
+            raise VerificationFailed(
+                f"{name} does not compute with the {tensor}{tied} that was sent{_describe_origin(whole, sent)}: "
+                f"the update did not reach the "
+                "layer, or its processes differ"
+            )
+        proven.add(source)
+    return ReadBackReport(len(proven), tuple(sorted(sent.keys() - proven)))
+
+
+def _replicas_agree(parts: Sequence[TensorFingerprint]) -> bool:
+    """Whether all processes that hold the same region have the same fingerprint."""
+    return len({part.region for part in parts}) == len(set(parts))
+
+
+def _describe_origin(found: int, sent: Mapping[str, int]) -> str:
+    others = [name for name, mark in sent.items() if mark == found]
+    return f"; it has the values of {others[0]}" if others else ""
+
+
+ScoreSamples = Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[Sequence[Tensor]]]
+"""Return the learner's log-probabilities [L] of each sample, given its prompt."""
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    mean: float  # absolute difference of log-probabilities, in nats
+    largest: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A few fixed prompts to compare the log-probabilities of engine and learner on."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    score: ScoreSamples
+    tolerance: float  # maximum mean absolute difference, in nats
+    seed: int = 0
+
+    async def check(self, engine: UpdatableEngine) -> CanaryReport:
+        """Sample every prompt and compare log-probabilities with the learner's. Raises VerificationFailed.
+
+        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights were kept.
+        """
+        answers = []
+        for place, prompt in enumerate(self.prompts):
+            answer = await engine.sample_canary(prompt, sampling=self.sampling, seed=mix_seed(self.seed, place))
+            if answer.cached:
+                raise VerificationFailed(
+                    f"{engine.name} found {answer.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
+                    "computed with older weights"
+                )
+            answers.append(answer)
+        learner = await self.score(self.prompts, answers)
+        differences = torch.cat([(mine - its.logprobs).abs() for mine, its in zip(learner, answers, strict=True)])
+        report = CanaryReport(float(differences.mean()), float(differences.max()), len(differences))
+        if not report.mean <= self.tolerance:
+            raise VerificationFailed(
+                f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats on average "
+                f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): "
+                "the engine does not sample from the policy that is trained. A tensor that cannot be read back may be stale, an "
+                "adapter may not be applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 "
+                "to rule out rounding"
+            )
+        return report

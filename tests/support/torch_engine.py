@@ -1,0 +1,80 @@
+"""An embedded engine without a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.generation.base import Completion
+from strop.generation.torch.model_runner import CachedRunner, ModelRunner
+from strop.generation.torch.torch_engine import TorchEngine
+from strop.models.network import Network
+from strop.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=8))
+    seed: int = 0
+    session: str = ""
+
+
+def make_runner(
+    network: Network,
+    *,
+    slots: int = 4,
+    length: int = 48,
+    prefix_tokens: int = 96,
+    prepack: bool | None = False,
+    cuda_graphs: bool = False,
+) -> CachedRunner:
+    """Build a runner with memory for ``slots`` sequences of ``length`` tokens and ``prefix_tokens`` cached prefix tokens."""
+    from strop.generation.torch.model_runner import infer_cache_shape
+
+    memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
+    return CachedRunner(network, memory_bytes=memory, max_slots=slots, length=length, prepack=prepack, cuda_graphs=cuda_graphs)
+
+
+def make_engine(
+    runner: ModelRunner, tokenizer: Any = None, *, stop_ids: Sequence[int] = (), prefill_tokens: int = 4096
+) -> TorchEngine:
+    """Build an engine that is ready to generate with weights of version 0."""
+    engine = TorchEngine(runner, tokenizer or _EmptyTokenizer(), stop_ids=stop_ids, prefill_tokens=prefill_tokens)
+    engine.resume(0)
+    return engine
+
+
+class _EmptyTokenizer:
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return ""
+
+
+async def generate_all(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Run all requests concurrently. Returns completions in order."""
+    return list(
+        await asyncio.gather(
+            *(
+                engine.generate(request.prompt, sampling=request.sampling, seed=request.seed, session=request.session)
+                for request in requests
+            )
+        )
+    )
+
+
+def run_requests(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Run all requests without an event loop, then close the engine."""
+
+    async def run() -> list[Completion]:
+        try:
+            return await generate_all(engine, requests)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def token_lists(completions: Sequence[Completion]) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]

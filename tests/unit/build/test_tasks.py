@@ -1,0 +1,44 @@
+"""Streams of tasks from environments here and from environments in other processes: the same tasks."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from strop.build.tasks import describe_environments, make_training_tasks, make_validation_tasks
+from strop.config import load_config
+from strop.config.schema.run_config import GrpoRunConfig
+from strop.environments.remote import RemoteEnvironment, connect
+from support.environment_servers import EnvironmentServerThread
+
+
+def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"problem": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(30)))
+    entries = (
+        f'[{{"env_name": "sums", "weight": 1.0, "size": 40}}, '
+        f'{{"env_name": "written", "weight": 2.0, "dataset_name": "{rows}", "split_validation_size": 8}}]'
+    )
+    base = ("policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null", f"data.train={entries}")
+    environments = ("env.sums.type=arithmetic", "env.sums.max_operand=7", "env.written.type=math")
+    config = load_config(None, [*base, *environments], root=GrpoRunConfig).config
+
+    def streams(hosted: dict[str, RemoteEnvironment]) -> list[tuple[str, str, str, str]]:
+        train = make_training_tasks(config.data.train, config.env, seed=3, shuffle=True, max_epochs=1, remote=hosted)
+        held_out = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=3, remote=hosted)
+        assert held_out is not None
+        found = [source.at(index) for source in (train, held_out) for index in range(len(source))]
+        return [(name, task.id, task.question, task.answer) for name, _, task in found]
+
+    made = describe_environments(config.data.train, config.data.validation, config.env, seed=3)
+    assert {alias: (own.name, len(own.sources)) for alias, own in made.items()} == {
+        "sums": ("arithmetic", 1),
+        "written": ("math", 2),
+    }
+    hosts = {alias: EnvironmentServerThread(pickle.loads(pickle.dumps(own))) for alias, own in made.items()}
+    try:
+        hosted = {alias: connect(host.description, [host.transport]) for alias, host in hosts.items()}
+        assert streams(hosted) == streams({})
+    finally:
+        for host in hosts.values():
+            host.close()

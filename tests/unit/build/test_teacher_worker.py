@@ -1,0 +1,237 @@
+"""Teachers in processes of their own, on a cluster whose processes are objects of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
+from strop.algorithms.distillation.topk_distillation import TopKDistillation
+from strop.build.cluster.cluster_run import compute_reserved_cpus
+from strop.build.cluster.column_shards import split_groups
+from strop.build.cluster.ray_backend import make_actor_options
+from strop.build.cluster.teacher_worker import TeacherSpec, TeacherWorker, spawn_teachers
+from strop.build.models import LoadedPolicy, load_training_policy
+from strop.build.scorers import make_learners
+from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
+from strop.config import load_config
+from strop.config.load.errors import ConfigError
+from strop.config.schema.cluster_config import RoleConfig
+from strop.config.schema.run_config import DistillationRunConfig
+from strop.data.packing import pack
+from strop.distributed.base import ActorDied, ActorOptions
+from strop.distributed.placement import DeviceSlot
+from strop.learner.base import ColumnSource
+from strop.sampling import Sampling
+from strop.types import Group
+from support.rollouts import simple_groups
+
+SAMPLING = Sampling(temperature=0.7)
+RAY = "cluster.backend=ray"
+
+
+class FakeRemote:
+    """An object of this process that can be taken away."""
+
+    def __init__(self, name: str, made: Any) -> None:
+        self.name = name
+        self.made = made
+        self.calls: list[int] = []  # groups in each
+        self.dead = False
+
+    def call(self, method: str, *arguments: Any, urgent: bool = False, **named: Any) -> Awaitable[Any]:
+        return self._answer(method, *arguments)
+
+    async def _answer(self, method: str, column: str, batch: Any) -> Any:
+        if self.dead:
+            raise ActorDied(f"{self.name} is gone")
+        self.calls.append(len(batch.group.unique()))
+        return await asyncio.to_thread(getattr(self.made, method), column, batch)  # as in a process: no loop runs there
+
+
+class FakeCluster:
+    """Makes objects here. ``stillborn``: how many of those made from now on are dead."""
+
+    num_nodes = 2
+
+    def __init__(self) -> None:
+        self.remotes: list[FakeRemote] = []
+        self.options: list[ActorOptions] = []
+        self.stillborn = 0
+
+    async def spawn(self, options: ActorOptions, make: Callable[..., Any], *arguments: Any) -> FakeRemote:
+        remote = FakeRemote(options.name, make(*arguments))
+        remote.dead, self.stillborn = self.stillborn > 0, max(0, self.stillborn - 1)
+        self.remotes.append(remote)
+        self.options.append(options)
+        return remote
+
+
+def config_of(model: Path, *overrides: str, name: str = "distillation") -> DistillationRunConfig:
+    base = [f"policy.model_name={model}", "policy.precision=float32", "policy.device=cpu", "distillation.val_period=0"]
+    base += ["data.train.env_name=arithmetic", "env.arithmetic={}", f"teacher.model_name={model}", f"algorithm.name={name}"]
+    found = load_config(None, [*base, "distillation.topk_logits_k=5", *overrides], root=DistillationRunConfig).config
+    assert isinstance(found, DistillationRunConfig)
+    return found
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_folder: Path) -> LoadedPolicy:
+    return load_training_policy(config_of(tiny_model_folder).policy)
+
+
+def groups_of_size(count: int) -> list[Group]:
+    return simple_groups(*((3 + place, (4, 2 + place)) for place in range(count)))
+
+
+def algorithm_of(config: DistillationRunConfig) -> Algorithm:
+    return Distillation() if config.algorithm.name == "distillation" else TopKDistillation()
+
+
+def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: list[Group]) -> Mapping[str, Tensor]:
+    algorithm = algorithm_of(config)
+    learners = make_learners(config, policy, algorithm, SAMPLING, None)
+    (source,) = make_teachers(config, policy, algorithm, SAMPLING, learners).values()
+    return asyncio.run(source.columns(pack(groups, algorithm), groups))
+
+
+async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> ColumnSource:
+    wanted = find_teacher_columns(config, algorithm_of(config))
+    described = [
+        TeacherSpec(key=key, config=config, student=get_student_info(policy), columns=wanted, sampling=SAMPLING)
+        for key in named_teachers(config)
+    ]
+    options = {
+        key: [ActorOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
+        for key, teacher in named_teachers(config).items()
+    }
+    (column,) = wanted
+    made = await spawn_teachers(cluster, described, options)
+    return combine_teachers({key: sources[column] for key, sources in made.items()}, config)
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.allclose(found[name], wanted[name], atol=1e-5) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["distillation", "topk_distillation"])
+@pytest.mark.parametrize(("hosts", "groups", "calls"), [(1, 3, [[3]]), (2, 3, [[1], [2]]), (3, 2, [[], [1], [1]])])
+def test_processes_fill_what_one_process_fills_each_for_its_share(
+    name: str, hosts: int, groups: int, calls: list[list[int]], tiny_model_folder: Path, policy: LoadedPolicy
+) -> None:
+    config, cluster = config_of(tiny_model_folder, RAY, f"teacher.hosts={hosts}", name=name), FakeCluster()
+    some = groups_of_size(groups)
+
+    async def run() -> Mapping[str, Tensor]:
+        source = await hosted(config, policy, cluster)
+        return await source.columns(pack(some, algorithm_of(config)), some)
+
+    assert same(asyncio.run(run()), filled_here(config, policy, some))
+    assert [remote.calls for remote in cluster.remotes] == calls
+
+
+def test_several_hosted_teachers_are_mixed_as_in_one_process(tiny_model_folder: Path, policy: LoadedPolicy) -> None:
+    more = [f"teachers.second.model_name={tiny_model_folder}", "teachers.second.hosts=2", "teachers.second.weight=3"]
+    config, cluster = config_of(tiny_model_folder, RAY, "teacher.hosts=1", *more), FakeCluster()
+    some = groups_of_size(3)
+
+    async def run() -> Mapping[str, Tensor]:
+        source = await hosted(config, policy, cluster)
+        return await source.columns(pack(some, Distillation()), some)
+
+    assert same(asyncio.run(run()), filled_here(config, policy, some))
+    assert sorted(remote.name for remote in cluster.remotes) == ["teacher-0", "teachers.second-0", "teachers.second-1"]
+
+
+@pytest.mark.parametrize("stillborn", [0, 1])
+def test_a_process_that_died_is_replaced_and_asked_again_once(
+    stillborn: int, tiny_model_folder: Path, policy: LoadedPolicy
+) -> None:
+    config, cluster = config_of(tiny_model_folder, RAY, "teacher.hosts=2"), FakeCluster()
+    some = groups_of_size(4)
+
+    async def run() -> Mapping[str, Tensor]:
+        source = await hosted(config, policy, cluster)
+        cluster.remotes[1].dead = True
+        cluster.stillborn = stillborn
+        return await source.columns(pack(some, Distillation()), some)
+
+    if stillborn:
+        with pytest.raises(ActorDied, match="teacher-1 is gone"):
+            asyncio.run(run())
+        return
+    assert same(asyncio.run(run()), filled_here(config, policy, some))
+    assert [(remote.name, remote.calls) for remote in cluster.remotes] == [
+        ("teacher-0", [2]),
+        ("teacher-1", []),
+        ("teacher-1", [2]),
+    ]
+
+
+def test_a_hosted_teacher_with_other_tokens_is_refused_when_it_is_made(
+    tiny_model_folder: Path, policy: LoadedPolicy, tmp_path: Path
+) -> None:
+    from loop.tiny import build_tiny
+
+    config = config_of(tiny_model_folder, RAY, "teacher.hosts=1", f"teacher.model_name={build_tiny(tmp_path / 'other')}")
+    with pytest.raises(ValueError, match="choose a teacher of the student's family"):
+        asyncio.run(hosted(config, policy, FakeCluster()))
+
+
+def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path, policy: LoadedPolicy) -> None:
+    config = config_of(tiny_model_folder, RAY, "teacher.hosts=1")
+    columns = frozenset({TEACHER_LOGPROBS})
+    host = TeacherWorker(
+        TeacherSpec(key="teacher", config=config, student=get_student_info(policy), columns=columns, sampling=SAMPLING)
+    )
+    batch = pack(groups_of_size(2), Distillation())
+    found = host.fill(TEACHER_LOGPROBS, batch)
+    assert set(found) == {TEACHER_LOGPROBS} and found[TEACHER_LOGPROBS].shape == batch.target.shape
+
+
+@given(groups=st.integers(0, 40), of=st.integers(1, 12))
+def test_shares_are_contiguous_even_and_leave_no_group_out(groups: int, of: int) -> None:
+    shares = [split_groups(groups, place, of) for place in range(of)]
+    assert [number for share in shares for number in range(share.start, share.stop)] == list(range(groups))
+    sizes = [share.stop - share.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+# --- what is asked for -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["teacher.hosts=1"], "teacher.hosts: found 1, but teacher processes are Ray actors.*cluster.backend=ray"),
+        (["teachers.second.model_name=x", "teachers.second.hosts=2"], "teachers.second.hosts: found 2"),
+        ([RAY, "teacher.hosts=1", "teacher.model_name=self", "teacher.demonstration=x"], "teacher.hosts: .*model_name is self"),
+        ([RAY, "cluster.roles.learner.num_gpus=1"], "cluster.roles.learner.num_gpus: found 1"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(overrides: list[str], message: str, tiny_model_folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(tiny_model_folder, *overrides)
+    assert re.search(message, str(caught.value).replace("\n", " ")), str(caught.value)
+
+
+def test_a_process_with_gpus_of_its_own_is_on_whichever_node_has_them() -> None:
+    place, role = DeviceSlot(1, ()), RoleConfig(num_cpus=2)
+    near, far = (make_actor_options("teacher-0", place, role, {}, gpus=gpus) for gpus in (0.0, 0.5))
+    assert (near.node, near.num_gpus) == (1, 0.0) and (far.node, far.num_gpus) == (None, 0.5)
+
+
+def test_what_hosts_reserve_is_reserved_with_the_nodes(tiny_model_folder: Path) -> None:
+    asked = ["teacher.hosts=3", "cluster.roles.teacher.num_cpus=2", "cluster.num_nodes=2", "cluster.environment_hosts=1"]
+    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked)) == 4.0  # two of three on one node
+    assert compute_reserved_cpus(config_of(tiny_model_folder, *asked, "cluster.roles.environment.num_cpus=0.5")) == 4.5

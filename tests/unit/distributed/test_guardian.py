@@ -1,0 +1,59 @@
+"""What was started with a cluster's mark ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.distributed.guardian import MARK_VARIABLE, Guardian
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to find processes in")
+
+STARTS_ONE = """
+import subprocess, sys, time
+from strop.distributed.guardian import Guardian
+guardian = Guardian()
+with guardian.marking():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_closing_ends_what_was_started_with_the_mark_and_nothing_else() -> None:
+    asleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    guardian = Guardian()
+    with guardian.mark_children():
+        marked = subprocess.Popen(asleep)
+    other = subprocess.Popen(asleep)
+    assert MARK_VARIABLE not in os.environ
+    guardian.close()
+    assert marked.wait(10) == -signal.SIGKILL
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_a_driver_that_is_killed_leaves_nothing_that_had_the_mark() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    child = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    deadline = time.monotonic() + 10
+    while _lives(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

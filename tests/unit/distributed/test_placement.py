@@ -1,0 +1,96 @@
+"""Which nodes a run takes, and which devices train and generate."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.distributed.placement import DeviceSlot, Node, PlacementError, choose_nodes, find_domain, plan_devices
+
+
+def nodes(*domains: str, gpus: int = 8) -> list[Node]:
+    return [Node(id=f"n{n}", address=f"10.0.0.{n}", cpus=8, gpus=gpus, domain=domain) for n, domain in enumerate(domains)]
+
+
+def test_nodes_of_the_largest_domain_come_first_and_together() -> None:
+    chosen = choose_nodes(nodes("a", "b", "a", "b", "b"), 4, 8, on_cpu=False)
+    assert [node.domain for node in chosen] == ["b", "b", "b", "a"]
+
+
+def test_each_segment_lies_in_one_domain() -> None:
+    chosen = choose_nodes(nodes("a", "b", "a", "b", "b"), 4, 8, on_cpu=False, segment=2)
+    assert [node.domain for node in chosen] == ["b", "b", "a", "a"]
+    with pytest.raises(PlacementError, match="3 segments of that many nodes in one NVLink domain"):
+        choose_nodes(nodes("a", "b", "a", "b", "b", "c"), 6, 8, on_cpu=False, segment=2)
+    with pytest.raises(PlacementError, match="does not divide"):
+        choose_nodes(nodes("a", "a", "a"), 3, 8, on_cpu=False, segment=2)
+
+
+def test_nodes_with_too_few_gpus_are_passed_over_and_named() -> None:
+    mixed = [*nodes("", ""), *nodes("", gpus=2)]
+    assert len(choose_nodes(mixed, 2, 8, on_cpu=False)) == 2
+    with pytest.raises(PlacementError, match=r"10\.0\.0\.0 \(2 GPUs"):
+        choose_nodes(mixed, 3, 8, on_cpu=False)
+    assert len(choose_nodes(mixed, 3, 8, on_cpu=True)) == 3
+
+
+def test_a_node_s_domain_is_in_its_labels() -> None:
+    assert find_domain({"strop.nvlink-domain": "rack 3", "ray.io/gpu-domain": "other"}) == "rack 3"
+    assert find_domain({"ray.io/node-id": "x"}) == ""
+
+
+@given(
+    count=st.integers(1, 4),
+    devices=st.integers(1, 8),
+    size=st.sampled_from([1, 2, 4]),
+    engines=st.none() | st.integers(1, 4),
+    colocated=st.booleans(),
+    engine_devices=st.none() | st.integers(1, 8),
+    engine_nodes=st.none() | st.integers(1, 3),
+)
+def test_no_device_is_given_twice_and_no_engine_spans_nodes(
+    count: int,
+    devices: int,
+    size: int,
+    engines: int | None,
+    colocated: bool,
+    engine_devices: int | None,
+    engine_nodes: int | None,
+) -> None:
+    try:
+        found = plan_devices(
+            count,
+            devices,
+            engine_size=size,
+            engines=engines,
+            colocated=colocated,
+            engine_devices=engine_devices,
+            engine_nodes=engine_nodes,
+        )
+    except PlacementError as error:
+        assert len(str(error)) > 40
+        return
+    training = [(place.node, place.devices[0]) for place in found.training]
+    generating = [(place.node, device) for place in found.generation for device in place.devices]
+    assert len(set(training)) == len(training) > 0 and len(set(generating)) == len(generating)
+    assert all(len(place.devices) == size for place in found.generation)
+    assert all(node < count and device < devices for node, device in (*training, *generating))
+    assert training == sorted(training), "ranks next to each other are near each other"
+    if colocated:
+        assert len(training) == count * devices
+    else:
+        assert not found.colocated and not set(training) & set(generating)
+    if engines is not None:
+        assert len(found.generation) == engines
+
+
+def test_generation_apart_takes_the_last_nodes_or_the_last_devices() -> None:
+    whole = plan_devices(3, 2, engine_size=2, engines=None, colocated=False, engine_nodes=1)
+    assert {place.node for place in whole.training} == {0, 1} and whole.generation == (DeviceSlot(2, (0, 1)),)
+    part = plan_devices(1, 4, engine_size=1, engines=1, colocated=False, engine_devices=1)
+    assert len(part.training) == 3 and part.generation == (DeviceSlot(0, (3,)),)
+
+
+def test_a_run_without_engines_trains_on_every_device() -> None:
+    assert plan_devices(2, 2, engine_size=1, engines=0, colocated=True).generation == ()

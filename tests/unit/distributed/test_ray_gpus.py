@@ -1,0 +1,59 @@
+"""Processes with GPUs besides those of the run, on a node that says it has two (nothing here computes on them)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.unit.cluster.things import Thing
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
+
+from strop.distributed.base import ActorOptions
+from strop.distributed.placement import PlacementError
+from strop.distributed.ray import ClusterOptions, connect
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.fixture
+def two_gpus() -> Iterator[str]:
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(two_gpus: str) -> None:
+    async def run() -> list[str]:
+        options = ClusterOptions(num_nodes=1, devices_per_node=1, on_cpu=False, address=two_gpus, wait_seconds=20)
+        cluster = await connect(options)
+        try:
+            own = await cluster.spawn(ActorOptions(name="learner-0", node=0, devices=(0,)), Thing, 1)
+            sees_none = await cluster.spawn(ActorOptions(name="environment-0", node=0), Thing, 1)
+            halves = [await cluster.spawn(ActorOptions(name=f"teacher-{n}", num_gpus=0.5), Thing, n) for n in range(2)]
+            seen = [await each.call("environment", VARIABLE) for each in (own, sees_none, *halves)]
+            cluster.options = replace(options, wait_seconds=2)
+            for start in (cluster.spawn, in_thread(cluster.spawn_sync)):
+                with pytest.raises(PlacementError, match=r"teacher-9 needs 1 GPUs besides .*cluster.wait_seconds"):
+                    await start(ActorOptions(name="teacher-9", num_gpus=1.0), Thing, 9)
+            return seen
+        finally:
+            await cluster.close()
+
+    own, nothing, first, second = asyncio.run(run())
+    assert nothing == "" and {own, first} == {"0", "1"} and first == second
+
+
+def in_thread(call):
+    async def started(*arguments):
+        return await asyncio.to_thread(call, *arguments)
+
+    return started

@@ -1,0 +1,393 @@
+"""Environments in other processes: rollouts are what they are with the environment here, and a death costs what was open there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.fakes import FakeGenerator, Request
+from loop.tiny import tiny_tokenizer
+from strop.data.sources.errors import DataError
+from strop.data.sources.source import DataSource
+from strop.environments.base import EnvironmentConfigError
+from strop.environments.mixture import Component, Mixture
+from strop.environments.registry import make_environment
+from strop.environments.remote import (
+    EnvironmentDescription,
+    EnvironmentServer,
+    EnvironmentServerDied,
+    RemoteEnvironment,
+    SessionLost,
+    connect,
+)
+from strop.models.chat_template import ChatTemplate
+from strop.rollouts.episode import EpisodeRules, run_group
+from strop.sampling import Sampling
+from strop.trainer.evaluation import Evaluator
+from strop.types import Group, Rollout
+from support.environment_servers import EnvironmentServerProcess, EnvironmentServerThread
+
+TOKENIZER = tiny_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER)
+DATA = DataSource(size=70)
+
+NOTES = '''
+import os
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from strop.environments.base import Environment, GeneratedTasks, reward
+from strop.types import Task, user
+
+notebook = ContextVar("notebook")
+
+class OddTask(Exception):
+    pass
+
+@dataclass(frozen=True, kw_only=True)
+class PageTask(Task):
+    secret: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class Notes(Environment[PageTask]):
+    """Everything the policy writes goes into a notebook that lives as long as the episode."""
+
+    pages: int = 3
+    fails: str = ""
+    log: str = ""
+
+    def _visit(self, what):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(what + "\\n")
+        if what == self.fails:
+            raise OddTask(what + " lost its notes")
+
+    def tasks(self, data):
+        def make(index):
+            if index == 13:
+                raise OddTask("no task 13")
+            return PageTask(id=str(index), question=f"note {index}?", answer="a", secret=index)
+        return GeneratedTasks(data.size, make)
+
+    def prompt(self, task):
+        notebook.get().append(f"prompt {task.secret}")
+        return (user(f"{task.question}"),)
+
+    @asynccontextmanager
+    async def session(self, task):
+        self._visit("open")
+        token = notebook.set([])
+        try:
+            yield
+            self._visit("fine")
+        except Exception as error:
+            self._visit(f"told {error}")
+            raise
+        finally:
+            notebook.reset(token)
+            self._visit("close")
+
+    async def respond(self, task, rollout):
+        self._visit("respond")
+        notebook.get().append(rollout.text)
+        return None if len(notebook.get()) > self.pages else (user("next"),)
+
+    @reward(weight=0.5)
+    def pages_written(self, task, rollout):
+        self._visit("reward")
+        assert isinstance(rollout.task, PageTask) and rollout.task is task
+        return len(notebook.get())
+
+    @reward(accuracy=True)
+    async def different(self, task, rollout):
+        return len(set(notebook.get())) > 2
+
+    def answer_key(self, task, rollout):
+        return rollout.text or None
+'''
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> str:
+    (tmp_path / "notes.py").write_text(NOTES)
+    return f"{tmp_path / 'notes.py'}:Notes"
+
+
+@pytest.fixture
+def threads() -> Iterator[list[EnvironmentServerThread]]:
+    """Whoever starts one puts it here."""
+    started: list[EnvironmentServerThread] = []
+    yield started
+    for thread in started:
+        thread.close()
+
+
+def description(name: str, data: tuple[DataSource, ...] = (DATA,), **options: Any) -> EnvironmentDescription:
+    return EnvironmentDescription(alias="mine", name=name, options=options, sources=data)
+
+
+def remote(threads: list[EnvironmentServerThread], name: str, count: int = 1, **options: Any) -> RemoteEnvironment:
+    threads += [EnvironmentServerThread(description(name, **options)) for _ in range(count)]
+    return connect(threads[0].description, [thread.transport for thread in threads])
+
+
+def letters() -> FakeGenerator:
+    return FakeGenerator(TOKENIZER, latency=lambda seed: (seed % 7) / 1000)
+
+
+async def group_of(environment: Any, task: Any, *, samples: int = 4, turns: int = 8) -> Group:
+    return await run_group(
+        task if isinstance(task, int) else 0,
+        "mine",
+        environment,
+        environment.tasks(DATA)[task] if isinstance(task, int) else task,
+        samples=samples,
+        generator=letters(),
+        template=TEMPLATE,
+        sampling=Sampling(max_new_tokens=6),
+        rules=EpisodeRules(max_turns=turns, max_length=400),
+        seed=5,
+    )
+
+
+def seen(group: Group) -> list[tuple[Any, ...]]:
+    return [
+        (own.task.id, own.messages, own.tokens().tolist(), own.ending, own.reward, dict(own.rewards), own.error)
+        for own in group.rollouts
+    ]
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_rollouts_are_those_of_the_environment_in_this_process(
+    notes: str, threads: list[EnvironmentServerThread], hosts: int
+) -> None:
+    """Many episodes at once, each with a notebook of its own, over one host or several."""
+    here, there = make_environment(notes, {"pages": 3}), remote(threads, notes, hosts, pages=3)
+
+    async def all_of(environment: Any) -> list[Group]:
+        return list(await asyncio.gather(*(group_of(environment, place) for place in range(5))))
+
+    wanted, found = asyncio.run(all_of(here)), asyncio.run(all_of(there))
+    assert [seen(group) for group in found] == [seen(group) for group in wanted]
+    assert all(rollout.rewards["pages_written"] == 4 and rollout.error is None for group in found for rollout in group.rollouts)
+    assert there.title == "Notes" and there.reward_names == ("pages_written", "different")
+    for thread in threads:
+        assert thread.calls.count("open") == thread.calls.count("close") > 0
+
+
+@pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])
+def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[EnvironmentServerThread], fails: str) -> None:
+    here, there = make_environment(notes, {"fails": fails}), remote(threads, notes, fails=fails)
+    wanted, found = asyncio.run(group_of(here, 2, samples=2)), asyncio.run(group_of(there, 2, samples=2))
+    assert seen(found) == seen(wanted)
+    assert all("lost its notes" in error for error in found.errors) and len(found.errors) == 2
+
+
+def test_a_session_is_told_why_its_episode_failed_elsewhere(
+    notes: str, threads: list[EnvironmentServerThread], tmp_path: Path
+) -> None:
+    there = remote(threads, notes, log=str(tmp_path / "log"))
+
+    class Broken:
+        version = 0
+
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            raise OSError("no engine")
+
+    async def work() -> Rollout:
+        group = await run_group(
+            0,
+            "mine",
+            there,
+            there.tasks(DATA)[0],
+            samples=1,
+            generator=Broken(),  # type: ignore[arg-type]
+            template=TEMPLATE,
+            sampling=Sampling(),
+            rules=EpisodeRules(),
+            seed=0,
+        )
+        return group.rollouts[0]
+
+    rollout = asyncio.run(work())
+    assert rollout.error == "OSError: no engine"
+    assert (tmp_path / "log").read_text().split("\n")[:3] == ["open", "told OSError: no engine", "close"]
+
+
+def test_tasks_come_in_blocks_and_one_that_cannot_be_made_fails_alone(notes: str, threads: list[EnvironmentServerThread]) -> None:
+    tasks = remote(threads, notes).tasks(DATA)
+    assert len(tasks) == 70 and [task.question for task in tasks[10:13]] == ["note 10?", "note 11?", "note 12?"]
+    assert tasks[-1].id == "69" and threads[0].calls.count("tasks") == 2
+    with pytest.raises(Exception, match="no task 13") as raised:
+        tasks[13]
+    assert type(raised.value).__name__ == "OddTask" and "in the environment's process" in raised.value.__notes__[0]
+    with pytest.raises(IndexError):
+        tasks[70]
+
+
+def test_evaluation_and_mixtures_take_it_for_an_environment(notes: str, threads: list[EnvironmentServerThread]) -> None:
+    def evaluated(environment: Any) -> dict[str, float]:
+        data = DataSource(size=4)
+        mixture = Mixture((Component("mine", environment, environment.tasks(data)),), shuffle=False)
+        evaluator = Evaluator(
+            source=mixture,
+            size=4,
+            samples=2,
+            generator=letters(),
+            template=TEMPLATE,
+            sampling=Sampling(max_new_tokens=6),
+            rules=EpisodeRules(max_turns=4, max_length=300),
+            seed=1,
+        )
+        found = asyncio.run(evaluator.evaluate(0))
+        return {name: value for name, value in found.items() if "seconds" not in name}
+
+    threads.append(EnvironmentServerThread(description(notes, (DATA, DataSource(size=4)))))
+    there = connect(threads[0].description, [threads[0].transport])
+    assert evaluated(there) == evaluated(make_environment(notes))
+    assert "cons@2" in str(evaluated(there))
+    assert there.answer_key(there.tasks(DATA)[0], asyncio.run(group_of(there, 0)).rollouts[0]) is not None
+
+
+def test_what_an_environment_does_not_do_is_not_asked(threads: list[EnvironmentServerThread]) -> None:
+    """A single turn without session or votes: a prompt and a score."""
+    there = remote(threads, "arithmetic", max_operand=3)
+    before = len(threads[0].calls)
+    group = asyncio.run(group_of(there, 0, samples=2, turns=1))
+    calls = [call for call in threads[0].calls[before:] if call not in ("task_count", "tasks")]
+    assert group.errors == () and sorted(calls) == ["prompt", "prompt", "score", "score"]
+
+
+@pytest.mark.parametrize("method", ["prompt", "score", "task_count", "tasks"])
+def test_a_call_outside_of_a_session_is_made_again_where_the_host_died(
+    threads: list[EnvironmentServerThread], method: Any
+) -> None:
+    there = remote(threads, "arithmetic", max_operand=3)
+    threads[0].deaths.append(method)
+    wanted = asyncio.run(group_of(make_environment("arithmetic", {"max_operand": 3}), 4))
+    assert seen(asyncio.run(group_of(there, 4))) == seen(wanted) and threads[0].num_servers == 2
+
+
+def test_a_host_that_dies_again_at_once_is_an_error_of_the_rollout(threads: list[EnvironmentServerThread]) -> None:
+    there = remote(threads, "arithmetic", max_operand=3)
+    threads[0].deaths += ["score", "score"]
+    group = asyncio.run(group_of(there, 4, samples=1))
+    assert group.errors == ("EnvironmentServerDied: the server died in score",)
+
+
+@pytest.mark.parametrize("method", ["prompt", "respond", "score"])
+def test_a_session_that_was_open_is_lost_with_its_host_and_the_rollout_says_so(
+    notes: str, threads: list[EnvironmentServerThread], method: Any
+) -> None:
+    """The episodes beside it were in the same process: each says so, whether its own call failed or its session is unknown now."""
+    there = remote(threads, notes)
+    task = there.tasks(DATA)[3]
+    threads[0].deaths.append(method)
+    group = asyncio.run(group_of(there, task, samples=3))
+    assert any("died during an episode's session" in error for error in group.errors)
+    assert group.errors and all(error.startswith("SessionLost: ") for error in group.errors)
+    assert asyncio.run(group_of(there, task)).errors == ()
+
+
+def test_a_host_that_dies_as_a_session_is_closed_costs_nothing(notes: str, threads: list[EnvironmentServerThread]) -> None:
+    there = remote(threads, notes)
+    task = there.tasks(DATA)[3]
+    threads[0].deaths.append("close")
+    group = asyncio.run(group_of(there, task, samples=1))
+    assert group.errors == () and group.rollouts[0].rewards["pages_written"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"pagse": 3}, EnvironmentConfigError, r"env\.mine: .*no option 'pagse'"),
+        ({"pages": "many"}, EnvironmentConfigError, "the option pages"),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_said_here(
+    notes: str, threads: list[EnvironmentServerThread], changes: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        remote(threads, notes, **changes)
+
+
+def test_what_is_wrong_with_the_data_is_said_here(threads: list[EnvironmentServerThread]) -> None:
+    threads.append(EnvironmentServerThread(description("math", (DataSource(dataset_name="nowhere.jsonl"),))))
+    there = connect(threads[0].description, [threads[0].transport])
+    with pytest.raises(DataError, match="nowhere"):
+        there.tasks(DataSource(dataset_name="nowhere.jsonl"))
+    with pytest.raises(EnvironmentConfigError, match="was created without the data source"):
+        there.tasks(DataSource(size=1))
+
+
+def test_a_closed_or_foreign_session_is_unknown(notes: str) -> None:
+    async def work() -> None:
+        host = EnvironmentServer(description(notes))
+        (reply,) = await host.tasks(0, [1])
+        session = await host.open(0, 1)
+        await host.prompt(reply.value, session)
+        await host.close(session)
+        await host.close(session)  # nothing to close is no fault
+        with pytest.raises(SessionLost, match="has no session"):
+            await host.prompt(reply.value, session)
+        await host.open(0, 2)
+        await host.close_all()
+
+    asyncio.run(work())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_another_process_that_is_killed_in_the_middle_is_replaced(notes: str) -> None:
+    """The episode that was in it is lost, with an error on its rollouts, and the next one is not."""
+    process = EnvironmentServerProcess(description(notes))
+    try:
+        there = connect(process.description, [process.transport])
+        wanted = asyncio.run(group_of(make_environment(notes), 3))
+        assert seen(asyncio.run(group_of(there, 3))) == seen(wanted)
+        asked: list[Request] = []
+        generator = letters()
+
+        def kills(request: Request) -> tuple[list[int], bool]:
+            asked.append(request)
+            if len(asked) == 2:
+                os.kill(process.process.pid, signal.SIGKILL)
+                process.process.join(10)
+            return generator._letters(request)
+
+        async def work() -> Group:
+            return await run_group(
+                0,
+                "mine",
+                there,
+                there.tasks(DATA)[3],
+                samples=1,
+                generator=FakeGenerator(TOKENIZER, kills),
+                template=TEMPLATE,
+                sampling=Sampling(max_new_tokens=6),
+                rules=EpisodeRules(max_turns=8, max_length=400),
+                seed=5,
+            )
+
+        (error,) = asyncio.run(work()).errors
+        assert error.startswith("SessionLost: ")
+        assert seen(asyncio.run(group_of(there, 3))) == seen(wanted) and process.starts == 2
+    finally:
+        process.close()
+
+
+def test_it_is_an_error_with_a_name_when_a_host_is_gone_for_good() -> None:
+    def gone(*_: Any) -> Any:
+        raise EnvironmentServerDied("process 7 is gone")
+
+    from strop.environments.remote import Transport
+
+    with pytest.raises(EnvironmentServerDied, match="process 7"):
+        connect(description("arithmetic"), [Transport(gone, gone)])

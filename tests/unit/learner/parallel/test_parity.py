@@ -1,0 +1,123 @@
+"""One gradient: the same training in one process and on many ranks gives the same numbers.
+
+Three optimizer steps each, then a measure and a score. In float64 what is left is the order of additions: measured 1e-14 relative and,
+where a model amplifies it, 3e-11. Outputs are handed over in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import run_on_ranks
+
+from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.sampling import Sampling
+from support.parity import FEW, MANY, Case, Differences, compare, make_batch, train, train_on_rank
+from support.sweep import sweep
+
+pytestmark = pytest.mark.slow
+
+EXACT = Differences(loss=1e-10, norm=1e-10, outputs=1e-6, weights=1e-10, metrics=1e-9)
+FLOAT32 = Differences(loss=2e-5, norm=1e-5, outputs=1e-5, weights=1e-5, metrics=1e-5)
+# As between two cuts in one process; metrics may count a token more or less among those that are clipped.
+BFLOAT16 = Differences(loss=3e-2, norm=3e-2, outputs=3e-2, weights=1e-2, metrics=1.0)
+
+BF16: dict[str, Any] = {"dtype": torch.float32, "weights_dtype": torch.bfloat16, "precision": torch.bfloat16, "rate": 1e-3}
+CASES: dict[str, Case] = {
+    "fsdp 2": Case(sizes=ParallelDims(shard=2)),
+    "fsdp 2, checkpointing, few groups": Case(sizes=ParallelDims(shard=2), shapes=FEW, checkpointing=True),
+    "fsdp 2, tied, sequence ratios": Case(sizes=ParallelDims(shard=2), family="qwen2", algorithm="gspo"),
+    "fsdp 2, experts": Case(sizes=ParallelDims(shard=2), family="qwen3_moe"),
+    "fsdp 2, padded rows": Case(sizes=ParallelDims(shard=2), packed=False),
+    "fsdp 2, sft": Case(sizes=ParallelDims(shard=2), algorithm="sft"),
+    "fsdp 2, dpo": Case(sizes=ParallelDims(shard=2), algorithm="dpo"),
+    "fsdp 2, lora": Case(sizes=ParallelDims(shard=2), lora=True, rate=1e-3),
+    "fsdp 2, critic": Case(sizes=ParallelDims(shard=2), value=True),
+    "fsdp 2, critic on the policy": Case(sizes=ParallelDims(shard=2), head=True),
+    "fsdp 2, loaded once, tied": Case(sizes=ParallelDims(shard=2), family="qwen2", rank_zero_loading=True),
+    "fsdp 2, loaded once, lora": Case(sizes=ParallelDims(shard=2), lora=True, rank_zero_loading=True, rate=1e-3),
+    "copies 2": Case(sizes=ParallelDims(replicate=2)),
+    "context 2": Case(sizes=ParallelDims(context=2)),
+    "context 2, window": Case(sizes=ParallelDims(context=2), family="mistral"),
+    "context 2, checkpointing, few groups": Case(sizes=ParallelDims(context=2), shapes=FEW, checkpointing=True),
+    "context 2, critic": Case(sizes=ParallelDims(context=2), value=True),
+    "context 2, critic on the policy": Case(sizes=ParallelDims(context=2), head=True),
+    "context 2, filters": Case(sizes=ParallelDims(context=2), sampling=Sampling(temperature=1.3, top_k=200, top_p=0.99)),
+    "context 2, tied, lora": Case(sizes=ParallelDims(context=2), family="qwen2", lora=True),
+    "fsdp 4": Case(sizes=ParallelDims(shard=4)),
+    "fsdp 4, few groups": Case(sizes=ParallelDims(shard=4), shapes=FEW),
+    "fsdp 4, fewer pairs than ranks": Case(sizes=ParallelDims(shard=4), shapes=MANY[:3], algorithm="dpo"),
+    "fsdp 4, critic": Case(sizes=ParallelDims(shard=4), value=True),
+    "hsdp 2 x 2, checkpointing": Case(sizes=ParallelDims(replicate=2, shard=2), checkpointing=True),
+    "fsdp 2, context 2": Case(sizes=ParallelDims(shard=2, context=2), algorithm="gspo"),
+    "fsdp 2, context 2, tied, checkpointing": Case(sizes=ParallelDims(shard=2, context=2), family="qwen2", checkpointing=True),
+    "context 4, repeated keys": Case(sizes=ParallelDims(context=4), family="qwen3"),
+    "context 2, tensor 2, tied, checkpointing": Case(
+        sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen2", checkpointing=True
+    ),
+    "fsdp 2, tensor 2, experts 4, loaded once": Case(
+        sizes=ParallelDims(shard=2, tensor=2, expert=4), family="qwen3_moe", rank_zero_loading=True
+    ),
+}
+COARSE: dict[str, tuple[Case, Differences]] = {
+    "fsdp 2, float32": (Case(sizes=ParallelDims(shard=2), dtype=torch.float32), FLOAT32),
+    "context 2, softcap, float32": (Case(sizes=ParallelDims(context=2), family="gemma2", dtype=torch.float32), FLOAT32),
+    "fsdp 2, autocast": (
+        Case(sizes=ParallelDims(shard=2), dtype=torch.float32, precision=torch.bfloat16, rate=1e-3),
+        BFLOAT16,
+    ),
+    "fsdp 2, bfloat16 weights": (Case(sizes=ParallelDims(shard=2), **BF16), BFLOAT16),
+    "fsdp 2, bfloat16 weights, loaded once": (Case(sizes=ParallelDims(shard=2), rank_zero_loading=True, **BF16), BFLOAT16),
+    "fsdp 2, lora on bfloat16": (Case(sizes=ParallelDims(shard=2), lora=True, steps=1, **BF16), BFLOAT16),
+}
+BOUNDS = {**{name: (case, EXACT) for name, case in CASES.items()}, **COARSE}
+
+
+KEPT = (  # each way of dividing, each kind of model and of loss at least once
+    "fsdp 2, tied, sequence ratios",
+    "fsdp 2, experts",
+    "fsdp 2, padded rows",
+    "fsdp 2, sft",
+    "fsdp 2, dpo",
+    "fsdp 2, lora",
+    "fsdp 2, critic",
+    "fsdp 2, loaded once, tied",
+    "copies 2",
+    "context 2, window",
+    "context 2, critic on the policy",
+    "context 2, filters",
+    "fsdp 4, fewer pairs than ranks",
+    "hsdp 2 x 2, checkpointing",
+    "fsdp 2, context 2, tied, checkpointing",
+    "context 2, tensor 2, tied, checkpointing",
+    "fsdp 2, tensor 2, experts 4, loaded once",
+    "fsdp 2, float32",
+    "fsdp 2, bfloat16 weights, loaded once",
+    "fsdp 2, lora on bfloat16",
+)
+
+
+@cache
+def on_all(world: int, kept: bool) -> Callable[[str], Differences]:
+    """All cases of so many ranks that are kept for `make test`, or all others, in one start of them."""
+    names = [name for name, (case, _) in BOUNDS.items() if case.sizes.world_size == world and (name in KEPT) == kept]
+    cases = {name: (BOUNDS[name][0], make_batch(BOUNDS[name][0])) for name in names}
+    ranks = run_on_ranks(world, train_on_rank, cases)
+
+    def differences(name: str) -> Differences:
+        case, batch = cases[name]
+        return compare([rank[name] for rank in ranks], train(case, batch), len(batch.target))
+
+    return differences
+
+
+@pytest.mark.parametrize("name", sweep(BOUNDS, *KEPT))
+def test_training_on_many_ranks_is_training_in_one_process(name: str) -> None:
+    case, bound = BOUNDS[name]
+    found = on_all(case.sizes.world_size, name in KEPT)(name)
+    for part in ("loss", "norm", "outputs", "weights", "metrics"):
+        assert getattr(found, part) <= getattr(bound, part), (part, found)

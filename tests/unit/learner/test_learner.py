@@ -1,0 +1,198 @@
+"""The learner: steps, schedules, skipped steps, and saving and continuing bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.data.packing import pack
+from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.models.network import Network
+from strop.sampling import Sampling
+from strop.types import Batch
+from support.algorithms import grpo
+from support.models import build, copy_gradients, largest_difference, to_float64
+from support.rollouts import simple_groups
+
+SCHEDULE = (
+    {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}},
+    {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.7}},
+    {"milestones": [3]},
+)
+
+
+def make_learner(family: str = "llama", *, seed: int = 0, **options: Any) -> TorchLearner:
+    chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.01}, "train_tokens": 20, **options}
+    return TorchLearner(Network(build(family, seed=seed)), Sampling(), TorchLearnerOptions(**chosen))
+
+
+def batch_of(seed: int) -> Batch:
+    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
+
+
+def train(learner: TorchLearner, batch: Batch, scale: float = 1.0) -> dict[str, float]:
+    """One optimizer step; the metrics of both halves."""
+
+    def loss(outputs: Any, part: Batch) -> Any:
+        value, logged = grpo().loss(outputs, part)
+        return value * scale, logged
+
+    async def step() -> dict[str, Any]:
+        result = await learner.forward_backward(batch, loss)
+        return {**result.metrics, **await learner.step()}
+
+    return {name: metric.value for name, metric in asyncio.run(step()).items()}
+
+
+def weights_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in learner.model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_saved_learner_continues_bit_for_bit(tmp_path: Path, family: str) -> None:
+    """Qwen2's output layer is its embedding: tied weights are saved once and stay tied."""
+    through = make_learner(family, schedule=SCHEDULE)
+    wanted = [train(through, batch_of(step)) for step in range(5)]
+    first = make_learner(family, schedule=SCHEDULE)
+    found = [train(first, batch_of(step)) for step in range(2)]
+    first.save(tmp_path)
+    second = make_learner(family, seed=9, schedule=SCHEDULE)  # other weights, which loading replaces
+    second.load(tmp_path)
+    found += [train(second, batch_of(step)) for step in range(2, 5)]
+    assert found == wanted
+    assert same(weights_of(second), weights_of(through))
+
+
+def test_a_saved_learner_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learner = make_learner()
+    train(learner, batch_of(0))
+    learner.save(tmp_path, optimizer=False)
+    assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "weights").state_dict(), weights_of(learner))
+    assert not (tmp_path / "optimizer.pt").exists()
+    with pytest.raises(FileNotFoundError, match="save_optimizer=false and cannot resume"):
+        make_learner().load(tmp_path)
+
+
+def test_loading_is_in_place_so_that_an_engine_on_the_module_sees_it(tmp_path: Path) -> None:
+    source, target = make_learner(seed=1), make_learner(seed=2)
+    source.save(tmp_path)
+    places = {name: tensor.data_ptr() for name, tensor in target.model.state_dict().items()}
+    target.load(tmp_path)
+    assert {name: tensor.data_ptr() for name, tensor in target.model.state_dict().items()} == places
+    assert same(weights_of(source), weights_of(target))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(scale: float) -> None:
+    learner = make_learner(schedule=SCHEDULE)
+    train(learner, batch_of(0))
+    before = weights_of(learner)
+    logged = train(learner, batch_of(1), scale)
+    assert logged["steps_skipped_for_nonfinite_gradient"] == 1.0
+    assert same(weights_of(learner), before)
+    logged = train(learner, batch_of(1))
+    assert logged["steps_skipped_for_nonfinite_gradient"] == 0.0
+    assert not same(weights_of(learner), before), "the next step is an ordinary one"
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights_of(learner).values())
+
+
+def test_the_gradient_is_clipped_to_its_limit_and_reported_unclipped() -> None:
+    start = weights_of(make_learner())
+    moved = {}
+    for limit in (None, 1e-3):
+        learner = make_learner(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 1.0}, max_grad_norm=limit)
+        norm = train(learner, batch_of(0))["grad_norm"]
+        change = sum(float((tensor - start[name]).double().square().sum()) for name, tensor in weights_of(learner).items()) ** 0.5
+        moved[limit] = (norm, change)
+    assert moved[None][0] == pytest.approx(moved[1e-3][0], rel=1e-6)
+    assert moved[None][1] == pytest.approx(moved[None][0], rel=1e-2)
+    assert moved[1e-3][1] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_the_logged_rate_is_the_one_the_step_was_taken_with() -> None:
+    learner = make_learner(schedule=SCHEDULE)
+    assert [train(learner, batch_of(step))["lr"] for step in range(4)] == pytest.approx([0.001, 0.004, 0.007, 0.01])
+
+
+def test_gradients_accumulate_until_a_step_and_not_beyond() -> None:
+    learner = make_learner()
+    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+    once = copy_gradients(learner.model)
+    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+    twice = copy_gradients(learner.model)
+    assert largest_difference({name: 2 * tensor for name, tensor in once.items()}, twice) < 1e-5
+    asyncio.run(learner.step())
+    assert all(parameter.grad is None for parameter in learner.model.parameters())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_activation_checkpointing_gives_the_same_gradient(packed: bool) -> None:
+    """Computing activations again must not change them: float64, 1e-12."""
+    found = []
+    for checkpointing in (False, True):
+        model = to_float64(build("llama"))
+        network = Network(model, precision=torch.float64, packed=packed)
+        learner = TorchLearner(network, Sampling(), TorchLearnerOptions(activation_checkpointing=checkpointing, train_tokens=25))
+        result = asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+        found.append((copy_gradients(model), result.outputs.logprobs))
+    assert largest_difference(found[0][0], found[1][0]) < 1e-12
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_activation_checkpointing_keeps_fewer_activations() -> None:
+    """What autograd saves on the way forward shrinks: the option does something."""
+    kept = []
+    for checkpointing in (False, True):
+        learner = make_learner(activation_checkpointing=checkpointing)
+        held = 0
+
+        def pack_hook(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal held
+            held += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+            learner.network.hidden(batch_of(0))
+        kept.append(held)
+    assert kept[1] < kept[0] / 3
+
+
+def test_a_frozen_scorer_says_what_the_learner_says_and_takes_no_gradient() -> None:
+    learner, batch = make_learner(), batch_of(0)
+    scorer = FrozenScorer(Network(build("llama")), Sampling(), score_tokens=13)
+    ours, theirs = asyncio.run(learner.score(batch)), asyncio.run(scorer.score(batch))
+    assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-6)
+    assert torch.allclose(ours.entropy, theirs.entropy, atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in scorer.network.model.parameters())
+    before = asyncio.run(scorer.score(batch))
+    train(learner, batch)
+    assert torch.equal(asyncio.run(scorer.score(batch)).logprobs, before.logprobs), (
+        "training the policy leaves the reference alone"
+    )
+
+
+def test_training_raises_the_probability_of_what_was_rewarded() -> None:
+    learner, batch = make_learner(optimizer_kwargs={"lr": 3e-3}), batch_of(0)
+    before = asyncio.run(learner.score(batch)).logprobs
+    for _ in range(5):
+        train(learner, batch)
+    change = asyncio.run(learner.score(batch)).logprobs - before
+    good = batch.advantages > 0
+    assert float(change[good].mean()) > 0.1
+    assert float(change[good].mean()) > float(change[~good].mean())
+
+
+def test_weights_come_under_their_hugging_face_names() -> None:
+    names = dict(make_learner().weights())
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" in names

@@ -1,0 +1,283 @@
+"""float32 masters of bfloat16 weights: no update is lost, gradients add up in float32, and a run continues exactly."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from strop.learner.torch.master_weights import MasterWeights, cast_weights
+from strop.learner.torch.optimizer import make_optimizer
+from support.models import build
+
+
+def layer(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def masters_of(module: nn.Module) -> MasterWeights:
+    return MasterWeights([(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad])
+
+
+def backward(module: nn.Module, seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(7, 6, generator=generator).to(next(module.parameters()).dtype)
+    (module(rows).float().square().sum() * scale).backward()
+
+
+def train(module: nn.Module, masters: MasterWeights, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(module, 2 * step)
+        backward(module, 2 * step + 1)
+        optimizer.step()
+        masters.write_back()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("torch.optim.SGD", 1e-4), ("torch.optim.AdamW", 1e-4)])
+def test_a_thousand_small_updates_are_not_lost_as_they_are_in_bfloat16_alone(name: str, rate: float) -> None:
+    """Steps of 1e-4 from 1: the nearest bfloat16 below 1 is 0.0039 away, so each is rounded back, and all of them make 0.1."""
+    kwargs = {"lr": rate} if name.endswith("SGD") else {"lr": rate, "weight_decay": 0.0}
+    alone, kept = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    plain = make_optimizer(name, [("weight", alone)], kwargs)
+    masters = MasterWeights([("weight", kept)])
+    stepped = make_optimizer(name, masters.named_parameters, kwargs)
+    for _ in range(1000):
+        for weight, optimizer in ((alone, plain), (kept, stepped)):
+            weight.sum().backward()  # a gradient of 1
+            optimizer.step()
+            optimizer.zero_grad()
+        masters.write_back()
+    assert torch.equal(alone.detach(), torch.ones(4, dtype=torch.bfloat16))
+    assert torch.allclose(masters.parameters[0].detach(), torch.full((4,), 0.9), atol=1e-4)
+    assert torch.equal(kept.detach(), torch.full((4,), 0.9).to(torch.bfloat16))
+
+
+def test_the_module_holds_bfloat16_and_the_optimizer_steps_float32() -> None:
+    module = layer()
+    masters = masters_of(module)
+    backward(module, 0)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in masters.parameters} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in masters.parameters if parameter.grad is not None} == {torch.float32}
+    assert [name for name, _ in masters.named_parameters] == [name for name, _ in module.named_parameters()]
+    for (_, master), parameter in zip(masters.named_parameters, module.parameters(), strict=True):
+        assert torch.equal(master.to(torch.bfloat16), parameter)
+        assert parameter.grad is None, "it moved to the master"
+
+
+@settings(deadline=None, max_examples=25)
+@given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=6), scale=st.sampled_from([1e-6, 1.0, 1e4]))
+def test_micro_batches_add_up_in_float32(seeds: list[int], scale: float) -> None:
+    """The master's gradient is the exact sum of what each backward pass gave, to float32; bfloat16 sums would be off by 1e-2."""
+    module, alone = layer(), layer()
+    masters = masters_of(module)
+    wanted = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in alone.parameters()]
+    largest = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in alone.parameters()]
+    for seed in seeds:
+        backward(module, seed, scale)
+        alone.zero_grad(set_to_none=True)
+        backward(alone, seed, scale)
+        for total, size, parameter in zip(wanted, largest, alone.parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad.double()
+            size += parameter.grad.double().abs()
+    for master, total, size in zip(masters.parameters, wanted, largest, strict=True):
+        assert master.grad is not None
+        assert bool(((master.grad.double() - total).abs() <= 1e-6 * size).all())
+
+
+def test_clipping_the_masters_clips_the_summed_gradient() -> None:
+    """The norm is of the sum over micro-batches, and the step is taken with the clipped gradient."""
+    module = layer()
+    masters = masters_of(module)
+    before = [master.detach().clone() for master in masters.parameters]
+    backward(module, 0, 100.0)
+    backward(module, 1, 100.0)
+    flat = torch.cat([master.grad.flatten() for master in masters.parameters if master.grad is not None])
+    norm = nn.utils.clip_grad_norm_(masters.parameters, 0.5)
+    assert norm.item() == pytest.approx(flat.double().norm().item(), rel=1e-5)
+    make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1.0}).step()
+    moved = torch.cat([(master.detach() - start).flatten() for master, start in zip(masters.parameters, before, strict=True)])
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm_of_the_masters() -> None:
+    module = layer()
+    masters = masters_of(module)
+    backward(module, 0)
+    backward(module, 1, float("inf"))
+    assert not torch.isfinite(nn.utils.clip_grad_norm_(masters.parameters, 1.0))
+
+
+def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
+    """300 steps of AdamW at 1e-4 with the same gradients: masters end where float32 does, bfloat16 alone stays behind."""
+    start = layer()
+    exact, kept, alone = layer(torch.float32), layer(), layer()
+    exact.load_state_dict(start.state_dict())
+    masters = masters_of(kept)
+    kwargs = {"lr": 1e-4, "weight_decay": 0.0}
+    ours = [list(exact.named_parameters()), masters.named_parameters, list(alone.named_parameters())]
+    optimizers = [make_optimizer("torch.optim.AdamW", named, kwargs) for named in ours]
+    for step in range(300):
+        for place, rows in enumerate(zip(*ours, strict=True)):
+            gradient = torch.randn(rows[0][1].shape, generator=torch.Generator().manual_seed(100 * step + place)) + 0.5
+            for _, parameter in rows:
+                parameter.grad = gradient.to(parameter.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+        masters.write_back()
+    distance = {
+        name: max((value.float() - wanted).abs().max().item() for value, wanted in zip(found, exact.parameters(), strict=True))
+        for name, found in (
+            ("masters", masters.parameters),
+            ("kept", list(kept.parameters())),
+            ("alone", list(alone.parameters())),
+        )
+    }
+    assert distance["masters"] == 0
+    assert distance["kept"] < 0.002, "half a bfloat16 step, of weights below 0.5"
+    assert distance["alone"] > 0.005
+
+
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.AdamW"])
+def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
+    through = layer()
+    masters = masters_of(through)
+    train(through, masters, make_optimizer(name, masters.named_parameters, {"lr": 1e-3}), 0, 6)
+
+    first = layer()
+    saved = masters_of(first)
+    optimizer = make_optimizer(name, saved.named_parameters, {"lr": 1e-3})
+    train(first, saved, optimizer, 0, 3)
+    torch.save({"masters": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+
+    second = layer(seed=9)
+    second.load_state_dict(first.state_dict())
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = masters_of(second)
+    again = make_optimizer(name, resumed.named_parameters, {"lr": 1e-3})
+    resumed.load_state_dict(state["masters"])
+    again.load_state_dict(state["optimizer"])
+    train(second, resumed, again, 3, 6)
+    assert equal(state_of(second), state_of(through))
+    assert equal(resumed.state_dict(), masters.state_dict())
+
+
+def test_without_its_masters_a_run_would_not_continue_exactly() -> None:
+    """What the masters hold below bfloat16's precision is not in the weights."""
+    module = layer()
+    masters = masters_of(module)
+    train(module, masters, make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1e-4}), 0, 3)
+    assert not equal(masters.state_dict(), masters_of(module).state_dict())
+
+
+def test_loading_restores_the_modules_weights_too_and_in_place() -> None:
+    module, other = layer(seed=1), layer(seed=2)
+    masters, target = masters_of(module), masters_of(other)
+    places = [parameter.data_ptr() for parameter in other.parameters()]
+    target.load_state_dict(masters.state_dict())
+    assert equal(state_of(module), state_of(other))
+    assert [parameter.data_ptr() for parameter in other.parameters()] == places
+
+
+def test_with_float32_weights_there_is_nothing_to_keep() -> None:
+    module = layer(torch.float32)
+    masters = masters_of(module)
+    assert all(master is parameter for master, parameter in zip(masters.parameters, module.parameters(), strict=True))
+    assert masters.state_dict() == {}
+    before = state_of(module)
+    masters.write_back()
+    masters.load_state_dict({})
+    assert equal(state_of(module), before)
+    backward(module, 0)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(("saved", "ours"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_checkpoint_of_the_other_precision_is_refused_with_the_key(saved: torch.dtype, ours: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"set policy\.weights_dtype as it was"):
+        masters_of(layer(ours)).load_state_dict(masters_of(layer(saved)).state_dict())
+
+
+def test_frozen_weights_have_no_master_and_float32_ones_among_them_are_their_own() -> None:
+    """An adapter in float32 over a frozen bfloat16 model."""
+    module = layer()
+    module[0].requires_grad_(False)
+    module[2] = nn.Linear(5, 3).float()
+    masters = masters_of(module)
+    assert [name for name, _ in masters.named_parameters] == ["2.weight", "2.bias"]
+    assert all(master is parameter for master, parameter in zip(masters.parameters, module[2].parameters(), strict=True))
+    assert masters.state_dict() == {}
+
+
+def test_the_hooks_go_with_the_masters() -> None:
+    module = layer()
+    masters = masters_of(module)
+    del masters
+    gc.collect()
+    backward(module, 0)
+    assert all(parameter.grad is not None for parameter in module.parameters()), "gradients stay with the module again"
+
+
+def test_a_second_learner_on_the_same_parameters_is_refused_at_its_first_gradient() -> None:
+    module = layer()
+    first, second = masters_of(module), masters_of(module)
+    with pytest.raises(RuntimeError, match="two learners have master weights of the same parameters"):
+        backward(module, 0)
+    assert first.named_parameters and second.named_parameters
+
+
+def test_a_tied_weight_has_one_master_with_both_of_its_gradients() -> None:
+    """Qwen2's output layer is its embedding."""
+    exact, rounded = build("qwen2"), build("qwen2")
+    for model in (exact, rounded):
+        cast_weights(model, torch.bfloat16)
+    exact.float()
+    masters = masters_of(rounded)
+    assert "lm_head.weight" not in dict(masters.named_parameters)
+    tokens = torch.arange(12)[None]
+    for model in (exact, rounded):
+        model(input_ids=tokens).logits.float().square().mean().backward()
+    rounded_gradient = dict(masters.named_parameters)["model.embed_tokens.weight"].grad
+    wanted = exact.get_input_embeddings().weight.grad
+    assert rounded_gradient is not None and bool((rounded_gradient[20:] != 0).any()), "the output layer's part"
+    assert torch.nn.functional.cosine_similarity(rounded_gradient.flatten(), wanted.flatten(), dim=0) > 0.999
+    assert rounded.lm_head.weight is rounded.get_input_embeddings().weight
+
+
+def test_rounding_leaves_buffers_and_what_the_model_wants_in_float32_alone() -> None:
+    model = build("llama")
+    model._keep_in_fp32_modules_strict = {"norm"}
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    places = {name: parameter for name, parameter in model.named_parameters()}
+    cast_weights(model, torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert all(parameter is places[name] for name, parameter in model.named_parameters()), "in place: sharing and ties stay"
+
+
+def test_bfloat16_weights_with_float32_computation_are_refused() -> None:
+    from pydantic import ValidationError
+
+    from strop.config.schema.policy_config import PolicyConfig
+
+    assert PolicyConfig(model_name="m", weights_dtype="bfloat16").precision == "bfloat16"
+    with pytest.raises(ValidationError, match="set precision=bfloat16, or weights_dtype=float32"):
+        PolicyConfig(model_name="m", weights_dtype="bfloat16", precision="float32")

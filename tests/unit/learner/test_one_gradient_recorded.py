@@ -1,0 +1,214 @@
+"""Law 1 for everything that learns from recorded data: the gradient does not depend on how a batch is cut.
+
+Everything is float64, as in test_one_gradient.py; asserted 1e-9 relative.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strop.algorithms.base import Algorithm, TokenOutputs
+from strop.algorithms.catalogue import all_algorithms
+from strop.algorithms.preference.apo_down import APODown
+from strop.algorithms.preference.apo_zero import APOZero
+from strop.algorithms.preference.cdpo import CDPO
+from strop.algorithms.preference.dpo import DPO
+from strop.algorithms.preference.ipo import IPO
+from strop.algorithms.preference.kto import KTO
+from strop.algorithms.preference.orpo import ORPO
+from strop.algorithms.preference.robust_dpo import RobustDPO
+from strop.algorithms.preference.simpo import SimPO
+from strop.algorithms.preference.slic import SLiC
+from strop.algorithms.supervised.reward_model import RewardModel
+from strop.algorithms.supervised.sft import SFT
+from strop.data.packing import pack
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.models.network import Network
+from strop.models.value_network import ValueNetwork
+from strop.sampling import Sampling
+from strop.types import Batch, Group
+from support.models import build, copy_gradients, largest_difference, to_float64
+from support.recorded import build_classifier, pair_shapes, recorded_group
+from support.rollouts import GroupShape, make_groups, with_columns
+
+EXACT = 1e-9
+ALGORITHMS: dict[str, Algorithm] = {
+    "sft": SFT(),
+    "sft_per_sequence": SFT(aggregation="sequence_mean"),
+    "dft": SFT(dft=True),
+    "dpo": DPO(),
+    "dpo_of_means": DPO(average_log_probs=True),
+    "dpo_with_sft": DPO(sft_weight=0.3, sft_aggregation="token_mean"),
+    "dpo_with_sft_sums": DPO(sft_weight=0.3, sft_aggregation="sequence_sum"),
+    "cdpo": CDPO(),
+    "robust_dpo": RobustDPO(),
+    "ipo": IPO(),
+    "ipo_of_sums": IPO(average_log_probs=False),
+    "slic": SLiC(beta=0.3),
+    "simpo": SimPO(),
+    "orpo": ORPO(preference_weight=0.5),
+    "apo_zero": APOZero(),
+    "apo_down": APODown(),
+    "kto": KTO(beta=0.3, undesirable_weight=0.6),
+    "reward_model": RewardModel(),
+    "reward_model_with_margin_and_centering": RewardModel(use_margin=True, centering=0.1),
+    "reward_model_of_scores": RewardModel(kind="regression"),
+}
+
+
+class Bench:
+    """A float64 language model and a float64 classifier, each behind a packed and a padded network."""
+
+    def __init__(self, family: str) -> None:
+        self.models = {
+            "tokens": to_float64(build(family)),
+            "last_token": to_float64(build_classifier(family, dtype=torch.float64)),
+        }
+
+    def network(self, algorithm: Algorithm, packed: bool = True) -> Network:
+        kind = ValueNetwork if algorithm.predict == "last_token" else Network
+        return kind(self.models[algorithm.predict], precision=torch.float64, chunk=5, packed=packed)
+
+    def gradient(
+        self, batch: Batch, algorithm: Algorithm, *, budget: int = 10**9, packed: bool = True
+    ) -> tuple[dict[str, Tensor], Any]:
+        model = self.models[algorithm.predict]
+        model.zero_grad(set_to_none=True)
+        options = TorchLearnerOptions(
+            optimizer="torch.optim.SGD",
+            optimizer_kwargs={"lr": 0.0},
+            train_tokens=budget,
+            whole_groups=algorithm.whole_groups,
+        )
+        learner = TorchLearner(self.network(algorithm, packed), Sampling(), options)
+        result = asyncio.run(learner.forward_backward(batch, algorithm.losses(0)["policy"]))
+        return copy_gradients(model), result
+
+    def batches(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Batch]:
+        """The groups with and without shared prefixes, with the same columns; the survey sees the whole step."""
+        shared, alone = (pack(groups, algorithm, share_prefixes=share) for share in (True, False))
+        if algorithm.predict == "last_token":
+            return {"shared": shared, "alone": alone}
+        outputs = self.outputs(shared, algorithm)
+        columns = [with_columns(batch, outputs.logprobs) for batch in (shared, alone)]
+        prepared = [algorithm.prepare_step(algorithm.token_credit(batch), outputs) for batch in columns]
+        return dict(
+            zip(("shared", "alone"), (replace(batch, idle=algorithm.zero_gradient(batch)) for batch in prepared), strict=True)
+        )
+
+    def outputs(self, batch: Batch, algorithm: Algorithm) -> TokenOutputs:
+        with torch.no_grad():
+            return self.network(algorithm).outputs(batch, Sampling())
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench("llama")
+
+
+def test_every_algorithm_of_recorded_data_is_here() -> None:
+    known = {kind for kind in all_algorithms().values() if kind.recorded_data}
+    assert known == {type(algorithm) for algorithm in ALGORITHMS.values()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(shapes=pair_shapes, budget=st.integers(1, 60), seed=st.integers(0, 5))
+def test_the_gradient_is_the_same_however_the_batch_is_cut(
+    bench: Bench, algorithm: Algorithm, shapes: list[GroupShape], budget: int, seed: int
+) -> None:
+    assert_one_gradient(bench, algorithm, make_groups(shapes, seed), budget)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo_with_sft", "kto", "orpo", "reward_model"])
+@pytest.mark.parametrize("budget", [1, 12, 10**9])
+def test_the_gradient_is_the_same_with_empty_completions_and_prefixes_of_each_other(bench: Bench, name: str, budget: int) -> None:
+    groups = [
+        recorded_group([4, 5], [6, 7], [6, 7, 8]),
+        recorded_group([9], [10, 11, 12], [], rewards=(0.0, 0.0), index=1),
+        recorded_group([13, 14, 15], [], [16], index=2),
+        recorded_group([17], [18], [19], index=3),
+    ]
+    assert_one_gradient(bench, ALGORITHMS[name], groups, budget)
+
+
+@pytest.mark.parametrize("name", ["dpo_with_sft", "kto", "reward_model"])
+def test_the_gradient_is_the_same_for_another_family(name: str) -> None:
+    """Mistral's window of 7 is shorter than these sequences."""
+    groups = [recorded_group([4, 5, 6, 7, 8], [6, 7] * 4, [6, 7, 8]), recorded_group([9], [10, 11, 12], [3] * 10, index=1)]
+    for budget in (1, 20):
+        assert_one_gradient(Bench("mistral"), ALGORITHMS[name], groups, budget)
+
+
+def assert_one_gradient(bench: Bench, algorithm: Algorithm, groups: Sequence[Group], budget: int) -> None:
+    batches = bench.batches(groups, algorithm)
+    shared, alone = batches["shared"], batches["alone"]
+    wanted, result = bench.gradient(alone, algorithm, packed=False)  # padded rows through the model's own attention
+    layouts = {
+        "padded, cut": bench.gradient(alone, algorithm, packed=False, budget=budget),
+        "packed": bench.gradient(alone, algorithm),
+        "packed, cut": bench.gradient(alone, algorithm, budget=budget),
+        "shared prefixes": bench.gradient(shared, algorithm),
+        "shared prefixes, cut": bench.gradient(shared, algorithm, budget=budget),
+        "shared prefixes read as padded rows, cut": bench.gradient(shared, algorithm, budget=budget, packed=False),
+    }
+    for layout, (found, other) in layouts.items():
+        assert largest_difference(found, wanted) < EXACT, layout
+        assert other.metrics.keys() == result.metrics.keys()
+        for name, metric in result.metrics.items():
+            assert other.metrics[name].value == pytest.approx(metric.value, rel=1e-9, abs=1e-12), (layout, name)
+
+
+def test_the_gradient_of_dpo_is_that_of_the_formula_written_out(bench: Bench) -> None:
+    """An oracle that knows no packing or totals: each completion through the model alone."""
+    groups = [recorded_group([4, 5], [6, 7], [6, 7, 8]), recorded_group([9], [10, 11, 12], [13], index=1)]
+    algorithm = DPO(beta=0.3)
+    batch = bench.batches(groups, algorithm)["shared"]
+    found, result = bench.gradient(batch, algorithm, budget=1)
+
+    model = bench.models["tokens"]
+    model.zero_grad(set_to_none=True)
+    model.set_attn_implementation("sdpa")
+    reference = iter(batch.columns["reference_logprobs"].double().tolist())
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        gaps = []
+        for rollout in group.rollouts:
+            logs = model(input_ids=rollout.tokens()[None]).logits[0].log_softmax(-1)
+            gap = torch.zeros((), dtype=torch.float64)
+            for place in range(len(rollout.prompt), rollout.length):
+                gap = gap + logs[place - 1, rollout.tokens()[place]] - next(reference)
+            gaps.append(gap)
+        total = total - torch.log(1 / (1 + torch.exp(-0.3 * (gaps[0] - gaps[1]))))
+    loss = total / 2
+    loss.backward()
+    assert result.metrics["loss"].value == pytest.approx(loss.item(), rel=1e-9)
+    assert largest_difference(found, copy_gradients(model)) < EXACT
+
+
+def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> None:
+    """What the loop's survey gives, in float32 and cut into micro-batches, is what the whole step in float64 gives."""
+    groups = [recorded_group([4, 5], [6, 7], [6, 7, 8]), recorded_group([9], [10, 11, 12], [13], rewards=(0.0, 0.0), index=1)]
+    algorithm = KTO()
+    batch = bench.batches(groups, algorithm)["shared"]
+    options = TorchLearnerOptions(score_tokens=3)
+    learner = TorchLearner(bench.network(algorithm), Sampling(), options)
+    surveyed = algorithm.prepare_step(batch, asyncio.run(learner.score(batch)))  # type: ignore[arg-type]
+    wanted = batch.column("kto_reference_point")
+    assert torch.allclose(surveyed.column("kto_reference_point"), wanted, atol=1e-6)
+
+
+def test_a_learner_that_cuts_pairs_is_told_so(bench: Bench) -> None:
+    batch = bench.batches([recorded_group([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
+    learner = TorchLearner(bench.network(DPO()), Sampling(), TorchLearnerOptions(train_tokens=4))
+    with pytest.raises(ValueError, match="a learner must not split a group"):
+        asyncio.run(learner.forward_backward(batch, DPO().loss))

@@ -1,0 +1,243 @@
+"""What a person sees: plain lines in a file, a panel on a terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from strop.monitoring.console.columns import format_duration, format_number, format_seconds, phase_times
+from strop.monitoring.console.console import PlainConsole, open_console
+from strop.monitoring.console.live import LiveConsole, sparkline
+from strop.monitoring.console.progress import Progress
+from strop.monitoring.trackers.base import NullTracker
+
+METRICS = {
+    "train/reward": 0.531,
+    "train/loss": -0.0123,
+    "train/entropy": 0.831,
+    "train/kl_penalty": 1.2e-5,
+    "train/token_mult_prob_error": 1.0003,
+    "performance/tokens_per_sec": 1234.5,
+    "timing/train/total_step_time": 4.0,
+    "timing/train/generation": 2.0,
+    "timing/train/policy_training": 1.5,
+    "timing/train/weight_sync": 0.1,
+}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(width: int = 100, height: int = 40) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, color_system="truecolor", width=width, height=height, legacy_windows=False
+    )
+
+
+def drawn(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def last_drawing(console: Console) -> str:
+    """The text of the last redraw, without escape codes."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn(console))
+    return text[text.rindex("╭") :] if "╭" in text else text
+
+
+def test_a_phase_list_accounts_for_the_whole_step() -> None:
+    parts = phase_times(METRICS)
+    assert [part.name for part in parts] == ["generation", "training", "weights", "other"]
+    assert sum(part.seconds for part in parts) == pytest.approx(4.0)
+
+
+def test_phases_of_a_step_without_timings_are_none() -> None:
+    assert phase_times({"train/loss": 1.0}) == ()
+    assert phase_times({"timing/train/generation": math.nan, "timing/train/logprobs": 0.0}) == ()
+
+
+def test_an_unknown_phase_is_shown_by_its_name_after_the_known_ones() -> None:
+    parts = phase_times({"timing/train/value_training": 1.0, "timing/train/generation": 1.0})
+    assert [part.name for part in parts] == ["generation", "value training"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.0, "0.0000"), (0.5312, "0.5312"), (31.24, "31.24"), (1234.5, "1,234"), (1.2e-5, "1.2e-05"), (math.nan, "nan"),
+     (-math.inf, "-inf"), (2.5e9, "2.5e+09"), (-123456.0, "-123,456")],
+)  # fmt: skip
+def test_numbers_are_short(value: float, written: str) -> None:
+    assert format_number(value) == written and len(written) <= 8
+
+
+def test_durations_are_written_as_people_read_them() -> None:
+    assert [format_duration(value) for value in (0, 62, 3723, 183845, math.nan)] == ["0:00", "1:02", "1:02:03", "2d 3:04:05", "?"]
+    assert [format_seconds(value) for value in (0.42, 4.2, 42.0, 200.0)] == ["0.42 s", "4.2 s", "42 s", "3:20"]
+
+
+def test_time_left_is_known_from_the_first_step_and_follows_the_wall_clock() -> None:
+    clock = Clock()
+    pace = Progress(10, clock)
+    assert math.isnan(pace.eta_seconds)
+    pace.log(1, {"timing/train/total_step_time": 4.0})
+    assert pace.eta_seconds == pytest.approx(36.0)
+    clock.now += 6.0  # a validation lies between the steps
+    pace.log(2, {"timing/train/total_step_time": 4.0})
+    assert pace.eta_seconds == pytest.approx(48.0)
+    clock.now += 5.0
+    assert pace.eta_seconds == pytest.approx(43.0)
+
+
+def test_time_left_of_a_continued_run_counts_only_its_own_steps() -> None:
+    clock = Clock()
+    pace = Progress(100, clock)
+    pace.resume(90)
+    clock.now = 2.0
+    pace.log(91, {})
+    clock.now = 4.0
+    pace.log(92, {})
+    assert pace.eta_seconds == pytest.approx(16.0)
+
+
+def test_a_plain_console_writes_one_aligned_ascii_line_a_step() -> None:
+    out = io.StringIO()
+    console = PlainConsole(100, out=out)
+    for step, reward in ((1, 0.5), (10, -0.125), (100, math.nan)):
+        console.log(step, {**METRICS, "train/reward": reward})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and all(line.isascii() for line in lines)
+    assert len({line.index("loss") for line in lines}) == 1
+    assert "step   1/100" in lines[0] and "reward   0.500" in lines[0] and "generation 50%" in lines[0]
+    assert "reward     nan" in lines[2]
+
+
+def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
+    out = io.StringIO()
+    console = PlainConsole(None, out=out)
+    console.log(1, {"train/reward": 1.0, "validation/accuracy": 0.5, "performance/tokens_per_sec": 7.0})
+    console.log(2, {"train/reward": 1.0, "performance/tokens_per_sec": 7.0})
+    first, second = out.getvalue().splitlines()
+    assert "accuracy       -" in second and first.index("tokens/s") == second.index("tokens/s")
+
+
+def test_a_plain_console_speaks_up_in_a_long_step_and_is_silent_in_a_short_one() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = PlainConsole(10, out=out, clock=clock)
+    console.progress("generating 1/32 groups")
+    assert out.getvalue() == ""
+    clock.now = 61.0
+    console.progress("generating 9/32 groups")
+    console.progress("generating 10/32 groups")
+    assert out.getvalue().count("\n") == 1 and "generating 9/32 groups" in out.getvalue()
+
+
+def test_a_plain_console_survives_an_output_that_knows_only_ascii() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    PlainConsole(1, out=out).note("réponse")
+    assert b"r?ponse" in raw.getvalue()
+
+
+def test_a_redirected_output_gets_plain_lines_and_none_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert isinstance(open_console(), PlainConsole)
+    assert type(open_console("none")) is NullTracker
+    assert isinstance(open_console("live"), LiveConsole)
+
+
+def test_an_unknown_console_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="auto, live, plain, none"):
+        open_console("fancy")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("width", "height"), [(200, 50), (100, 40), (64, 40), (50, 40), (30, 20), (12, 5), (100, 5)])
+def test_the_live_console_fits_every_terminal(width: int, height: int) -> None:
+    screen = terminal(width, height)
+    console = LiveConsole(60, title="addition", console=screen)
+    console.progress("generating 12/32 groups")
+    console.log(12, METRICS)
+    console.close()
+    assert max(len(line) for line in last_drawing(screen).splitlines()) <= width
+    assert "12/60" in last_drawing(screen) or width < 20
+
+
+def test_the_live_console_shows_what_matters() -> None:
+    clock, screen = Clock(), terminal()
+    console = LiveConsole(60, title="addition", console=screen, clock=clock)
+    console.log(0, {"validation/accuracy": 0.12})
+    for step in (11, 12):
+        clock.now += 5.0
+        console.log(step, METRICS)
+    console.progress("generating 12/32 groups")
+    text = "".join(part.text for part in screen.render(console._dashboard))
+    expected = [
+        *("addition", "step 12/60", "20%", "left", "generating 12/32 groups"),
+        *("0.531", "-0.0123", "0.831", "1.2e-05", "1.0003", "1,234", "accuracy     0.120", "@0"),
+        *("generation 50%", "training 38%", "other 10%"),
+    ]
+    assert [words for words in expected if words not in text] == []
+    console.close()
+    assert "stopped at step 12 after 0:10" in last_drawing(screen)
+
+
+def test_a_finished_run_says_so() -> None:
+    screen = terminal()
+    console = LiveConsole(2, console=screen)
+    console.log(2, METRICS)
+    console.close()
+    assert "100%" in last_drawing(screen) and "finished after" in last_drawing(screen)
+
+
+def test_the_live_console_draws_values_that_are_missing_or_not_finite() -> None:
+    screen = terminal()
+    console = LiveConsole(None, console=screen)
+    console.log(1, {})
+    console.log(2, {"train/loss": math.nan, "train/reward": math.inf, "timing/train/generation": math.nan})
+    console.close()
+    assert "nan" in last_drawing(screen) and "inf" in last_drawing(screen)
+
+
+def test_notes_scroll_by_above_the_panel_as_they_were_written() -> None:
+    screen = terminal()
+    console = LiveConsole(5, console=screen)
+    console.log(1, METRICS)
+    console.note("saved [bold]results/step_1[/bold]\nand more")
+    console.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn(screen))
+    assert "saved [bold]results/step_1[/bold]" in text and "and more" in text
+    assert text.index("and more") < text.rindex("╭")
+
+
+def test_closing_gives_the_cursor_back_and_later_calls_are_harmless() -> None:
+    screen = terminal()
+    console = LiveConsole(5, console=screen)
+    console.log(1, METRICS)
+    assert "\x1b[?25l" in drawn(screen)
+    console.close()
+    console.close()
+    console.log(2, METRICS)
+    console.progress("training")
+    assert drawn(screen).rindex("\x1b[?25h") > drawn(screen).rindex("\x1b[?25l")
+
+
+def test_without_colours_the_phases_are_told_apart_by_letters() -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=100, height=40)
+    console = LiveConsole(5, console=screen)
+    console.log(1, METRICS)
+    console.close()
+    assert "ggggtttt" in re.sub(r"(.)\1{3,}", r"\1\1\1\1", last_drawing(screen))
+
+
+def test_a_sparkline_is_a_curve_with_gaps() -> None:
+    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([math.nan]) == " "

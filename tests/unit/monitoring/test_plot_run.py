@@ -1,0 +1,81 @@
+"""`strop plot RUN` finds the run, draws what there is, and says what is missing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from strop.monitoring.plot import NothingToPlot, find_metrics, plot_run, smooth
+from strop.monitoring.trackers.jsonl import JsonlTracker
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def a_run(folder: Path, steps: int = 20) -> Path:
+    tracker = JsonlTracker(folder)
+    tracker.log(0, {"validation/accuracy": 0.1})
+    for step in range(1, steps + 1):
+        tracker.log(step, {
+            "train/reward": step / steps,
+            "train/loss": math.nan if step == 3 else 0.1 / step,
+            "timing/train/total_step_time": 2.0,
+            "timing/train/generation": 1.0,
+            "timing/train/something_new": 0.5,
+        })  # fmt: skip
+    tracker.close()
+    return folder
+
+
+def test_a_run_is_drawn_into_its_folder(tmp_path: Path) -> None:
+    path = plot_run(a_run(tmp_path / "run"))
+    assert path == tmp_path / "run" / "curves.png"
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_the_picture_can_go_somewhere_else(tmp_path: Path) -> None:
+    path = plot_run(a_run(tmp_path / "run"), tmp_path / "new" / "picture.png")
+    assert path == tmp_path / "new" / "picture.png" and path.exists()
+
+
+def test_a_run_is_found_by_its_folder_its_file_and_the_folder_above(tmp_path: Path) -> None:
+    expected = a_run(tmp_path / "logs" / "run", steps=1) / "metrics.jsonl"
+    assert find_metrics(expected) == find_metrics(expected.parent) == find_metrics(tmp_path / "logs") == expected
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 450])
+def test_short_and_long_runs_are_drawn(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    assert plot_run(a_run(tmp_path, steps)).read_bytes().startswith(PNG)
+
+
+def test_a_run_that_is_still_writing_its_last_line_is_drawn(tmp_path: Path) -> None:
+    with (a_run(tmp_path) / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "train/rew')
+    assert plot_run(tmp_path).exists()
+
+
+def test_what_cannot_be_drawn_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(NothingToPlot, match=r"there is no .*nowhere; give the log folder"):
+        plot_run(tmp_path / "nowhere")
+    with pytest.raises(NothingToPlot, match=r"no metrics.jsonl in"):
+        plot_run(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(NothingToPlot, match="is empty"):
+        plot_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mine/number": 2}\n')
+    with pytest.raises(NothingToPlot, match="none of train/reward"):
+        plot_run(tmp_path)
+
+
+def test_a_folder_of_several_runs_asks_which(tmp_path: Path) -> None:
+    a_run(tmp_path / "one", steps=1)
+    a_run(tmp_path / "two", steps=1)
+    with pytest.raises(NothingToPlot, match=r"2 runs \(one, two\)"):
+        plot_run(tmp_path)
+
+
+def test_smoothing_keeps_length_and_constants() -> None:
+    assert smooth([3.0] * 50) == [3.0] * 50
+    assert smooth([0.0, 3.0, 0.0]) == [1.5, 1.0, 1.5]

@@ -1,0 +1,160 @@
+"""TensorBoard and Weights & Biases, without a network."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strop.monitoring.trackers.base import CompositeTracker
+from strop.monitoring.trackers.tensorboard import TensorBoardTracker
+from strop.monitoring.trackers.wandb import ID_FILE, WandbTracker
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+
+def test_tensorboard_gets_every_metric_under_its_tag(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(1, {"train/reward": 0.5, "train/loss": 2.0})
+    tracker.note("checkpoint saved")
+    tracker.log(2, {"train/reward": 0.75})
+    tracker.close()
+    tracker.close()
+    assert scalars(tmp_path, "train/reward") == [(1, 0.5), (2, 0.75)]
+
+
+def test_tensorboard_forgets_the_steps_that_run_again_also_after_a_cut_file(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in range(1, 6):
+        first.log(step, {"train/reward": 0.0})
+    first.close()
+    (events,) = tmp_path.iterdir()
+    events.write_bytes(events.read_bytes()[:-5])  # what a kill leaves
+    second = TensorBoardTracker(tmp_path)
+    second.resume(3)
+    second.log(4, {"train/reward": 1.0})
+    second.close()
+    assert scalars(tmp_path, "train/reward") == [(1, 0.0), (2, 0.0), (3, 0.0), (4, 1.0)]
+
+
+def test_a_missing_package_is_an_error_that_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"logger\.tensorboard_enabled=false"):
+        TensorBoardTracker(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"logger\.wandb_enabled=false"):
+        WandbTracker(tmp_path, project="test")
+
+
+def test_wandb_works_offline_and_keeps_its_run_when_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for steps in ((1, 2), (3,)):
+        tracker = WandbTracker(tmp_path, project="test", name="run", config={"grpo": {"seed": 42}})
+        tracker.resume(steps[0] - 1)
+        for step in steps:
+            tracker.log(step, {"train/reward": 0.5})
+        tracker.close()
+    run_id = (tmp_path / ID_FILE).read_text().strip()
+    folders = [path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run-")]
+    assert folders and all(folder.name.endswith(run_id) for folder in folders)
+    assert all(list(folder.glob("*.wandb")) for folder in folders)
+
+
+class FakeWandb(SimpleNamespace):
+    """Stands for the service: remembers what ``init`` was asked, and may refuse to rewind."""
+
+    def __init__(self, *, rewinds: bool = True, key: str | None = "key") -> None:
+        super().__init__(api=SimpleNamespace(api_key=key), Settings=lambda **options: options)
+        self.rewinds = rewinds
+        self.asked: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def init(self, **options: Any) -> Any:
+        self.asked.append(options)
+        if "resume_from" in options and not self.rewinds:
+            raise RuntimeError("rewind is not enabled")
+        return SimpleNamespace(log=lambda metrics, step: self.logged.append((step, metrics)), finish=lambda: None)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def run_twice(folder: Path) -> None:
+    for start in (0, 3):
+        tracker = WandbTracker(folder, project="test", entity="team")
+        tracker.resume(start)
+        tracker.log(start + 1, {"train/loss": 1.0})
+        tracker.close()
+
+
+@pytest.mark.usefixtures("online")
+def test_wandb_is_rewound_to_where_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    run_twice(tmp_path)
+    first, second = service.asked
+    assert second["resume_from"] == f"{first['id']}?_step=3" and "id" not in second
+    assert first["entity"] == "team" and first["project"] == "test"
+    assert [step for step, _ in service.logged] == [1, 4]
+
+
+@pytest.mark.usefixtures("online")
+def test_a_run_that_starts_from_nothing_in_a_used_folder_is_a_new_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    for _ in range(2):
+        tracker = WandbTracker(tmp_path, project="test")
+        tracker.resume(-1)
+        tracker.close()
+    assert service.asked[0]["id"] != service.asked[1]["id"]
+
+
+@pytest.mark.usefixtures("online")
+def test_wandb_that_cannot_rewind_continues_the_run_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = FakeWandb(rewinds=False)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with caplog.at_level(logging.WARNING):
+        run_twice(tmp_path)
+    assert service.asked[2]["id"] == service.asked[0]["id"] and service.asked[2]["resume"] == "allow"
+    assert "could not rewind" in caplog.text
+
+
+@pytest.mark.usefixtures("online")
+def test_wandb_without_a_key_says_so_instead_of_asking_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(key=None))
+    with pytest.raises(ValueError, match="WANDB_MODE=offline"):
+        WandbTracker(tmp_path, project="test")
+
+
+@pytest.mark.usefixtures("online")
+def test_a_service_that_goes_away_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    trackers = CompositeTracker([WandbTracker(tmp_path, project="test")])
+
+    def refuse(**options: Any) -> Any:
+        raise ConnectionError("the network is down")
+
+    service.init = refuse
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.log(2, {"train/loss": 1.0})
+    assert caplog.text.count("the network is down") == 1

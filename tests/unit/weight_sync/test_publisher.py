@@ -1,0 +1,331 @@
+"""Publishing with engines that are plain objects of this process: what is proven when, and what happens where something fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.sampling import Sampling
+from strop.weight_sync.base import (
+    AdapterFiles,
+    CanarySample,
+    ChannelAddress,
+    EngineDied,
+    LoadReceipt,
+    Manifest,
+    Receiver,
+    Sender,
+    TensorFingerprint,
+    TransportError,
+)
+from strop.weight_sync.exporter import make_local_exporter
+from strop.weight_sync.fingerprints import fingerprint
+from strop.weight_sync.publisher import PublishOptions, WeightPublisher
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.host_memory import MemorySender
+from strop.weight_sync.transports.manifest import build_manifest
+from strop.weight_sync.transports.shared_folder import FolderSender
+from strop.weight_sync.verification import Canary, VerificationFailed, VerificationSchedule, verify_fingerprints
+
+
+class PlainEngine:
+    """Holds tensors; goes wrong where it is told to."""
+
+    receivers = 1
+
+    def __init__(self, name: str = "engine 0") -> None:
+        self.name = name
+        self.alive = False
+        self.tensors: dict[str, Tensor] = {}
+        self.label = -1
+        self.open = False
+        self.calls: list[str] = []
+        self.spoils: Callable[[dict[str, Tensor]], None] = lambda tensors: None
+        self.says: Callable[[int], int] = lambda version: version
+        self.dies_in: list[str] = []
+        self._receiver: Receiver | None = None
+
+    def _enter(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.dies_in:
+            self.dies_in.remove(call)
+            self.alive = False
+        if not self.alive:
+            raise EngineDied(f"{self.name} died in {call}")
+
+    async def start(self) -> None:
+        self.alive, self.tensors, self.label = True, {}, -1
+        self._enter("start")
+
+    async def close(self) -> None:
+        self.alive = False
+
+    async def connect(self, address: ChannelAddress, first: int) -> None:
+        self._enter("connect")
+        self._receiver = address.connect(first, torch.device("cpu"))
+
+    async def pause(self, *, keep_running: bool) -> None:
+        self._enter("pause")
+        self.open = False
+
+    async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
+        self._enter("load")
+        receiver = self._receiver
+        assert receiver is not None
+        self.label = -1
+        arrived = await asyncio.to_thread(lambda: {name: tensor.clone() for name, tensor in receiver.receive(manifest)})
+        marks = {name: (fingerprint(tensor),) for name, tensor in arrived.items()}
+        self.spoils(arrived)
+        self.tensors, self.label = arrived, self.says(version)
+        return LoadReceipt(version=self.label, fingerprints=marks, seconds=0.0)
+
+    async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
+        raise NotImplementedError
+
+    async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
+        self._enter("held")
+        return {
+            name: (TensorFingerprint(fingerprint(tensor + 0.0), (0, len(tensor), 0, tensor[0].numel())),)
+            for name, tensor in self.tensors.items()
+        }
+
+    async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
+        self._enter("ask")
+        return CanarySample(tokens=torch.tensor([1]), logprobs=torch.tensor([float(self.tensors["a"].sum())]), cached=0)
+
+    async def reset_prefix_cache(self, *, running: bool) -> None:
+        self._enter("forget")
+
+    async def resume(self, version: int) -> None:
+        self._enter("resume")
+        assert self.label == version
+        self.open = True
+
+    async def sleep(self) -> None:
+        self._enter("sleep")
+
+    async def wake(self) -> None:
+        self._enter("wake")
+
+
+class Learner:
+    def __init__(self) -> None:
+        self.a, self.b = torch.ones(3, 4), torch.full((3, 4), 2.0)
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        return [("a", self.a), ("b", self.b), ("tied to a", self.a)]
+
+    def train(self) -> None:
+        self.a += 1
+        self.b *= 2
+
+    async def score(self, prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
+        return [torch.tensor([float(self.a.sum())]) for _ in answers]
+
+
+def senders(folder: Path) -> dict[str, Callable[[int], Sender]]:
+    return {"folder": lambda count: FolderSender(folder, count), "memory": MemorySender, "broadcast": BroadcastSender}
+
+
+def publisher(
+    learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
+) -> WeightPublisher:
+    canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
+    settings = PublishOptions(**{"separate_devices": True, "proof": VerificationSchedule("always"), **options})  # type: ignore[arg-type]
+    exporter = make_local_exporter(
+        learner.weights, senders(folder)[transport], dtype=torch.float32, keep_snapshot=settings.async_training
+    )
+    return WeightPublisher(exporter, engines, settings, canary=canary)
+
+
+def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
+    learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(learner, engines, tmp_path)
+    for version in range(3):
+        said = asyncio.run(weights.publish(version))
+        learner_now = dict(learner.weights())
+        for engine in engines:
+            assert engine.open and engine.label == version
+            assert set(engine.tensors) == {"a", "b"}, "what is tied is sent once"
+            assert all(torch.equal(tensor, learner_now[name]) for name, tensor in engine.tensors.items())
+        assert said["weights/tensors_read_back"].value == 2
+        learner.train()
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize(
+    ("mode", "asked"),
+    [("always", [0, 1, 2, 3, 4, 5]), ("first", [0]), ("every_n", [0, 2, 4])],
+    ids=["always", "first", "every_n"],
+)
+def test_the_costly_questions_are_asked_when_they_are_due(tmp_path: Path, mode: str, asked: list[int]) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule(mode, 2))  # type: ignore[arg-type]
+    found = []
+    for version in range(6):
+        engine.calls.clear()
+        asyncio.run(weights.publish(version))
+        if "held" in engine.calls and "ask" in engine.calls:
+            found.append(version)
+    assert found == asked
+    asyncio.run(weights.close())
+
+
+def _drop(tensors: dict[str, Tensor]) -> None:
+    tensors["b"] = torch.zeros_like(tensors["b"])
+
+
+def _swap(tensors: dict[str, Tensor]) -> None:
+    tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
+
+
+@pytest.mark.parametrize(("fault", "named"), [(_drop, "the b that was sent"), (_swap, "it has the values of")])
+def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_requests(
+    tmp_path: Path, fault: Callable[[dict[str, Tensor]], None], named: str
+) -> None:
+    engine = PlainEngine()
+    engine.spoils = fault
+    weights = publisher(Learner(), [engine], tmp_path)
+    with pytest.raises(VerificationFailed, match=named):
+        asyncio.run(weights.publish(0))
+    assert not engine.open and weights.version == -1
+    asyncio.run(weights.close())
+
+
+def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(tmp_path: Path) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule("first"))
+    asyncio.run(weights.publish(0))
+    engine.says = lambda version: version - 1
+    with pytest.raises(VerificationFailed, match="version 1, but reports that it holds version 0"):
+        asyncio.run(weights.publish(1))
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize("call", ["pause", "connect", "load", "held", "ask", "resume"])
+def test_an_engine_that_dies_anywhere_in_a_publish_is_started_anew_and_the_publish_ends(tmp_path: Path, call: str) -> None:
+    learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(learner, engines, tmp_path)
+    asyncio.run(weights.publish(0))
+    learner.train()
+    engines[1].dies_in = [call] if call != "connect" else ["pause", "connect"]
+    asyncio.run(asyncio.wait_for(weights.publish(1), 60))
+    assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
+def test_nobody_waits_for_an_engine_that_died_before_it_took_anything(tmp_path: Path, transport: str) -> None:
+    learner, engines = Learner(), [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(learner, engines, tmp_path, transport=transport)
+    engines[1].dies_in = ["load"]
+    started = time.monotonic()
+    asyncio.run(asyncio.wait_for(weights.publish(0), 60))
+    assert time.monotonic() - started < 15, "time limits of the transport are minutes"
+    assert all(engine.open and torch.equal(engine.tensors["b"], learner.b) for engine in engines)
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize("transport", ["folder", "memory", "broadcast"])
+def test_a_sender_that_is_closed_by_another_thread_ends_its_publish(tmp_path: Path, transport: str) -> None:
+    sender = senders(tmp_path)[transport](1)
+    receiver = sender.address.connect(0, torch.device("cpu"))  # and reads nothing
+    tensors = Learner().weights()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, build_manifest(tensors, torch.float32), tensors)
+        time.sleep(0.3)
+        sender.close()
+        with pytest.raises(TransportError, match="closed"):
+            sending.result(10)
+    receiver.close()
+
+
+def test_an_engine_that_dies_every_time_ends_the_run(tmp_path: Path) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path)
+    engine.dies_in = ["load"] * 10
+    with pytest.raises(EngineDied):
+        asyncio.run(weights.publish(0))
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize("async_training", [True, False])
+def test_an_engine_that_is_revived_gets_the_weights_of_the_last_publish_wherever_the_learner_is_by_then(
+    tmp_path: Path, async_training: bool
+) -> None:
+    learner, engine = Learner(), PlainEngine()
+    weights = publisher(learner, [engine], tmp_path, async_training=async_training)
+    asyncio.run(weights.publish(5))
+    published = learner.b.clone()
+    if async_training:
+        learner.train()
+    engine.alive = False
+    asyncio.run(weights.restart_engine(engine))
+    assert engine.open and engine.label == 5 and torch.equal(engine.tensors["b"], published)
+    asyncio.run(weights.close())
+
+
+def test_a_revived_engine_that_fails_its_proof_is_closed_and_the_next_publish_says_so(tmp_path: Path) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path)
+    asyncio.run(weights.publish(0))
+    engine.alive, engine.spoils = False, _swap
+    with pytest.raises(VerificationFailed):
+        asyncio.run(weights.restart_engine(engine))
+    assert not engine.alive
+    with pytest.raises(VerificationFailed):
+        asyncio.run(weights.publish(1))
+    asyncio.run(weights.close())
+
+
+def test_engines_beside_the_learner_sleep_while_it_works_and_wake_before_they_are_sent_weights(tmp_path: Path) -> None:
+    engine = PlainEngine()
+    weights = publisher(Learner(), [engine], tmp_path, separate_devices=False)
+    asyncio.run(weights.publish(0))
+    engine.calls.clear()
+    asyncio.run(weights.yield_device())
+    asyncio.run(weights.publish(1))
+    assert [call for call in engine.calls if call in ("pause", "sleep", "wake", "load", "resume")] == [
+        "pause", "sleep", "pause", "wake", "load", "resume",
+    ]  # fmt: skip
+    asyncio.run(weights.close())
+
+
+@pytest.mark.parametrize("call", ["pause", "sleep"])
+def test_an_engine_that_dies_while_it_gives_up_the_device_is_started_by_the_next_publish(tmp_path: Path, call: str) -> None:
+    engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    asyncio.run(weights.publish(0))
+    engines[0].dies_in = [call]
+    asyncio.run(weights.yield_device())
+    assert "sleep" in engines[1].calls and not engines[0].alive
+    asyncio.run(weights.publish(1))
+    assert all(engine.alive and engine.open and engine.label == 1 for engine in engines)
+    asyncio.run(weights.close())
+
+
+def test_an_engine_that_dies_as_it_wakes_leaves_no_other_asleep(tmp_path: Path) -> None:
+    engines = [PlainEngine("engine 0"), PlainEngine("engine 1")]
+    weights = publisher(Learner(), engines, tmp_path, separate_devices=False)
+    asyncio.run(weights.publish(0))
+    asyncio.run(weights.yield_device())
+    engines[0].dies_in = ["wake"]
+    engines[1].calls.clear()
+    asyncio.run(weights.publish(1))
+    assert engines[1].calls.index("wake") < engines[1].calls.index("load")
+    asyncio.run(weights.close())
+
+
+def test_processes_that_should_hold_the_same_and_do_not_are_found_out() -> None:
+    held = {"a": (TensorFingerprint(1, (0, 2, 0, 2)), TensorFingerprint(3, (0, 2, 0, 2)))}
+    with pytest.raises(VerificationFailed, match="its processes differ"):
+        verify_fingerprints("engine 0", {"a": 1}, {}, held)
+    shards = {"a": (TensorFingerprint(1, (0, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)), TensorFingerprint(3, (1, 1, 0, 2)))}
+    assert verify_fingerprints("engine 0", {"a": 4, "b": 9}, {}, shards).unread == ("b",)
