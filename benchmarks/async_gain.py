@@ -34,7 +34,8 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream
-from strop.trainer.loop_tmp import Run, TrainOptions, train
+from strop.trainer.run import Run, TrainOptions
+from strop.trainer.train import train
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
 
 WARM_UP = 4  # steps until the pipeline is full; not counted

@@ -73,7 +73,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
     from strop.build.lifecycle import make_tracker
     from strop.build.training_run import build_run
     from strop.monitoring.trackers.jsonl import read_metrics
-    from strop.trainer.loop_tmp import train
+    from strop.trainer.train import train
 
     config = recipe(options, folder, ranks)
     tracker = make_tracker(config)

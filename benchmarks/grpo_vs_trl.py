@@ -272,7 +272,8 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
-    from strop.trainer.loop_tmp import Run, train
+    from strop.trainer.run import Run
+    from strop.trainer.train import train
     from strop.types import Batch, Group, Message
 
     config = strop_config(settings, settings.model)

@@ -492,7 +492,8 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
     from strop.build.lifecycle import make_tracker
     from strop.build.training_run import build_run
     from strop.monitoring.trackers.base import NullTracker
-    from strop.trainer.loop_tmp import Run, train
+    from strop.trainer.run import Run
+    from strop.trainer.train import train
     from strop.types import Batch, Group
 
     config = strop_config(race)

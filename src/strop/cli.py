@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop import __version__
-from strop.trainer.early_stop import STOPPED_EXIT_CODE, RunStopped
+from strop.stopping import STOPPED_EXIT_CODE, RunStopped
 
 if TYPE_CHECKING:
     from strop.config import ConfigError, EvalRunConfig, LoadedConfig, TrainingRunConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.generation.torch.model_runner import CachedRunner, infer_cache_shape
-from strop.learner.torch.learner import FrozenScorer
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support.models import FAMILIES, build

@@ -25,9 +25,9 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling
-from strop.trainer.early_stop import EarlyStop
+from strop.stopping import EarlyStop
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.loop_tmp import Run, TrainOptions
+from strop.trainer.run import Run, TrainOptions
 from strop.types import Batch, Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
 from support.algorithms import grpo

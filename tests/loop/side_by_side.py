@@ -30,7 +30,7 @@ from strop.rollouts.order import Fifo, GroupOrder
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling, mix_seed
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.loop_tmp import Run, TrainOptions
+from strop.trainer.run import Run, TrainOptions
 from strop.types import Batch, Group, Messages, Rollout, Task, user
 from support.algorithms import grpo
 

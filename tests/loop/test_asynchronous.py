@@ -16,11 +16,12 @@ from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.learner.threaded import LearnerThread, wrap_in_thread
-from strop.monitoring.rollout_store.rollout_store import RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.rollouts.episode import RewardScaling
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import StreamState
-from strop.trainer.loop_tmp import TrainOptions, train
+from strop.trainer.run import TrainOptions
+from strop.trainer.train import train
 from support.algorithms import grpo
 from support.sweep import sweep
 

@@ -23,7 +23,8 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.learner.base import ColumnSource, LogprobColumn, ValueColumn
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import FrozenScorer, TrainableNetwork
 from strop.learner.torch.teacher import SelfTeacher, Teacher, TeacherLogprobs, TeacherTopK
 from strop.models.chat_template import ChatTemplate
 from strop.models.network import Network
@@ -33,7 +34,8 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling
-from strop.trainer.loop_tmp import Run, TrainOptions, train
+from strop.trainer.run import Run, TrainOptions
+from strop.trainer.train import train
 from strop.types import Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
 from support.torch_engine import make_engine, make_runner

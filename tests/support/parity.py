@@ -20,8 +20,9 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
-from strop.learner.torch.master_weights import cast_weights
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import FrozenScorer
+from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork

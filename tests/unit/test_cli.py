@@ -14,7 +14,7 @@ import pytest
 from strop import __version__, cli
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.trainer.early_stop import RunStopped
+from strop.stopping import RunStopped
 
 ROOT = Path(__file__).parents[2]
 RUN = [

@@ -162,12 +162,12 @@ def slug(heading: str) -> str:
 
 
 def test_the_quoted_loop_is_the_loop() -> None:
-    source = (ROOT / "src/strop/trainer/loop_tmp.py").read_text()
+    source = (ROOT / "src/strop/trainer/train.py").read_text()
     train = next(node for node in ast.parse(source).body if isinstance(node, ast.AsyncFunctionDef) and node.name == "train")
     assert train.end_lineno is not None
     written = "\n".join(source.splitlines()[train.lineno - 1 : train.end_lineno])
     quoted = [block for block in blocks(ROOT / "docs/architecture.md", "python") if "async def train" in block]
-    assert quoted == [written + "\n"], "copy train() of src/strop/trainer/loop_tmp.py into docs/architecture.md"
+    assert quoted == [written + "\n"], "copy train() of src/strop/trainer/train.py into docs/architecture.md"
 
 
 @each("page", PAGES, ids=name)

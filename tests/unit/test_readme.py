@@ -18,7 +18,7 @@ from strop.config import TRAINING_RUNS, ConfigError, EvalRunConfig, load_config
 from strop.config.checks.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS, check_learner_enabled
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.registry import make_environment
-from strop.trainer.loop_tmp import train
+from strop.trainer.train import train
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.trainer.early_stop import EarlyStop, StopRequest
+from strop.stopping import EarlyStop, StopRequest
 
 METRIC = "validation/loss"
 
@@ -83,7 +83,7 @@ def test_a_run_stops_at_the_first_stretch_without_improvement(values: list[float
 
 def test_nobody_asks_a_run_to_end_unless_told_or_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("strop.trainer.early_stop.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("strop.stopping.time.monotonic", lambda: clock[0])
     assert StopRequest().check() is None and StopRequest(reason="SIGTERM").check() == "SIGTERM"
     timed = StopRequest(deadline=101.0)
     assert timed.check() is None

@@ -58,9 +58,10 @@ def _is_incomplete(kind: type[Algorithm]) -> bool:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    for info in sorted(pkgutil.iter_modules(strop.algorithms.__path__), key=lambda info: info.name):
-        if info.name != "catalogue":
-            yield info.name, importlib.import_module(f"strop.algorithms.{info.name}")
+    names = (info.name for info in pkgutil.walk_packages(strop.algorithms.__path__, "strop.algorithms.") if not info.ispkg)
+    for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
+        if name != __name__:
+            yield name.rpartition(".")[2], importlib.import_module(name)
 
 
 def _classes_defined_in(module: ModuleType, base: type) -> list[type]:

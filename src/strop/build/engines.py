@@ -26,9 +26,8 @@ from strop.models.adapters import lora_layers
 from strop.models.chat_template import ChatTemplate
 from strop.sampling import Sampling
 from strop.types import Group, Rollout, Task, Turn, user
-from strop.weight_sync.adapters_tmp import LocalAdapterSource
 from strop.weight_sync.base import CanarySample, Sender, UpdatableEngine, WeightSync
-from strop.weight_sync.exporter import Exporter, make_local_exporter
+from strop.weight_sync.exporter import Exporter, LocalAdapterSource, make_local_exporter
 from strop.weight_sync.in_process import InProcessWeights
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.broadcast import BroadcastSender

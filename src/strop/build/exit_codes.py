@@ -11,13 +11,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from strop.checkpointing.folders import CheckpointError
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
-from strop.trainer.loop_tmp import TooFewTasks, TooManyDropped
 from strop.trainer.mismatch import MismatchTooLarge
+from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.weight_sync.base import EngineDied, TransportError
 from strop.weight_sync.verification import VerificationFailed
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from strop.monitoring.console.console import open_console
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker
-from strop.trainer.early_stop import EarlyStop
-from strop.trainer.loop_tmp import Run
+from strop.monitoring.watchdog.stalls import WaitLimits
+from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
+from strop.stopping import EarlyStop
+from strop.trainer.run import Run
 
 METRIC_ALIASES = {
     "validation/val_loss": "validation/loss",
@@ -171,3 +174,28 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@contextmanager
+def watch_run(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
+    """Run the watchdog inside the context, in a running event loop. Yields the tracker to use, which also reports to the watchdog.
+
+    Raises WatchdogTimeout."""
+    section = config.watchdog
+    if not section.enabled:
+        yield tracker
+        return
+    watchdog = Watchdog(
+        Path(config.logger.log_dir),
+        note=tracker.note,
+        limits=WaitLimits(**section.limits()),
+        interval=section.interval_seconds,
+        stop_after=section.stop_after_seconds,
+        checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
+    )
+    try:
+        with watchdog:
+            yield CompositeTracker([tracker, watchdog.status_tracker])
+    except WatchdogTimeout as stuck:
+        schedule_exit(stuck)
+        raise

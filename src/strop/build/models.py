@@ -19,13 +19,12 @@ from strop.generation.torch.model_runner import CachedRunner, ModelRunner, Recom
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.learner.base import Scorer
 from strop.learner.parallel.parallelism import Parallelism
-from strop.learner.torch.adapter_reference import AdapterOffScorer
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions, TrainableNetwork
-from strop.learner.torch.master_weights import cast_weights
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.optimizer import ParameterGroup
+from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer, TrainableNetwork
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
-from strop.models.loading import find_stop_token_ids, load_model, load_tokenizer
+from strop.models.loading import cast_weights, find_stop_token_ids, load_model, load_tokenizer
 from strop.models.lora import LoraOptions, add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout

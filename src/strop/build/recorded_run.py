@@ -20,7 +20,7 @@ from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.recorded_config import SftConfig
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -28,8 +28,8 @@ from strop.rollouts.episode import make_failed_group
 from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
-from strop.trainer.loop_tmp import Run, TrainOptions
 from strop.trainer.loss_validation import LossValidator
+from strop.trainer.run import Run, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
 

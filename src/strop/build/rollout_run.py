@@ -32,8 +32,8 @@ from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.loop_tmp import DrainBefore, Run, TrainOptions
 from strop.trainer.mismatch import MismatchGuard, MismatchLimits
+from strop.trainer.run import DrainBefore, Run, TrainOptions
 from strop.types import Group
 
 log = logging.getLogger(__name__)

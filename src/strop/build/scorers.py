@@ -13,11 +13,11 @@ from strop.build.teachers import make_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
 from strop.learner.base import ColumnSource, Learner, LogprobColumn, Scorer, ValueColumn
-from strop.learner.torch.learner import NetworkScorer
 from strop.learner.torch.reference_store import load_or_compute_reference, model_fingerprint
+from strop.learner.torch.scorer import NetworkScorer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.trainer.loop_tmp import TrainOptions
+from strop.trainer.run import TrainOptions
 from strop.types import Group
 
 

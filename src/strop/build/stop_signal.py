@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from strop.config.schema.checkpointing_config import CheckpointingConfig
-from strop.trainer.early_stop import STOPPED_EXIT_CODE, StopRequest
+from strop.stopping import STOPPED_EXIT_CODE, StopRequest
 
 _import_time = time.monotonic()
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from strop.config.schema.data_config import DataEntryConfig
-from strop.config.schema.environment_config import EnvironmentConfig
-from strop.data.sources.errors import DataError
+from strop.config.schema.data_config import DataEntryConfig, EnvironmentConfig
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
 from strop.environments.mixture import Component, Mixture

@@ -8,18 +8,18 @@ from functools import partial
 
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
-from strop.build.lifecycle import make_tracker, seed_everything
+from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run
 from strop.build.rollout_run import build_rollout_run
 from strop.build.stop_signal import SignalHandler, handle_stop_signals
 from strop.build.summary import summarize
-from strop.build.watch import watch_run
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.generation.base import Generator
 from strop.monitoring.trackers.base import Tracker
-from strop.trainer.early_stop import RunStopped
-from strop.trainer.loop_tmp import Run, train
+from strop.stopping import RunStopped
+from strop.trainer.run import Run
+from strop.trainer.train import train
 
 
 def run_training(config: TrainingRunConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from strop.learner.base import Learner
 from strop.rollouts.stream import StreamState
-from strop.trainer.early_stop import EarlyStop
+from strop.stopping import EarlyStop
 
 
 @dataclass(frozen=True, kw_only=True)

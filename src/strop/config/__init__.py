@@ -5,7 +5,7 @@
 Imports neither torch nor transformers, so that errors are reported immediately.
 """
 
-from strop.config.load.errors import ConfigError, Problem
+from strop.config.errors import ConfigError, Problem
 from strop.config.load.load import LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import (
     TRAINING_RUNS,

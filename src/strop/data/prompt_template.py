@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.types import Message, system, user
 
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from strop.distributed.base import ActorDied, ActorOptions, Cluster, NodeLost, RemoteActor
-from strop.environments import remote
 from strop.environments.remote import (
     CallResult,
     EnvironmentDescription,
     EnvironmentServer,
+    EnvironmentServerDied,
     Method,
     RemoteEnvironment,
     Transport,
+    connect,
 )
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class EnvironmentProcess:
         return Transport(self.call, self.call_sync)
 
     async def call(self, method: Method, arguments: tuple[Any, ...]) -> CallResult:
-        """Call a method of the environment; start the process if it does not run. Raises ``remote.EnvironmentServerDied``."""
+        """Call a method of the environment; start the process if it does not run. Raises ``EnvironmentServerDied``."""
         async with self._starting:
             if self._remote is None:
                 with self._translate_spawn_errors():
@@ -65,21 +66,21 @@ class EnvironmentProcess:
 
     @contextmanager
     def _translate_spawn_errors(self) -> Iterator[None]:
-        """Raise ``remote.EnvironmentServerDied`` if the process cannot start. If its node is lost, let the next one start on any node."""
+        """Raise ``EnvironmentServerDied`` if the process cannot start. If its node is lost, let the next one start on any node."""
         try:
             yield
         except ActorDied as error:
             if isinstance(error, NodeLost):
                 self.options = replace(self.options, node=None)
                 log.warning("%s; the next process may start on any node", error)
-            raise remote.EnvironmentServerDied(str(error)) from error
+            raise EnvironmentServerDied(str(error)) from error
 
-    def _mark_dead(self, remote: RemoteActor, error: ActorDied) -> remote.EnvironmentServerDied:
+    def _mark_dead(self, remote: RemoteActor, error: ActorDied) -> EnvironmentServerDied:
         if self._remote is remote:  # this caller is the first to notice
             self._remote = None
             self.restarts += 1
             log.warning("%s; another process takes its place", error)
-        return remote.EnvironmentServerDied(str(error))
+        return EnvironmentServerDied(str(error))
 
 
 def spawn_environments(
@@ -90,5 +91,5 @@ def spawn_environments(
     found: dict[str, RemoteEnvironment] = {}
     for alias, description in descriptions.items():
         links = [EnvironmentProcess(cluster, each, description).transport for each in options[alias]]
-        found[alias] = remote.connect(description, links)
+        found[alias] = connect(description, links)
     return found

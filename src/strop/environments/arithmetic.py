@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number

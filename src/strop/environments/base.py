@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Generic, TypeVar, overload
 
-from strop.data.sources.errors import suggest_names
+from strop.data.sources.records import suggest_names
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
 

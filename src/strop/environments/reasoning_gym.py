@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from strop.data.sources.errors import DataError, suggest_names
+from strop.data.sources.records import DataError, suggest_names
 from strop.data.sources.source import DataSource
 from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from strop.data.sources.errors import suggest_names
+from strop.data.sources.records import suggest_names
 from strop.environments.base import Environment, EnvironmentConfigError
 
 ENVIRONMENTS = {

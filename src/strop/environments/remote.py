@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, overload
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult, reward_marks
 from strop.environments.registry import make_environment

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from strop.models.adapters import BASE_CONFIG_FILE, adapter_folder, base_model_name, is_classifier_adapter, merge_adapters
 
@@ -181,3 +182,14 @@ class quiet_transformers:
 
         hf.set_verbosity(self._verbosity)
         hf.enable_progress_bar()
+
+
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's parameters to ``dtype``, in place.
+
+    Buffers keep their dtype, as rotary frequencies must, and so do parameters that the model's class requires in float32.
+    """
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.to(dtype)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.data.sources.errors import suggest_names
+from strop.data.sources.records import suggest_names
 from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer, quiet_transformers

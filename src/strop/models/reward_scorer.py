@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.learner.torch.master_weights import cast_weights
 from strop.models.classifiers import load_classifier
+from strop.models.loading import cast_weights
 from strop.models.network import disable_dropout
 from strop.models.value_network import apply_score_layer, get_score_layer
 

@@ -28,7 +28,7 @@ from strop.build.recorded_run import (
 )
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.models.chat_template import ChatTemplate
 from strop.rollouts.stream import EndOfTasks
 from strop.types import Group

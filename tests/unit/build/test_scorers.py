@@ -30,7 +30,7 @@ from strop.learner.torch.learner import TorchLearner
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
-from strop.trainer.loop_tmp import TrainOptions
+from strop.trainer.run import TrainOptions
 from strop.types import Batch, Group
 from support.recorded import random_groups
 

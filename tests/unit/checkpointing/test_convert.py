@@ -14,8 +14,8 @@ from torch import Tensor
 
 from strop.environments.registry import import_attribute
 from strop.learner.parallel.shard_files import TensorShard, write_shards
-from strop.learner.parallel.sharded_checkpoint import save
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.sharded_checkpoint import save
 from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
 from strop.sampling import Sampling

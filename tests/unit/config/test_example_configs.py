@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, EvalRunConfig, load_config
-from strop.config.load.source import read_config_file
+from strop.config.load.yaml_source import read_config_file
 from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.config.schema.generation_config import MismatchConfig
+from strop.config.schema.monitoring_config import WatchdogConfig
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.config.schema.watchdog_config import WatchdogConfig
 from strop.monitoring.watchdog.stalls import WaitLimits
 from strop.trainer.mismatch import MismatchLimits
 

@@ -11,7 +11,7 @@ import pytest
 from strop.data.recorded.examples import conversations
 from strop.data.recorded.messages import ROLES
 from strop.data.sources import hub
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, split_train_validation
 from strop.types import Message, assistant, system, user
 

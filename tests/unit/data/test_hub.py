@@ -8,7 +8,7 @@ import pytest
 
 from strop.data.sources import hub
 from strop.data.sources.builtin import BUILTIN_DATASETS
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 
 datasets = pytest.importorskip("datasets")

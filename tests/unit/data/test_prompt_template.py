@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.data.prompt_template import parse_prompt_template
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.types import system, user
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, split_train_validation
 
 ROWS = [{"problem": f"What is {n}+{n}?", "answer": 2 * n, "level": n % 3} for n in range(20)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.arithmetic import Arithmetic, evaluate_expression
 from strop.environments.base import EnvironmentConfigError, compute_rewards

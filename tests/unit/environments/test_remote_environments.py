@@ -14,7 +14,7 @@ import pytest
 
 from loop.fakes import FakeGenerator, Request
 from loop.tiny import tiny_tokenizer
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import EnvironmentConfigError
 from strop.environments.mixture import Component, Mixture

@@ -20,7 +20,8 @@ from strop.data.packing import pack
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens

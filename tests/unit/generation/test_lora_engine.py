@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner
-from strop.learner.torch.adapter_reference import AdapterOffScorer
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
 from strop.models.adapters import lora_layers
 from strop.models.lora import LoraOptions, add_adapters
 from strop.models.network import Network

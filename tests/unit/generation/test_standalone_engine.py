@@ -20,9 +20,8 @@ from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
-from strop.weight_sync.adapters_tmp import LocalAdapterSource
 from strop.weight_sync.base import CanarySample, EngineDied
-from strop.weight_sync.exporter import make_local_exporter
+from strop.weight_sync.exporter import LocalAdapterSource, make_local_exporter
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.verification import Canary, VerificationFailed, VerificationSchedule

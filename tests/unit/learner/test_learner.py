@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from strop.data.packing import pack
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch

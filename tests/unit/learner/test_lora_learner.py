@@ -18,8 +18,8 @@ from strop.algorithms.supervised.sft import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.data.packing import pack
-from strop.learner.torch.adapter_reference import AdapterOffScorer
-from strop.learner.torch.learner import FrozenScorer, TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
 from strop.models.adapters import lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.lora import LoraOptions, add_adapters

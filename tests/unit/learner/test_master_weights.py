@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from strop.learner.torch.master_weights import MasterWeights, cast_weights
+from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import make_optimizer
+from strop.models.loading import cast_weights
 from support.models import build
 
 

@@ -23,7 +23,7 @@ from strop.algorithms.preference.slic import SLiC
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.learner.base import ColumnSource, LogprobColumn
-from strop.learner.torch.learner import FrozenScorer
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling

@@ -18,7 +18,6 @@ from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.kto import KTO
 from strop.data.packing import pack
 from strop.learner.base import LogprobColumn
-from strop.learner.torch.learner import FrozenScorer
 from strop.learner.torch.reference_store import (
     GROUPS_PER_PACK,
     ReferenceStore,
@@ -26,6 +25,7 @@ from strop.learner.torch.reference_store import (
     model_fingerprint,
     rollout_fingerprint,
 )
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group, observation_turn

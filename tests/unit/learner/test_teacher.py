@@ -16,7 +16,7 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distill
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.data.packing import pack
 from strop.learner.base import ColumnSource
-from strop.learner.torch.learner import FrozenScorer
+from strop.learner.torch.scorer import FrozenScorer
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,

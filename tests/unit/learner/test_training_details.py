@@ -14,8 +14,8 @@ from torch import Tensor
 from strop.algorithms.base import TokenOutputs
 from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.master_weights import cast_weights
 from strop.learner.torch.optimizer import ParameterGroup
+from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch

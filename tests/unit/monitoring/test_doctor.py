@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from strop import cli
-from strop.monitoring.rollout_store.rollout_store import RolloutStore, make_records
+from strop.monitoring.rollout_store.rollout_record import make_records
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_plain, format_tree, print_diagnosis
 from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, write_status

@@ -14,8 +14,10 @@ from loop.fakes import FakeLearner, Letters, make_run, run_virtually
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
 from strop.monitoring.watchdog.waits import describe_wait, snapshot_waits
-from strop.trainer.loop_tmp import PHASE_KINDS, PhaseTimer, TrainOptions, train
 from strop.trainer.mismatch import MismatchGuard, MismatchLimits, MismatchTooLarge
+from strop.trainer.phase_timer import PHASE_KINDS, PhaseTimer
+from strop.trainer.run import TrainOptions
+from strop.trainer.train import train
 from strop.types import Messages, Rollout, Task
 
 TOKENIZER = tiny_tokenizer()

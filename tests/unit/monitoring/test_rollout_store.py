@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.monitoring.rollout_store.rollout_store import RolloutRecord, RolloutStore, make_records, split_by_rollout
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.rollout_store.token_ratios import MAX_TOKENS
 from strop.types import Batch, Ending, Group, Message, Rollout, Task, Totals, Turn, observation_turn
 

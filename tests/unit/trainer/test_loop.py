@@ -13,8 +13,12 @@ from loop.tiny import tiny_tokenizer
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.trainer.early_stop import EarlyStop
-from strop.trainer.loop_tmp import TooFewTasks, TooManyDropped, TrainOptions, check_early_stop, collect, train, update
+from strop.stopping import EarlyStop
+from strop.trainer.cadence import check_early_stop
+from strop.trainer.collect import collect
+from strop.trainer.run import TooFewTasks, TooManyDropped, TrainOptions
+from strop.trainer.train import train
+from strop.trainer.update import update
 from support.algorithms import grpo
 
 TOKENIZER = tiny_tokenizer()

@@ -21,7 +21,8 @@ from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
 from strop.data.packing import pack
 from strop.learner.base import LogprobColumn
-from strop.learner.torch.learner import FrozenScorer, TorchLearner
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling

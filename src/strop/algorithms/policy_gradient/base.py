@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from strop import metrics
-from strop.algorithms.base import Plan, TokenOutputs
-from strop.algorithms.functional import Aggregation, aggregate, sequence_sum
-from strop.algorithms.policy_gradient.group_credit import GroupCredit
-from strop.algorithms.policy_gradient.part_checks import validate_parts
-from strop.algorithms.policy_gradient.parts import Correction, Mismatch, Objective, PolicyTokens, Selection
+from strop.algorithms.base import TokenOutputs
+from strop.algorithms.functional import aggregate, sequence_sum
+from strop.algorithms.policy_gradient.composition import Composition
+from strop.algorithms.policy_gradient.parts import Mismatch, PolicyTokens
 from strop.metrics import Metrics
 from strop.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(GroupCredit):
+class PolicyGradient(Composition):
     """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
-
-    objective: Objective
-    corrections: tuple[Correction, ...] = ()
-    selection: Selection | None = None
-    aggregation: Aggregation = "token_mean"
-    constant_length: int | None = None
-    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # the policy in the denominator of the ratio
-    proximal_weight: float = 0.5  # for ratio_to between: the weight a of the policy in log pi_o = log mu + a (log pi - log mu)
-    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), with value 1
-    entropy_bonus: float = 0.0  # weight of the entropy in the objective, which is maximized
-    entropy_target: float | None = None  # nats: the bonus applies only while the step's mean entropy is below this
-    positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
-
-    def validate(self, plan: Plan) -> Iterator[str]:
-        yield from validate_parts(self, plan)
 
     @property
     def needs_step_outputs(self) -> bool:

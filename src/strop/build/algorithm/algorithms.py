@@ -17,7 +17,7 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Part
-from strop.data.sources.errors import suggest_names
+from strop.data.sources.records import suggest_names
 from strop.environments.registry import import_attribute
 
 

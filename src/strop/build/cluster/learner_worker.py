@@ -32,15 +32,15 @@ from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import ModelConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.learner.base import ColumnSource
-from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.parallel.parallel_dims import DeviceMeshes
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero, probe_on_rank_zero
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
 from strop.learner.parallel.sharded_export import iter_sharded_weights
-from strop.learner.torch.adapter_reference import AdapterOffScorer
-from strop.learner.torch.learner import FrozenScorer, NetworkScorer, TorchLearner
+from strop.learner.torch import sharded_checkpoint
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
+from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer, NetworkScorer
 from strop.metrics import Metrics
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
@@ -298,7 +298,7 @@ class LearnerWorker:
         config = self.config.policy
         source = None
         if options.adapters:
-            from strop.learner.parallel.adapters_tmp import ShardedAdapterSource
+            from strop.learner.parallel.sharded_export import ShardedAdapterSource
 
             source = ShardedAdapterSource(self.parallelism)
         self._export = BlockingExporter(

@@ -437,8 +437,7 @@ def _build_torch_engine(
     """Build a torch engine on an empty model, whose weights the learner will send. Runs in the engine's process."""
     from strop.build.models import prepare_device
     from strop.generation.torch.standalone import StandaloneTorchEngine
-    from strop.learner.torch.master_weights import cast_weights
-    from strop.models.loading import model_from_config
+    from strop.models.loading import cast_weights, model_from_config
     from strop.models.network import Network, disable_dropout
 
     policy = config.policy

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from strop.config.checks.device_counts import DeviceCounts, count_devices
 from strop.config.checks.engine_checks import changed_keys
-from strop.config.load.errors import Problem
+from strop.config.errors import Problem
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import DtensorConfig
 from strop.config.schema.run_config import (

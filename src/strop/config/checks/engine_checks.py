@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from strop.config.checks.device_counts import count_devices
-from strop.config.load.errors import Problem
+from strop.config.errors import Problem
 from strop.config.schema.base import BaseConfig, followed_keys
 from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.run_config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_section

@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.config.checks import cluster_checks, engine_checks
 from strop.config.checks.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS
-from strop.config.load.errors import Problem
+from strop.config.errors import Problem
 from strop.config.schema.base import BaseConfig
 from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.run_config import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from strop.config.load.errors import Problem
+from strop.config.errors import Problem
 from strop.config.schema.run_config import EvalRunConfig, TrainingRunConfig, generation_section, list_trained_models
 
 Problems = Iterator[Problem]

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strop.config.load.source import KeyPath
+from strop.config.load.yaml_source import KeyPath
 
 
 def _divide(a: Any, b: Any) -> Any:

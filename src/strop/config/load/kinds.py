@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from strop.config.checks import cluster_checks
-from strop.config.load.errors import ConfigError
+from strop.config.errors import ConfigError
 from strop.config.load.load import LoadedConfig, load_config
-from strop.config.load.source import read_config_file
+from strop.config.load.yaml_source import read_config_file
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 
 MODEL_KEY, PLACEHOLDER_MODEL = "policy.model_name", "none"  # the schema requires a model

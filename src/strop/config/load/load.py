@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from strop.config.checks import run_checks
+from strop.config.errors import ConfigError, Origin, Problem
 from strop.config.load import keys, yaml_text
-from strop.config.load.errors import ConfigError, Origin, Problem
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
-from strop.config.load.source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
+from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
 from strop.config.nemo_rl import find_unused_keys
 from strop.config.schema.base import BaseConfig, followed_keys, section_model
 

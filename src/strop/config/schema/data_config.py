@@ -1,11 +1,11 @@
-"""Section ``data``: where tasks come from and how sources are mixed."""
+"""Sections ``data`` and ``env``: which tasks, from where, in what mix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import ConfigDict, Field, field_serializer, model_validator
 
 from strop.config.schema.base import BaseConfig, follows, subsection
 
@@ -128,3 +128,20 @@ class EvalDataConfig(DataEntryConfig):
         ge=1,
         description="Skip and count tasks with a longer prompt (tokens).",
     )
+
+
+class EnvironmentConfig(BaseConfig):
+    """An environment. It validates its own options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = Field(
+        None,
+        min_length=1,
+        description="A registered name, or module:Class; null is the alias. All other keys are options of the environment.",
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every key but ``type``."""
+        return dict(self.model_extra or {})

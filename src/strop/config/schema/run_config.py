@@ -10,18 +10,17 @@ from pydantic import BeforeValidator, Field
 from strop.config.schema.base import BaseConfig, subsection
 from strop.config.schema.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
 from strop.config.schema.cluster_config import ClusterConfig
-from strop.config.schema.data_config import DataConfig, DataEntryConfig, EvalDataConfig
+from strop.config.schema.data_config import DataConfig, DataEntryConfig, EnvironmentConfig, EvalDataConfig
 from strop.config.schema.distillation_config import (
     DistillationAlgorithmConfig,
     DistillationConfig,
     DistillationLossConfig,
     TeacherConfig,
 )
-from strop.config.schema.environment_config import EnvironmentConfig
 from strop.config.schema.evaluation_config import EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
 from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
-from strop.config.schema.logger_config import LoggerConfig
+from strop.config.schema.monitoring_config import LoggerConfig, WatchdogConfig
 from strop.config.schema.policy_config import ModelConfig, PolicyConfig
 from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.schema.recorded_config import (
@@ -34,7 +33,6 @@ from strop.config.schema.recorded_config import (
     SftConfig,
 )
 from strop.config.schema.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
-from strop.config.schema.watchdog_config import WatchdogConfig
 
 
 def _null_to_empty(values: object) -> object:

@@ -22,8 +22,7 @@ from strop.data.recorded.layouts import (
     find_unpaired_layout,
 )
 from strop.data.recorded.messages import first_reply_index, last_message_text
-from strop.data.sources.errors import DataError
-from strop.data.sources.records import Records
+from strop.data.sources.records import DataError, Records
 from strop.data.sources.source import DataSource, validate_rows
 from strop.types import Message, Messages, Task
 

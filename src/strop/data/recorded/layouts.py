@@ -23,8 +23,7 @@ from strop.data.recorded.messages import (
     trim_after_last_reply,
 )
 from strop.data.sources.builtin import BuiltinDataset
-from strop.data.sources.errors import DataError
-from strop.data.sources.records import Record, Records, get_text
+from strop.data.sources.records import DataError, Record, Records, get_text
 from strop.data.sources.source import DataSource
 from strop.types import Message
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.errors import DataError
-from strop.data.sources.records import Record
+from strop.data.sources.records import DataError, Record
 from strop.types import Message, Messages, assistant, system
 
 # Role names in datasets -> roles of chat templates.

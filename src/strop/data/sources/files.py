@@ -13,8 +13,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from strop.data.sources.errors import DataError
-from strop.data.sources.records import Record, Records
+from strop.data.sources.records import DataError, Record, Records
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from strop.data.sources.errors import DataError
-from strop.data.sources.records import Record, Records, get_text
+from strop.data.sources.records import DataError, Record, Records, get_text
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
-
-from strop.data.sources.errors import DataError
 
 Record = Mapping[str, Any]
 
@@ -54,3 +53,14 @@ def get_text(record: Record, key: str, option: str, where: str) -> str:
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"
         )
     return str(value)
+
+
+class DataError(ValueError):
+    """Invalid data. The message says what was found, where, and what to set instead."""
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'X'?" if a known name is close, and a list of the known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(names) or 'none'}"

@@ -9,9 +9,8 @@ from typing import Any, Literal, overload
 
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
-from strop.data.sources.errors import DataError, suggest_names
 from strop.data.sources.files import SUFFIXES, open_file
-from strop.data.sources.records import Records
+from strop.data.sources.records import DataError, Records, suggest_names
 from strop.data.sources.split import split_by_question
 
 

@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 
-from strop.data.sources.errors import DataError
+from strop.data.sources.records import DataError
 
 
 def stable_hash(text: str, seed: int = 0) -> int:

@@ -22,7 +22,6 @@ from strop.generation.torch.model_runner import SlotPrompt
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, base_weights, load_adapters, lora_layers
 from strop.sampling import Sampling
-from strop.weight_sync.adapters_tmp import LocalAdapterSource
 from strop.weight_sync.base import (
     AdapterFiles,
     CanarySample,
@@ -33,6 +32,7 @@ from strop.weight_sync.base import (
     Receiver,
     TensorFingerprint,
 )
+from strop.weight_sync.exporter import LocalAdapterSource
 from strop.weight_sync.fingerprints import fingerprint, normalize_zeros
 
 T = TypeVar("T")

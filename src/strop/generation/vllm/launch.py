@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from strop.weight_sync.transports.control import is_process_alive
 
 PRELOAD = [
     "vllm.v1.engine.core",
@@ -25,6 +30,8 @@ PRELOAD = [
     "vllm.model_executor.models.llama",
     "strop.weight_sync.fingerprints",
 ]
+
+
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
@@ -83,3 +90,24 @@ def _redirect_standard_output(file: Path) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
+
+
+DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
+
+
+DRIVER_POLL_SECONDS = 1.0  # seconds between checks
+
+
+def exit_with_driver() -> None:
+    """Watch the driver from a thread of a worker process. When it ends, end this process and, if it is a separate one, the engine core."""
+    if driver := os.environ.get(DRIVER_PID_VARIABLE):
+        threading.Thread(target=_watch_driver, args=(int(driver), os.getppid()), name="strop-guardian", daemon=True).start()
+
+
+def _watch_driver(driver: int, parent: int) -> None:
+    while is_process_alive(driver):
+        time.sleep(DRIVER_POLL_SECONDS)
+    if parent not in (driver, 1):
+        with suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)
+    os._exit(1)

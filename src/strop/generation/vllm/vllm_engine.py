@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
 from strop.generation.vllm.engine_args import VllmOptions, make_engine_args
-from strop.generation.vllm.guardian import DRIVER_PID_VARIABLE
-from strop.generation.vllm.launch import fork_engine_cores, start_fork_server
+from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
 from strop.sampling import Sampling
 from strop.weight_sync.base import (
     AdapterFiles,

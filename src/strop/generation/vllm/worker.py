@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strop.generation.vllm.guardian import exit_with_driver
+from strop.generation.vllm.launch import exit_with_driver
 from strop.generation.vllm.vllm_patches import apply_patches
 from strop.generation.vllm.weight_readback import WeightShard, read_adapter_shards, read_weight_shards, refresh_packed_copies
 from strop.weight_sync.base import ChannelAddress, Manifest, Receiver, TensorFingerprint

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.learner.parallel.collectives import all_to_all, join_rows, local_rows, split_rows
-from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
-from strop.learner.parallel.sharded_tmp import shard_parameter, to_local
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims, shard_parameter, to_local
 
 dist: Any = torch.distributed
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 dist: Any = torch.distributed
 
@@ -127,3 +129,16 @@ class DeviceMeshes:
         """Whether this rank reports the results of all ranks that read the same micro-batch."""
         place = self.dense.get_coordinate()
         return not any(place[2:])
+
+
+def shard_parameter(parameter: nn.Parameter, mesh: Any, dimension: int) -> nn.Parameter:
+    """Shard a parameter evenly along one dimension over a mesh. Every rank has it in full, so there is no communication."""
+    part = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
+    own = DTensor.from_local(part.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def to_local(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part

@@ -25,9 +25,9 @@ from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
-from strop.learner.torch.master_weights import cast_weights
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
+from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling

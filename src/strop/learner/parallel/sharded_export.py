@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from strop.learner.parallel.sharded import Sharded
-from strop.models.adapters import LoraLayer, weights_with_layers
+from strop.models.adapters import LoraLayer, lora_layers, save_adapters, weights_with_layers
+from strop.weight_sync.base import AdapterFiles
+from strop.weight_sync.exporter import fingerprint_adapters, read_adapter_files
 from strop.weight_sync.weight_source import Weight
 
 
@@ -39,3 +43,31 @@ def _make_merge(parallelism: Sharded, layer: LoraLayer) -> Callable[[], Tensor]:
 def _storage_key(tensor: Tensor) -> tuple[int, ...]:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return (local.untyped_storage().data_ptr(), local.storage_offset(), *tensor.shape)
+
+
+class ShardedAdapterSource:
+    """An ``AdapterSource`` of sharded adapters. All ranks call each method at the same time."""
+
+    def __init__(self, parallelism: Sharded) -> None:
+        self.parallelism = parallelism
+
+    def base_weights(self) -> Iterable[Weight]:
+        return iter_sharded_weights(self.parallelism, adapters=False)
+
+    def export_files(self) -> AdapterFiles:
+        with tempfile.TemporaryDirectory(prefix="strop-adapter-") as name:
+            save_adapters(self.parallelism.network.model, Path(name), self.parallelism.adapters())
+            return read_adapter_files(Path(name))
+
+    @torch.no_grad()
+    def fingerprints(self, dtype: torch.dtype) -> Mapping[str, int]:
+        return fingerprint_adapters(
+            (
+                (layer, self._full_tensor(layer.down), self._full_tensor(layer.up))
+                for layer in lora_layers(self.parallelism.network.model)
+            ),
+            dtype,
+        )
+
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
+        return self.parallelism.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from strop.learner.parallel.collectives import all_gather, all_reduce, copy_to_ranks, join_rows, local_rows, reduce_scatter
 from strop.learner.parallel.expert_parallel import check_experts, find_experts
-from strop.learner.parallel.parallel_dims import DeviceMeshes
-from strop.learner.parallel.sharded_tmp import shard_parameter, to_local
+from strop.learner.parallel.parallel_dims import DeviceMeshes, shard_parameter, to_local
 from strop.learner.parallel.tensor_plan import PLAN_KEY, Region, ShardedLayer, TensorPlan, find_regions
 from strop.models.adapters import ADAPTER
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.learner.base import BackwardResult
-from strop.learner.parallel import sharded_checkpoint as divided
 from strop.learner.parallel.micro_batch import (
     MicroBatch,
     MicroBatchOutputs,
@@ -24,8 +23,10 @@ from strop.learner.parallel.micro_batch import (
     tensor_fields,
 )
 from strop.learner.parallel.parallelism import Parallelism, SingleDevice
+from strop.learner.torch import sharded_checkpoint as divided
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
+from strop.learner.torch.scorer import TrainableNetwork, score_local
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.metrics import Metrics
 from strop.models.adapters import load_adapters, lora_layers, save_adapters
@@ -36,17 +37,8 @@ from strop.types import Batch
 
 log = logging.getLogger(__name__)
 
+
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
-
-
-class TrainableNetwork(Protocol):
-    """What a learner trains: a language model (``strop.models.network``) or one with a scalar head (``strop.models.value_network``)."""
-
-    model: Any
-    device: torch.device
-    packed: bool
-
-    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,75 +59,6 @@ class TorchLearnerOptions:
     score_tokens: int = 8192  # tokens of one forward pass without gradient
     activation_checkpointing: bool = False
     whole_groups: bool = False  # never split a group across micro-batches: the loss compares its rollouts
-
-
-class FrozenScorer:
-    """A frozen network that only scores, such as a reference policy. ``offload`` keeps its weights on the CPU between uses."""
-
-    def __init__(
-        self,
-        network: TrainableNetwork,
-        sampling: Sampling,
-        *,
-        score_tokens: int,
-        offload: bool = False,
-        parallelism: Parallelism | None = None,
-    ) -> None:
-        """Raises ValueError for ``offload`` of a sharded network, whose parallelism decides where shards are kept."""
-        if offload and parallelism is not None:
-            raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
-        self.network = network
-        self.sampling = sampling
-        self.score_tokens = score_tokens
-        self.parallelism = parallelism or SingleDevice(network)
-        self.offload = offload and network.device.type != "cpu"
-        network.model.requires_grad_(False)
-        if self.offload:
-            network.model.to("cpu")
-
-    async def score(self, batch: Batch) -> Outputs:
-        if self.offload:
-            self.network.model.to(self.network.device)
-        scores = assemble_outputs([self.score_local(batch)], len(batch.target))
-        if self.offload:
-            self.network.model.to("cpu")
-        return scores
-
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
-        return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
-
-
-@dataclass(frozen=True)
-class NetworkScorer:
-    """Scores with the current weights of a network that may be in training."""
-
-    network: TrainableNetwork
-    sampling: Sampling
-    score_tokens: int
-    parallelism: Parallelism | None = None
-
-    async def score(self, batch: Batch) -> Outputs:
-        return assemble_outputs([self.score_local(batch)], len(batch.target))
-
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
-        return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
-
-
-def score_batch(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
-    """Score a batch with a network on a single device, micro-batch by micro-batch."""
-    return assemble_outputs([score_local(SingleDevice(network), batch, sampling, token_budget)], len(batch.target))
-
-
-@torch.no_grad()
-def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
-    """Score this rank's micro-batches of a batch."""
-    shares, _ = parallelism.split_batch(batch, token_budget)
-    pieces = [(share, detach_to_cpu(parallelism.outputs(share.sub_batch.batch, sampling))) for share in shares]
-    parallelism.finish_passes()
-    counted = ((share.sub_batch.index, outputs) for share, outputs in pieces if parallelism.is_leader and not share.dummy)
-    return MicroBatchOutputs(tuple(counted))
 
 
 class TorchLearner:
@@ -258,7 +181,7 @@ class TorchLearner:
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
         """Write ``weights/`` as a Hugging Face folder or as adapters in PEFT's format, ``ema/`` with their average, and ``optimizer.pt``
         with the state needed to resume. On several ranks, all of which must call it, write shards
-        (``strop.learner.parallel.sharded_checkpoint``)."""
+        (``strop.learner.torch.sharded_checkpoint``)."""
         if not isinstance(self.parallelism, SingleDevice):
             return divided.save(self, folder, optimizer=optimizer)
         save_weights(self.model, folder / "weights")

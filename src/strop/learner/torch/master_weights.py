@@ -69,17 +69,6 @@ class MasterWeights:
         self.write_back()
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's parameters to ``dtype``, in place.
-
-    Buffers keep their dtype, as rotary frequencies must, and so do parameters that the model's class requires in float32.
-    """
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
-            parameter.data = parameter.data.to(dtype)
-
-
 def _make_gradient_hook(master: nn.Parameter) -> Callable[[Tensor], None]:
     def move(parameter: Tensor) -> None:
         if parameter.grad is None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from strop.data.sources.errors import suggest_names
+from strop.data.sources.records import suggest_names
 
 
 def _option(default: Any, kind: type, low: float, high: float = math.inf) -> Any:

@@ -25,7 +25,7 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.data.packing import pack, select_rollouts, split_micro_batches
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
-from strop.learner.torch.learner import score_batch
+from strop.learner.torch.scorer import score_batch
 from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits

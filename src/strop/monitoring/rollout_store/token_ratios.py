@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from strop.monitoring.rollout_store.rollout_store import RolloutRecord
+    from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 
 MAX_TOKENS = 32  # tokens stored per step
 CONTEXT_TOKENS = 24  # preceding tokens shown with each token

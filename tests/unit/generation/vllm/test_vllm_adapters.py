@@ -14,7 +14,7 @@ import torch
 
 from strop.models.adapters import lora_layers
 from strop.sampling import Sampling
-from strop.weight_sync.adapters_tmp import LocalAdapterSource
+from strop.weight_sync.exporter import LocalAdapterSource
 from strop.weight_sync.verification import VerificationFailed
 from support.lora import with_random_adapters
 from support.vllm_engines import compute_logprobs

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, local_shard
 from strop.learner.parallel.sharded import parallelize_network
-from strop.learner.parallel.sharded_checkpoint import AsyncWrite, take_snapshot
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.master_weights import cast_weights
+from strop.learner.torch.sharded_checkpoint import AsyncWrite, take_snapshot
+from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
 from support.lora import with_random_adapters

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from strop.config.errors import COMMAND_LINE, ConfigError, Origin, Problem
 from strop.config.load import keys, yaml_text
-from strop.config.load.errors import COMMAND_LINE, ConfigError, Origin, Problem
 from strop.config.schema.base import BaseConfig, get_at
 
 KeyPath: TypeAlias = tuple[str, ...]

@@ -1,43 +1,60 @@
-"""Checks that the parts of a policy gradient fit together, run when a run starts."""
+"""The parts of a policy gradient, and which of them fit together: checked when a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 from strop.algorithms.base import Plan
-
-if TYPE_CHECKING:
-    from strop.algorithms.policy_gradient.base import PolicyGradient
-
-
-def validate_parts(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
-    """Yield a message for each problem of the composition: what was found, why it cannot work, and what to set instead."""
-    for part in (algorithm.advantage, algorithm.objective, *algorithm.corrections, algorithm.selection, algorithm.shaping):
-        if part is not None:
-            yield from part.validate(plan)
-    if missing := sorted(algorithm.advantage.requires - algorithm.requires):
-        yield (
-            f"{type(algorithm.advantage).__name__} reads the columns {missing}, which this algorithm does not require; use gae with ppo, "
-            "and reverse_kl with distillation"
-        )
-    yield from _check_rewards(algorithm)
-    yield from _check_aggregation(algorithm)
-    yield from _check_kl(algorithm)
-    yield from _check_ratio(algorithm, plan)
-    if algorithm.drop_constant_groups and plan.group_size < 2 and not algorithm.advantage.greedy_baseline:
-        yield (
-            "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards; raise "
-            "num_generations_per_prompt"
-        )
-    low, high = algorithm.advantage_low, algorithm.advantage_high
-    if low is not None and high is not None and low > high:
-        yield f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high"
-    if algorithm.entropy_target is not None and not algorithm.entropy_bonus:
-        yield "entropy_target is set, but entropy_bonus is 0, so it has no effect; set both"
+from strop.algorithms.functional import Aggregation
+from strop.algorithms.policy_gradient.group_credit import GroupCredit
+from strop.algorithms.policy_gradient.parts import Correction, Objective, Selection
 
 
-def _check_rewards(algorithm: PolicyGradient) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class Composition(GroupCredit):
+    """A policy gradient as the parts that it is composed of."""
+
+    objective: Objective
+    corrections: tuple[Correction, ...] = ()
+    selection: Selection | None = None
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = None
+    ratio_to: Literal["learner", "sampler", "between"] = "learner"  # the policy in the denominator of the ratio
+    proximal_weight: float = 0.5  # for ratio_to between: the weight a of the policy in log pi_o = log mu + a (log pi - log mu)
+    on_policy_ratio: bool = False  # the ratio is exp(logprob - stop_gradient(logprob)), with value 1
+    entropy_bonus: float = 0.0  # weight of the entropy in the objective, which is maximized
+    entropy_target: float | None = None  # nats: the bonus applies only while the step's mean entropy is below this
+    positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
+
+    def validate(self, plan: Plan) -> Iterator[str]:
+        """Yield a message for each problem of the composition: what was found, why it cannot work, and what to set instead."""
+        for part in (self.advantage, self.objective, *self.corrections, self.selection, self.shaping):
+            if part is not None:
+                yield from part.validate(plan)
+        if missing := sorted(self.advantage.requires - self.requires):
+            yield (
+                f"{type(self.advantage).__name__} reads the columns {missing}, which this algorithm does not require; use gae with ppo, "
+                "and reverse_kl with distillation"
+            )
+        yield from _check_rewards(self)
+        yield from _check_aggregation(self)
+        yield from _check_kl(self)
+        yield from _check_ratio(self, plan)
+        if self.drop_constant_groups and plan.group_size < 2 and not self.advantage.greedy_baseline:
+            yield (
+                "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards; raise "
+                "num_generations_per_prompt"
+            )
+        low, high = self.advantage_low, self.advantage_high
+        if low is not None and high is not None and low > high:
+            yield f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high"
+        if self.entropy_target is not None and not self.entropy_bonus:
+            yield "entropy_target is set, but entropy_bonus is 0, so it has no effect; set both"
+
+
+def _check_rewards(algorithm: Composition) -> Iterator[str]:
     advantage, kl = algorithm.advantage, algorithm.kl
     if advantage.needs_named_rewards and algorithm.shaping is not None:
         yield (
@@ -53,7 +70,7 @@ def _check_rewards(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _check_aggregation(algorithm: PolicyGradient) -> Iterator[str]:
+def _check_aggregation(algorithm: Composition) -> Iterator[str]:
     if algorithm.aggregation == "constant_length" and not algorithm.constant_length:
         yield "aggregation constant_length divides by constant_length, which is not set; set it, for instance to max_new_tokens"
     if algorithm.objective.sequence_level and algorithm.aggregation == "token_mean":
@@ -63,7 +80,7 @@ def _check_aggregation(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _check_kl(algorithm: PolicyGradient) -> Iterator[str]:
+def _check_kl(algorithm: Composition) -> Iterator[str]:
     kl = algorithm.kl
     if kl is None or not kl.weight or kl.place != "reward":
         return
@@ -74,7 +91,7 @@ def _check_kl(algorithm: PolicyGradient) -> Iterator[str]:
         )
 
 
-def _check_ratio(algorithm: PolicyGradient, plan: Plan) -> Iterator[str]:
+def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
     reweighting = [type(correction).__name__ for correction in algorithm.corrections if correction.reweights]
     if len(reweighting) > 1:
         yield f"{' and '.join(reweighting)} each multiply by the ratio of learner to sampler: keep one of them"

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from strop.learner.parallel.parallelism import SingleDevice
+from strop.learner.parallel.parallelism import NamedParameters, Parallelism, SingleDevice
 from strop.learner.parallel.shard_files import (
     InMemoryReader,
     SafetensorsReader,
@@ -36,18 +38,31 @@ from strop.learner.parallel.shard_files import (
     names_with_prefix,
     write_shards,
 )
+from strop.learner.parallel.sharded import Sharded
+from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import load_optimizer
+from strop.learner.torch.weight_average import AveragedWeights
 from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
 from strop.models.loading import quiet_transformers
-
-if TYPE_CHECKING:
-    from strop.learner.parallel.sharded import Sharded
-    from strop.learner.torch.learner import TorchLearner
 
 dist: Any = torch.distributed
 
 STATE_FILE = "state.pt"
 BARRIER_TIMEOUT = timedelta(minutes=60)  # how long ranks wait for each other's files
+
+
+class ShardedLearner(Protocol):
+    """What a checkpoint saves of a learner."""
+
+    model: nn.Module
+    parallelism: Parallelism
+    trainable_parameters: NamedParameters
+    masters: MasterWeights
+    average: AveragedWeights | None
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+
+    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None: ...
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
@@ -117,13 +132,13 @@ class AsyncWrite:
         return True
 
 
-def save(learner: TorchLearner, folder: Path, *, optimizer: bool = True) -> None:
+def save(learner: ShardedLearner, folder: Path, *, optimizer: bool = True) -> None:
     """Save a sharded learner. All ranks must call it."""
     take_snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
 
 
 @torch.no_grad()
-def take_snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool = True) -> LearnerSnapshot:
+def take_snapshot(learner: ShardedLearner, *, optimizer: bool = True, copies: bool = True) -> LearnerSnapshot:
     """Take a snapshot of a learner; all ranks must call it. With ``copies`` in CPU memory, training may continue immediately."""
     keep: Callable[[Tensor], Tensor] = _copy_to_cpu if copies else Tensor.detach
     places = _trainable_shards(learner)
@@ -156,7 +171,7 @@ def take_snapshot(learner: TorchLearner, *, optimizer: bool = True, copies: bool
 
 
 def _optimizer_state(
-    learner: TorchLearner, places: Mapping[str, TensorShard], keep: Callable[[Tensor], Tensor]
+    learner: ShardedLearner, places: Mapping[str, TensorShard], keep: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, TensorShard], dict[str, Any]]:
     """Return the shards and the unsharded state of the optimizer, the masters, the average and the schedule."""
     saved = learner.optimizer.state_dict()
@@ -185,7 +200,7 @@ def _optimizer_state(
     }
 
 
-def _gather_adapters(learner: TorchLearner) -> dict[str, Mapping[str, Tensor]]:
+def _gather_adapters(learner: ShardedLearner) -> dict[str, Mapping[str, Tensor]]:
     """Gather the full adapters on all ranks; only the first rank keeps them."""
 
     def whole() -> dict[str, Tensor]:
@@ -216,7 +231,7 @@ def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -
 
 
 @torch.no_grad()
-def load(learner: TorchLearner, folder: Path) -> None:
+def load(learner: ShardedLearner, folder: Path) -> None:
     """Load a checkpoint of any number of ranks, in place. Each rank reads what it needs, without communication.
 
     Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
@@ -279,7 +294,7 @@ def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
     return InMemoryReader(whole.state_dict())
 
 
-def _load_masters(learner: TorchLearner, stored: TensorReader) -> None:
+def _load_masters(learner: ShardedLearner, stored: TensorReader) -> None:
     saved, own = names_with_prefix(stored, "masters."), _masters(learner)
     if set(saved) != set(own):
         raise ValueError(
@@ -296,7 +311,7 @@ def _load_masters(learner: TorchLearner, stored: TensorReader) -> None:
     learner.masters.write_back()
 
 
-def _load_optimizer(learner: TorchLearner, stored: TensorReader, state: Mapping[str, Any]) -> None:
+def _load_optimizer(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any]) -> None:
     """Load the optimizer state through ``load_optimizer``, which checks the parameter groups."""
     places = _trainable_shards(learner)
     numbers = iter(range(len(places)))
@@ -316,7 +331,7 @@ def _load_optimizer(learner: TorchLearner, stored: TensorReader, state: Mapping[
     load_optimizer(learner.optimizer, {"state": numbered, "param_groups": groups})
 
 
-def _load_average(learner: TorchLearner, stored: TensorReader, state: Mapping[str, Any], folder: Path) -> None:
+def _load_average(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any], folder: Path) -> None:
     if learner.average is None or state["average_steps"] is None:
         return learner.load_average(None, folder)
     own, places = learner.average.state_dict()["average"], _trainable_shards(learner)
@@ -363,19 +378,19 @@ def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
 # --- the parts of a learner ----------------------------------------------------------------------------------------------------------
 
 
-def _trainable_shards(learner: TorchLearner) -> dict[str, TensorShard]:
+def _trainable_shards(learner: ShardedLearner) -> dict[str, TensorShard]:
     """Return this rank's shards of the trained parameters."""
     divided: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
     return {name: local_shard(divided.get(name, parameter)) for name, parameter in learner.trainable_parameters}
 
 
-def _param_dtype(learner: TorchLearner) -> torch.dtype | None:
+def _param_dtype(learner: ShardedLearner) -> torch.dtype | None:
     """Return the dtype of the computation if the shards have a higher precision, else None."""
     placement = learner.parallelism
     return None if isinstance(placement, SingleDevice) else cast("Sharded", placement).param_dtype
 
 
-def _masters(learner: TorchLearner) -> Mapping[str, Tensor]:
+def _masters(learner: ShardedLearner) -> Mapping[str, Tensor]:
     """Return the float32 masters of low-precision weights: the shards themselves, or the copies of a single process."""
     if _param_dtype(learner) is not None:
         return {name: parameter.detach() for name, parameter in learner.trainable_parameters}

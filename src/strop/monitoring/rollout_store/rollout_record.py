@@ -1,0 +1,145 @@
+"""One rollout as it is stored: what the model read and wrote, its rewards, and the log-probabilities of sampler and learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from strop.types import Batch, Group, Rollout
+
+if TYPE_CHECKING:
+    pass  # type: ignore[import-untyped,unused-ignore]
+
+
+DropReason = Literal["filtered", "error", "stale"]
+
+
+RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout. Per-token columns cover the conversation after the prompt, including the environment's turns."""
+
+    step: int
+    group: int
+    environment: str
+    task_id: str
+    sample: int
+    prompt: str
+    completion: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    sampled: tuple[bool, ...]  # True: by the policy; False: from the environment
+    sampler_logprobs: tuple[float, ...]  # 0 for tokens of the environment
+    learner_logprobs: tuple[float, ...] | None  # likewise; None if the learner did not score the rollout
+    versions: tuple[int, ...]  # weights version that sampled the token; -1 for tokens of the environment
+    advantage: float | None  # None for a dropped group
+    reward: float
+    rewards: Mapping[str, float]
+    ending: str
+    error: str | None
+    kept: bool
+    dropped_because: DropReason | None
+
+
+def make_records(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    advantages: Mapping[RolloutKey, float] | None = None,
+    learner_logprobs: Mapping[RolloutKey, Tensor] | None = None,
+    dropped: Mapping[int, DropReason] | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[RolloutRecord]:
+    """Build the records of a step's groups, including dropped ones.
+
+    ``advantages`` and ``learner_logprobs`` are keyed by (group.index, rollout.sample) and omit dropped rollouts. The
+    log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
+    the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
+    """
+    credit, scored, why = advantages or {}, learner_logprobs or {}, dropped or {}
+    return [
+        _make_record(
+            step,
+            group,
+            rollout,
+            advantage=credit.get((group.index, rollout.sample)),
+            learner=scored.get((group.index, rollout.sample)),
+            dropped=why.get(group.index),
+            prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def split_by_rollout(column: Tensor, batch: Batch, groups: Sequence[Group]) -> dict[RolloutKey, Tensor]:
+    """Split a column of ``batch`` ([N], over predicted tokens) by rollout. ``groups`` are those it was packed from, in order."""
+    keys = [(group.index, rollout.sample) for group in groups for rollout in group.rollouts]
+    if len(keys) != batch.num_sequences:
+        raise ValueError(
+            f"the batch has {batch.num_sequences} rollouts and the groups {len(keys)}: pass the groups that it was packed from"
+        )
+    sequence, column = batch.sequence.cpu(), column.detach().cpu()
+    return {key: column[sequence == index] for index, key in enumerate(keys)}
+
+
+def _make_record(
+    step: int,
+    group: Group,
+    rollout: Rollout,
+    *,
+    advantage: float | None,
+    learner: Tensor | None,
+    dropped: DropReason | None,
+    prompt: str,
+) -> RolloutRecord:
+    turns = rollout.turns
+    sampled = tuple(turn.sampled for turn in turns for _ in range(len(turn.tokens)))
+    return RolloutRecord(
+        step=step,
+        group=group.index,
+        environment=group.environment,
+        task_id=rollout.task.id,
+        sample=rollout.sample,
+        prompt=prompt,
+        completion="".join(turn.text for turn in turns),
+        prompt_tokens=tuple(rollout.prompt.tolist()),
+        tokens=tuple(token for turn in turns for token in turn.tokens.tolist()),
+        sampled=sampled,
+        sampler_logprobs=tuple(value for turn in turns for value in turn.logprobs.tolist()),
+        learner_logprobs=None if learner is None else _expand_to_all_tokens(learner, sampled),
+        versions=tuple(version for turn in turns for version in turn.versions.tolist()),
+        advantage=None if advantage is None else float(advantage),
+        reward=float(rollout.reward),
+        rewards={name: float(value) for name, value in rollout.rewards.items()},
+        ending="" if rollout.ending is None else rollout.ending.value,
+        error=rollout.error,
+        kept=dropped is None,
+        dropped_because=dropped,
+    )
+
+
+def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
+    values = logprobs.tolist()
+    if len(values) == len(sampled):
+        return tuple(values)
+    if len(values) != sum(sampled):
+        raise ValueError(
+            f"{len(values)} learner log-probs for a rollout of {len(sampled)} tokens, {sum(sampled)} of them sampled: "
+            "give one for each sampled token, or one for each token"
+        )
+    rest = iter(values)
+    return tuple(next(rest) if mine else 0.0 for mine in sampled)
+
+
+def _format_prompt(rollout: Rollout) -> str:
+    """Return the messages before the policy's first turn. Counts from the end, since a prompt may contain assistant messages."""
+    said = [place for place, message in enumerate(rollout.messages) if message.role == "assistant"]
+    mine = len(rollout.policy_turns)
+    end = said[-mine] if 0 < mine <= len(said) else len(rollout.messages)
+    return "\n".join(f"{message.role}: {message.content}" for message in rollout.messages[:end])

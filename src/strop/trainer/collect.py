@@ -1,0 +1,72 @@
+"""Collect the groups of a step from the stream."""
+
+from __future__ import annotations
+
+from strop.monitoring.rollout_store.rollout_record import DropReason
+from strop.rollouts.stream import EndOfTasks
+from strop.trainer.run import Run, TooManyDropped
+from strop.trainer.step_metrics import group_metrics
+from strop.types import Group
+
+
+async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
+    """Collect the groups for one step. Drop groups that failed or do not pass the algorithm's filter, and release their slots at once.
+
+    Returns the groups and their metrics; fewer groups than a step needs only when no tasks are left. Raises TooManyDropped.
+    """
+    wanted = run.options.groups_per_step
+    kept: list[Group] = []
+    run.dropped.clear()
+    while len(kept) < wanted:
+        run.tracker.progress(f"generating: {len(kept)} of {wanted} groups")
+        try:
+            group = await run.stream.next()
+        except EndOfTasks:
+            break
+        reason = drop_reason(run, group)
+        if reason is None:
+            kept.append(group)
+        else:
+            run.dropped.append((group, reason))
+            run.stream.release(1)
+        run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
+        _check_drop_limits(run, len(kept))
+    staleness = [] if run.algorithm.recorded_data else [run.step - group.version for group in kept]
+    if staleness and max(staleness) > run.options.max_staleness:
+        raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
+    return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded_data))
+
+
+def drop_reason(run: Run, group: Group) -> DropReason | None:
+    """Return why a group is dropped; None if it is trained on."""
+    if group.errors:
+        return "error"
+    if run.options.drop_stale and run.step - group.version > run.options.max_staleness:
+        return "stale"
+    return None if run.algorithm.keep(group) else "filtered"
+
+
+def _check_drop_limits(run: Run, kept: int) -> None:
+    options = run.options
+    if run.errors_in_a_row >= options.max_errors_in_a_row:
+        raise TooManyDropped(
+            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_describe_drops(run)}"
+        )
+    dropped = [group for group, reason in run.dropped if reason != "stale"]
+    if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
+        mean = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
+        raise TooManyDropped(
+            f"{kept + len(dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
+            f"filter; the mean reward of the dropped ones is {mean:.3g}: at the lowest reward, the task is too hard or the reward is "
+            f"broken; at the highest, it is too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
+        )
+
+
+def _describe_drops(run: Run) -> str:
+    """Describe why groups of this step were dropped, one reason per line: the last three distinct errors, then the number of groups that
+    did not pass the filter and of those that were too old."""
+    errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
+    why = [reason for _, reason in run.dropped]
+    counts = {"did not pass the algorithm's filter": why.count("filtered"), "were too old": why.count("stale")}
+    lines = [*list(errors)[-3:], *(f"{count} {what}" for what, count in counts.items() if count)]
+    return "".join(f"\n  {line}" for line in lines)

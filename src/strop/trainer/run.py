@@ -1,0 +1,92 @@
+"""A training run: its components, its options and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from strop.algorithms.base import Algorithm
+from strop.checkpointing.base import Checkpointer
+from strop.learner.base import ColumnSource, Learner
+from strop.monitoring.rollout_store.rollout_record import DropReason
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.trackers.base import Tracker
+from strop.rollouts.stream import GroupStream
+from strop.stopping import EarlyStop, StopRequest
+from strop.trainer.evaluation import Validator
+from strop.trainer.mismatch import MismatchGuard
+from strop.types import Group
+from strop.weight_sync.base import WeightSync
+
+
+class TooManyDropped(RuntimeError):
+    """Too many groups were dropped to continue the run. The message gives the reasons."""
+
+
+class TooFewTasks(RuntimeError):
+    """There were too few tasks to train a single step. The message says what happened to them."""
+
+
+# When the loop waits for the groups in flight: before training, if learner and generator take turns on the same devices; before the new
+# weights are published, if they run on separate devices; or never, so that weights change while groups are sampled.
+DrainBefore = Literal["training", "publishing", "never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of the training loop. Periods are in steps; 0 means never."""
+
+    max_steps: int
+    groups_per_step: int
+    section: str = "grpo"  # section of the configuration, for messages that name its keys
+    batch_key: str = "grpo.num_prompts_per_step"
+    steps_per_batch: int = 1  # optimizer steps in one pass over a batch
+    update_epochs: int = 1  # passes over a batch
+    max_staleness: int = 0  # how many steps newer the trained policy may be than the one that started a rollout
+    drop_stale: bool = False  # the stream's order does not wait for slow groups: older ones are dropped
+    drain_before: DrainBefore = "never"
+    max_groups_per_step: int = 1_000_000  # groups that may be generated to find enough that pass the filter
+    max_errors_in_a_row: int = 16
+    val_period: int = 0
+    val_start_at: int = -1  # no periodic validation before this step
+    val_at_start: bool = False
+    val_at_end: bool = False
+    save_period: int = 0
+    share_prefixes: bool = True
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The components and the state of a training run. ``step`` counts trained batches and is also the version of the weights."""
+
+    options: TrainOptions
+    algorithm: Algorithm
+    stream: GroupStream
+    learners: Mapping[str, Learner]
+    scorers: Mapping[str, ColumnSource]  # column that the algorithm requires -> its source
+    weights: WeightSync
+    tracker: Tracker
+    rollouts: RolloutStore
+    decode: Callable[[list[int]], str] | None = None  # the tokenizer's, for stored prompts
+    evaluator: Validator | None = None
+    early_stop: EarlyStop | None = None
+    stop_request: StopRequest = field(default_factory=StopRequest)
+    mismatch: MismatchGuard = field(default_factory=MismatchGuard)
+    checkpoints: Checkpointer | None = None
+    step: int = 0
+    done: bool = False
+    stopping: bool = False  # a stop was requested; the run continues when it is started again
+    errors_in_a_row: int = 0
+    saved_step: int = -1  # the step of the newest checkpoint
+    last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+    dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
+
+    @property
+    def finished(self) -> bool:
+        return self.done or self.step >= self.options.max_steps
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop starts no further step."""
+        return self.finished or self.stopping
