@@ -86,7 +86,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
 
             def noted(count: int) -> None:
                 release(count)
-                worked.append(max(group.now("get_busy_seconds")))
+                worked.append(max(group.call_all_sync("get_busy_seconds")))
 
             run.stream.release = noted  # type: ignore[method-assign]
         try:

@@ -105,9 +105,9 @@ def train_run(section: str, arguments: Sequence[str], command_line: str, default
         if loaded is None:
             return _print_interrupted("The run had not started.")
         return _print_interrupted(_format_resume_hint(loaded.config, command_line))
-    except RunStopped as ended:
+    except RunStopped as stopped:
         assert loaded is not None
-        print(f"\n{ended} {_format_resume_hint(loaded.config, command_line)}", file=sys.stderr)
+        print(f"\n{stopped} {_format_resume_hint(loaded.config, command_line)}", file=sys.stderr)
         return STOPPED_EXIT_CODE
 
 
@@ -115,10 +115,10 @@ def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
     saving = config.checkpointing
     if not (saving.saving_enabled and saving.resume):
         return "Checkpoints or checkpointing.resume are disabled, so the same command starts from the beginning."
-    there_is = any(Path(saving.checkpoint_dir).glob("step_*"))
+    has_checkpoint = any(Path(saving.checkpoint_dir).glob("step_*"))
     where = (
         f"from the newest checkpoint in {saving.checkpoint_dir}"
-        if there_is
+        if has_checkpoint
         else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
     )
     return f"Start the same command again to continue {where}:\n    {command_line}"
@@ -181,7 +181,7 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_plain, print_diagnosis
 
     try:
-        found = diagnose(_find_log_folder(options.run))
+        diagnosis = diagnose(_find_log_folder(options.run))
     except (RunNotFound, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -189,12 +189,12 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
         import dataclasses
         import json
 
-        print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False))
+        print(json.dumps(dataclasses.asdict(diagnosis), indent=1, ensure_ascii=False))
     elif sys.stdout.isatty():
-        print_diagnosis(found)
+        print_diagnosis(diagnosis)
     else:
-        print(format_plain(found))
-    return 0 if found.healthy else 1
+        print(format_plain(diagnosis))
+    return 0 if diagnosis.healthy else 1
 
 
 def cluster(arguments: Sequence[str], command_line: str) -> int:
@@ -245,9 +245,9 @@ def _find_log_folder(run: Path) -> Path:
             except yaml_text.YamlError as error:
                 raise ValueError(f"{file} is not valid YAML: {error}") from error
             logger = values.get("logger") if isinstance(values, dict) else None
-            named = logger.get("log_dir") if isinstance(logger, dict) else None
-            if isinstance(named, str):
-                return Path(named)
+            log_dir = logger.get("log_dir") if isinstance(logger, dict) else None
+            if isinstance(log_dir, str):
+                return Path(log_dir)
     return run
 
 

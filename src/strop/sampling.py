@@ -2,9 +2,8 @@
 
 The engine samples from the softmax of ``filtered_logits(logits, sampling)``; the learner computes log-probabilities with the same function
 on its own logits. Filters make that function discontinuous: a small difference in the logits can change the set of tokens that pass, and
-with it the probability of every token. ``Sampling.record_sampling_mask`` avoids this: the engine records the set that it sampled
-from, and the
-learner renormalizes over that set (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
+with it the probability of every token. ``Sampling.record_sampling_mask`` avoids this: the engine records the set that it sampled from,
+and the learner renormalizes over that set (keep-sampling-mask of DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ class Sampling:
         if self.records_sampling_mask and (self.top_k is None or self.top_k > MAX_RECORDED_TOP_K):
             raise ValueError(
                 f"the sampling mask is to be recorded for each sampled token, but top_k is {self.top_k}: a mask may then hold most of the "
-                f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a "
-                f"top_p below 0.95 and costs at most "
-                "2 KiB per token"
+                f"vocabulary. Set top_k to at most {MAX_RECORDED_TOP_K}; 512 seldom changes the result of a top_p below 0.95 and costs "
+                "at most 2 KiB per token"
             )
 
     @property
@@ -74,7 +72,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_mask(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return which tokens top-k and min-p, then top-p keep; logits [.., V], already divided by temperature -> bool [.., V].
+    """Return which tokens top-k and min-p, then top-p keep: logits [.., V], already divided by temperature -> bool [.., V].
 
     top_p is relative to the probability mass that the other two filters kept, as in vLLM.
     """

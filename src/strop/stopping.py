@@ -1,4 +1,4 @@
-"""Stopping a run before its last step: early stopping by a metric, and requests to stop now and continue later."""
+"""Stop a run before its last step: early stopping by a metric, and requests to stop now and resume later."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ STOPPED_EXIT_CODE = 143  # exit code for any stop request: 128 + SIGTERM
 
 
 class RunStopped(BaseException):
-    """The run stopped on request and continues when it is started again. Not an error, like KeyboardInterrupt."""
+    """The run stopped on request and resumes when it is started again. Like KeyboardInterrupt, it is not an error."""
 
 
 @dataclass
 class StopRequest:
-    """A request to stop the run after the current step and continue it later, by a signal or because its time is up."""
+    """A request, by a signal or a time limit, to stop the run after the current step and resume it later."""
 
-    deadline: float | None = None  # in the time of ``time.monotonic``
+    deadline: float | None = None  # on the clock of ``time.monotonic``
     reason: str | None = None  # set to request a stop
 
     def check(self) -> str | None:
@@ -46,16 +46,16 @@ class EarlyStop:
         Raises ValueError if the step reported other metrics of the same group, such as validation/, but not this one.
         """
         if self.metric not in logged:
-            kind = self.metric.partition("/")[0] + "/"
-            if there_are := sorted(name for name in logged if name.startswith(kind)):
-                raise ValueError(f"stop_at_validation_metric: there is no metric {self.metric}; there are {', '.join(there_are)}")
+            prefix = self.metric.partition("/")[0] + "/"
+            if available := sorted(name for name in logged if name.startswith(prefix)):
+                raise ValueError(f"stop_at_validation_metric: there is no metric {self.metric}; there are {', '.join(available)}")
             return self
         value = logged[self.metric]
         better = self.best is None or self._gain(value, self.best) > self.smallest_improvement
-        after = replace(
+        updated = replace(
             self, best=value if better else self.best, without_improvement=0 if better else self.without_improvement + 1
         )
-        return replace(after, reason=after._reason(value))
+        return replace(updated, reason=updated._reason(value))
 
     def _gain(self, value: float, other: float) -> float:
         return value - other if self.higher_is_better else other - value

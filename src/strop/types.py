@@ -1,7 +1,7 @@
 """The data that flows through Strop: Task -> Rollout -> Group -> Batch.
 
-Everything here is a frozen dataclass over torch tensors. This module depends on no models, engines,
-environments or algorithms, so every other module may import it.
+Everything here is a frozen dataclass over torch tensors. This module depends on no models, engines, environments or algorithms, so every
+other module may import it.
 
 Shapes are written with these letters throughout the code base:
 
@@ -52,8 +52,8 @@ def assistant(content: str) -> Message:
 class Task:
     """One prompt and the data that its environment needs to score a rollout of it.
 
-    Environments subclass this with their own fields. ``id`` names the task in logs and stored rollouts
-    and must be the same in every run over the same data.
+    Environments subclass this with their own fields. ``id`` names the task in logs and stored rollouts and must be the same in every run
+    over the same data.
     """
 
     id: str
@@ -117,7 +117,6 @@ class Rollout:
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
     rewards: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)  # further values that the environment logs
     error: str | None = None
 
     @property
@@ -176,8 +175,8 @@ class Group:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        everyone = self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
-        return tuple(rollout.error for rollout in everyone if rollout.error is not None)
+        rollouts = self.rollouts if self.baseline is None else (*self.rollouts, self.baseline)
+        return tuple(rollout.error for rollout in rollouts if rollout.error is not None)
 
 
 @dataclass(frozen=True)
@@ -193,12 +192,12 @@ class Totals:
 class Batch:
     """Packed, flat tensors of many groups.
 
-    The network reads ``tokens`` as a forest of *segments*: contiguous runs, each of which continues its parent
-    (``segment_parent``, -1 for a root). With prefix sharing a group is one prompt segment with G children; without it,
-    every rollout is one root segment. A token attends causally within its own segment and to all tokens of its ancestors.
+    The network reads ``tokens`` as a forest of *segments*: contiguous runs, each of which continues its parent (``segment_parent``, -1 for
+    a root). With prefix sharing a group is one prompt segment with G children; without it, every rollout is one root segment. A token
+    attends causally within its own segment and to all tokens of its ancestors.
 
-    The network predicts N tokens: token n is ``target[n]``, predicted by the output at flat index ``source[n]``,
-    and belongs to rollout ``sequence[n]``. Per-token columns have N entries, per-rollout columns S.
+    The network predicts N tokens: token n is ``target[n]``, predicted by the output at flat index ``source[n]``, and belongs to rollout
+    ``sequence[n]``. Per-token columns have N entries, per-rollout columns S.
     """
 
     tokens: Tensor  # [T] int64
@@ -229,7 +228,7 @@ class Batch:
                 raise ValueError(f"Batch.{name} has {len(getattr(self, name))} entries, but {predicted} tokens are predicted")
         for name, column in self.columns.items():
             if len(column) != predicted:
-                raise ValueError(f"Batch extra {name!r} has {len(column)} entries, but {predicted} tokens are predicted")
+                raise ValueError(f"Batch column {name!r} has {len(column)} entries, but {predicted} tokens are predicted")
 
     @property
     def num_sequences(self) -> int:

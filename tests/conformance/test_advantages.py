@@ -39,7 +39,7 @@ def credit(case: GroupCase, rewards: Sequence[float], lengths: Sequence[float], 
         lengths=torch.tensor(lengths, dtype=torch.float64),
         greedy_reward=greedy,
     )
-    found: list[float] = part(case.part, **case.options).relative(group).tolist()
+    found: list[float] = part(case.part, **case.options).rollout_advantages(group).tolist()
     return found
 
 
@@ -134,7 +134,7 @@ def test_a_lone_success_in_16_has_its_due() -> None:
 
 def test_a_success_rate_is_never_negative() -> None:
     with pytest.raises(ValueError, match="success rate"):
-        part("success_rate").relative(GroupRewards(rewards=torch.tensor([1.0, -1.0]), lengths=torch.ones(2)))
+        part("success_rate").rollout_advantages(GroupRewards(rewards=torch.tensor([1.0, -1.0]), lengths=torch.ones(2)))
 
 
 # Credit that looks at the whole batch, through ``pack`` and ``credit``

@@ -113,7 +113,7 @@ def test_dr_grpo_is_grpo_without_its_deviation_over_a_constant_length(step: Step
 
 def credit(name: str, rewards: list[float], **options: Any) -> torch.Tensor:
     group = GroupRewards(rewards=torch.tensor(rewards), lengths=torch.full((len(rewards),), 7.0), greedy_reward=0.5)
-    found = part(name, **options).relative(group)
+    found = part(name, **options).rollout_advantages(group)
     assert isinstance(found, torch.Tensor)
     return found
 

@@ -154,7 +154,7 @@ def test_one_optimizer_step_needs_no_scoring_pass(name: str) -> None:
     alone = through_strop(
         made(name),
         step,
-        prepare=lambda batch: replace(batch, extras={k: v for k, v in batch.columns.items() if k != "policy_logprobs"}),
+        prepare=lambda batch: replace(batch, columns={k: v for k, v in batch.columns.items() if k != "policy_logprobs"}),
     )
     assert_same(alone, scored, rtol=1e-12)
 

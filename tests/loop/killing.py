@@ -22,11 +22,11 @@ POINTS = {
     "at pruning": "strop.checkpointing.folders:FolderCheckpointer._prune",
     "at a save": "strop.checkpointing.folders:FolderCheckpointer.save",
     "at the optimizer step": "strop.learner.torch.learner:TorchLearner.step",
-    "in the backward pass": "strop.learner.torch.learner:TorchLearner._part",
+    "in the backward pass": "strop.learner.torch.learner:TorchLearner._run_micro_batch",
     "at a validation": "strop.trainer.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.model_runner:CachedRunner.decode",
     "at a publish": "strop.weight_sync.in_process:InProcessWeights.publish",
-    "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._written",
+    "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._wait_for_copies",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from loop.killing import replace_function
 
 POINTS = {
-    "environment": "strop.environments.base:score",
+    "environment": "strop.environments.base:compute_rewards",
     "engine": "strop.generation.torch.torch_engine:TorchEngine.generate",
     "learner": "strop.learner.torch.learner:TorchLearner.step",
 }

@@ -25,6 +25,8 @@ from strop.trainer.train import train
 from support.algorithms import grpo
 from support.sweep import sweep
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = tiny_tokenizer()
 G, K = 2, 2
 ORDERS: dict[str, GroupOrder] = {
@@ -42,7 +44,7 @@ def options(**changes: Any) -> TrainOptions:
 
 def play(folder: Path, *, clock: int, kind: str = "fifo", changes: dict[str, Any] | None = None, **parts: Any) -> Any:
     """A whole run; what it was made of."""
-    changes = {"drops_stale": kind == "drop_too_old", **(changes or {})}
+    changes = {"drop_stale": kind == "drop_too_old", **(changes or {})}
     run, generator, tracker = separate_run(TOKENIZER, folder, options(**changes), clock=clock, order=ORDERS[kind], **parts)
 
     async def whole() -> None:
@@ -175,7 +177,6 @@ class Blocking(SlowLearner):
         return await super(SlowLearner, self).forward_backward(batch, loss)
 
 
-@pytest.mark.slow
 def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_go_on(tmp_path):
     runs = {}
     for name in ("blocking", "beside"):
@@ -216,7 +217,6 @@ def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
 # --- what else a run does -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @each_order
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
 def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind, changes):
@@ -263,7 +263,7 @@ def test_a_hopeless_filter_is_not_blamed_on_groups_that_were_too_old(tmp_path):
 def killed(folder: Path, kind: str, checkpoints: Checkpoints, *, clock: int, after: float | None, **changes: Any) -> Any:
     """A run from its newest checkpoint that ends after so many seconds of its clock, or by itself."""
     run, _, tracker = separate_run(
-        TOKENIZER, folder, options(save_period=1, drops_stale=kind == "drop_too_old", **changes),
+        TOKENIZER, folder, options(save_period=1, drop_stale=kind == "drop_too_old", **changes),
         clock=clock, order=ORDERS[kind], checkpoints=checkpoints, algorithm=grpo(drop_constant_groups=True),
     )  # fmt: skip
     run.rollouts.resume(run.step)
@@ -286,7 +286,6 @@ def survivors(checkpoints: Checkpoints, upto: int) -> Iterator[StreamState]:
     yield from (state.stream for state, *_ in checkpoints.saved if state.step <= upto)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", sweep([3, 8], 3))
 @each_order
 @pytest.mark.parametrize("changes", [DRAINING, IN_FLIGHT], ids=["drained", "in flight"])
@@ -322,7 +321,6 @@ def test_killed_at_any_time_a_run_keeps_what_was_finished_and_trains_on_every_gr
     assert buffered > count
 
 
-@pytest.mark.slow
 def test_drained_and_fifo_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
     whole, _, _ = killed(tmp_path / "whole", "fifo", Checkpoints(), clock=0, after=None, max_steps=12)
     for seed in range(6):

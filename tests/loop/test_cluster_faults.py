@@ -21,7 +21,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 5
+STEPS = 8
 SHORT = {
     "grpo.max_num_steps": STEPS,
     "grpo.val_period": 0,
@@ -90,6 +90,28 @@ def assert_nobody_left(folder: Path) -> None:
     assert not left, describe_processes(left)
 
 
+def test_an_engine_a_host_and_a_learner_rank_that_are_killed_one_after_the_other_change_nothing(
+    tiny: Path, alone: Path, tmp_path: Path
+) -> None:
+    """The next two tests in one run."""
+    running = begin(tiny, tmp_path, **{"cluster.environment_hosts": 1})
+    wait_for(running, lambda: steps_logged(running) >= 1)
+    engine = kill(running, "engine-0")
+    wait_for(running, lambda: steps_logged(running) >= 2)
+    host = kill(running, "environment-arithmetic-0")
+    wait_for(running, lambda: steps_logged(running) >= 4)
+    rank = kill(running, "learner-1")
+    outcome = running.finish(200)
+    assert outcome.code == 0, outcome.err
+    said = outcome.out + outcome.err
+    assert f"process {engine}, on" in said and f"process {host}, on" in said and "another process takes its place" in said
+    assert f"the learner group lost a member: learner-1 (process {rank}, on" in outcome.out
+    assert "The learner starts anew, from the checkpoint of step" in outcome.out and "continuing after step" in outcome.out
+    assert max(line["generation/restarts"] for line in metrics_of(tmp_path / "logs").values()) <= 1
+    assert_as_if_undisturbed(tmp_path, alone)
+
+
+@pytest.mark.exhaustive
 def test_an_engine_that_is_killed_is_started_anew_and_the_run_goes_on(tiny: Path, alone: Path, tmp_path: Path) -> None:
     running = begin(tiny, tmp_path, **{"cluster.environment_hosts": 1})
     wait_for(running, lambda: steps_logged(running) >= 1)
@@ -104,6 +126,7 @@ def test_an_engine_that_is_killed_is_started_anew_and_the_run_goes_on(tiny: Path
     assert_as_if_undisturbed(tmp_path, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_learner_rank_that_is_killed_takes_the_run_back_to_the_last_checkpoint(tiny: Path, alone: Path, tmp_path: Path) -> None:
     running = begin(tiny, tmp_path)
     wait_for(running, lambda: steps_logged(running) >= 2)

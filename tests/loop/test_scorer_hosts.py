@@ -137,10 +137,10 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
             places = [ActorOptions(name=f"teacher-{number}", node=0) for number in range(2)]
             source: Any = (await spawn_teachers(cluster, [described], {"teacher": places}))["teacher"][TEACHER_LOGPROBS]
             before = await source.columns(batch, groups)
-            victim = (await source.processes[1].start()).process
+            victim = (await source.processes[1].start()).pid
             os.kill(victim, signal.SIGKILL)
             after = await source.columns(batch, groups)
-            assert source.processes[1].restarts == 1 and (await source.processes[1].start()).process != victim
+            assert source.processes[1].restarts == 1 and (await source.processes[1].start()).pid != victim
             return before[TEACHER_LOGPROBS], after[TEACHER_LOGPROBS]
         finally:
             await cluster.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 
 _ADVANTAGE = ("baseline", "leave_one_out", "normalize")

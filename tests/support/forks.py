@@ -43,6 +43,8 @@ def algorithms() -> list[str]:
 
 def forks() -> Any:
     """The context whose processes are such forks."""
+    lost = [name for name in PRELOAD if name.startswith("strop.") and find_spec(name) is None]
+    assert not lost, f"{lost} are not there: the server would go without them, and every run would import them itself"
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *algorithms()])
     return context

@@ -142,7 +142,7 @@ def make_batch(case: Case) -> Batch:
     batch = algorithm.prepare_step(
         batch, TokenOutputs(logprobs.float(), logprobs.float()) if algorithm.needs_step_outputs else None
     )
-    return replace(batch, idle=algorithm.zero_gradient(batch))
+    return replace(batch, zero_gradient=algorithm.zero_gradient(batch))
 
 
 def get_loss(case: Case) -> Any:
@@ -220,12 +220,12 @@ def compare(ranks: Sequence[TrainingResult], single: TrainingResult, size: int) 
     losses, norms, outputs, others = [], [], [], []
     runs = [[rank.steps[step] for rank in ranks] for step in range(len(single.steps))] + [[rank.measured for rank in ranks]]
     for answers, wanted in zip(runs, [*single.steps, single.measured], strict=True):
-        found, single = assemble_result(answers, size), assemble_result([wanted], size)
-        extra = found.metrics.keys() - single.metrics.keys()
+        found, expected = assemble_result(answers, size), assemble_result([wanted], size)
+        extra = found.metrics.keys() - expected.metrics.keys()
         assert extra <= {"tokens_per_rank_max_over_mean"}
-        for name, metric in single.metrics.items():
+        for name, metric in expected.metrics.items():
             (losses if name == "loss" else others).append(_relative_difference(found.metrics[name].value, metric.value))
-        outputs.append(_output_difference(found.outputs, single.outputs))
+        outputs.append(_output_difference(found.outputs, expected.outputs))
     outputs.append(
         _output_difference(assemble_outputs([rank.scored for rank in ranks], size), assemble_outputs([single.scored], size))
     )

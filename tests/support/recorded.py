@@ -120,7 +120,7 @@ def train_steps(
         batch = algorithm.token_credit(batch)
         for step in range(steps):
             surveyed = await prepare_step(learner, algorithm, batch)
-            seen = replace(surveyed, idle=algorithm.zero_gradient(surveyed))
+            seen = replace(surveyed, zero_gradient=algorithm.zero_gradient(surveyed))
             result = await learner.forward_backward(seen, algorithm.losses(step)["policy"])
             logged.append({name: metric.value for name, metric in {**result.metrics, **await learner.step()}.items()})
             watch(logged[-1])

@@ -8,9 +8,9 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # Files that take more than ten seconds, the longest first: one that is begun late keeps the other workers waiting.
 LONGEST = [
-    "tests/loop/test_cluster_faults.py",
-    "tests/loop/test_cluster_runs.py",
     "tests/loop/test_vllm_runs.py",
+    "tests/loop/test_cluster_runs.py",
+    "tests/loop/test_cluster_faults.py",
     "tests/loop/test_scorer_hosts.py",
     "tests/unit/generation/vllm/test_vllm_engine.py",
     "tests/unit/generation/vllm/test_several_engines.py",
@@ -19,6 +19,7 @@ LONGEST = [
     "tests/loop/test_every_objective_trains.py",
     "tests/unit/generation/vllm/test_speculation.py",
     "tests/unit/generation/vllm/test_vllm_adapters.py",
+    "tests/unit/learner/test_one_gradient.py",
     "tests/unit/distributed/test_ray_gpus.py",
     "tests/unit/distributed/test_ray.py",
     "tests/unit/generation/vllm/test_tensor_parallel.py",
@@ -36,7 +37,6 @@ LONGEST = [
     "tests/unit/learner/parallel/test_tensor_learner.py",
     "tests/unit/generation/test_sampler_and_learner_agree.py",
     "tests/unit/generation/test_standalone_engine.py",
-    "tests/unit/learner/test_one_gradient.py",
     "tests/unit/learner/test_lora_learner.py",
     "tests/unit/generation/test_lora_engine.py",
     "tests/loop/test_bad_input.py",

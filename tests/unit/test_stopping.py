@@ -64,7 +64,7 @@ def test_what_was_seen_is_part_of_a_checkpoint() -> None:
     for cut in range(len(values)):
         restored = pickle.loads(pickle.dumps(after(values[:cut], patience=2)))
         for value in values[cut:]:
-            restored = restored.seen({METRIC: value})
+            restored = restored.update({METRIC: value})
         assert restored == after(values, patience=2) and restored.reason is not None
 
 

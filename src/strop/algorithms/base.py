@@ -1,7 +1,7 @@
 """The interface of an algorithm: credit, a loss for each learner and a group filter.
 
-An algorithm is a frozen dataclass that holds both its options and its code. It works on types and tensors and knows no loop, engine or
-device. A new algorithm is one file: in this package, under the name of the file, or anywhere else as ``module:Class``.
+An algorithm is a frozen dataclass that holds both its options and its code. It depends only on types and tensors, not on the training loop,
+engines or devices. A new algorithm is one file: in this package, where it has the name of the file, or anywhere else as ``module:Class``.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Plan:
     group_size: int = 1
     optimizer_steps: int = 1  # per batch
     max_staleness: int = 0
-    environment_rewards: tuple[str, ...] = ()  # their names, if known
+    environment_rewards: tuple[str, ...] = ()  # names, if known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """Credit + losses + group filter.
+    """Base class of algorithms: credit, losses and a group filter.
 
     A loss must divide by ``batch.totals`` only, never by the size of its inputs: it is called once per micro-batch and the results are
     summed (law 1). Compute what depends on the whole optimizer step in ``prepare_step``.
     """
 
-    # The kind of recorded data it learns from; empty if it learns from sampled rollouts.
+    # The kind of recorded data that it is trained on; empty if it is trained on sampled rollouts.
     recorded_data: ClassVar[Literal["", "conversations", "preferences", "judgements"]] = ""
     whole_groups: ClassVar[bool] = False  # its loss compares the rollouts of a group, so a micro-batch must not split one
     # What a batch predicts: every sampled token, or one value at the last token of each rollout.

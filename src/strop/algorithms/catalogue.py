@@ -22,29 +22,29 @@ from strop.algorithms.policy_gradient.parts import Part
 @cache
 def all_algorithms() -> dict[str, type[Algorithm]]:
     """Return every algorithm of the package by the name of its file."""
-    found: dict[str, type[Algorithm]] = {}
+    algorithms: dict[str, type[Algorithm]] = {}
     for name, module in _modules():
-        own = [
-            kind for kind in _classes_defined_in(module, Algorithm) if not inspect.isabstract(kind) and not _is_incomplete(kind)
+        classes = [
+            cls for cls in _classes_defined_in(module, Algorithm) if not inspect.isabstract(cls) and not _is_incomplete(cls)
         ]
-        if len(own) > 1:
-            raise TypeError(f"strop.algorithms.{name} defines {[kind.__name__ for kind in own]}: define one algorithm per file")
-        if own:
-            found[name] = own[0]
-    return found
+        if len(classes) > 1:
+            raise TypeError(f"strop.algorithms.{name} defines {[cls.__name__ for cls in classes]}: define one algorithm per file")
+        if classes:
+            algorithms[name] = classes[0]
+    return algorithms
 
 
 @cache
 def all_parts() -> dict[str, type[Part]]:
     """Return every part of the package by its name."""
-    found: dict[str, type[Part]] = {}
+    parts: dict[str, type[Part]] = {}
     for _, module in _modules():
-        for kind in _classes_defined_in(module, Part):
-            if not inspect.isabstract(kind) and kind is not Part:
-                if (name := part_name(kind)) in found:
-                    raise TypeError(f"{kind.__module__} and {found[name].__module__} both define a part {name!r}")
-                found[name] = kind
-    return found
+        for cls in _classes_defined_in(module, Part):
+            if not inspect.isabstract(cls) and cls is not Part:
+                if (name := part_name(cls)) in parts:
+                    raise TypeError(f"{cls.__module__} and {parts[name].__module__} both define a part {name!r}")
+                parts[name] = cls
+    return parts
 
 
 def part_name(kind: type[Part]) -> str:
@@ -66,4 +66,4 @@ def _modules() -> Iterator[tuple[str, ModuleType]]:
 
 def _classes_defined_in(module: ModuleType, base: type) -> list[type]:
     members = (member for member in vars(module).values() if isinstance(member, type))
-    return [kind for kind in members if issubclass(kind, base) and kind.__module__ == module.__name__]
+    return [cls for cls in members if issubclass(cls, base) and cls.__module__ == module.__name__]

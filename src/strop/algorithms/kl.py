@@ -1,4 +1,4 @@
-"""The KL term to a reference policy: its estimator, its weight and its place in the reward or the loss."""
+"""The KL term to a reference policy: its estimator, its weight, and its place in the reward or the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from strop.algorithms.functional import KlEstimator, kl_estimate, sequence_sum
 from strop.types import Batch
 
-REFERENCE_LOGPROBS = "reference_logprobs"
+REFERENCE_LOGPROBS = "reference_logprobs"  # a batch column, [N]: the reference's log-probabilities of the predicted tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,11 @@ class Kl:
 
     def sum_to_go(self, batch: Batch) -> Tensor:
         """Sum the estimate over each token and all later tokens of its rollout, [N] float64."""
-        each = self.estimate(batch.rollout_logprobs, batch).double() * batch.mask.double()
-        total = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, each)
-        before = each.cumsum(0) - each
-        first = torch.full((batch.num_sequences,), len(each)).scatter_reduce(0, batch.sequence, torch.arange(len(each)), "amin")
-        started = torch.cat([before, before.new_zeros(1)])[first]
-        return total[batch.sequence] - (before - started[batch.sequence])
+        estimates = self.estimate(batch.rollout_logprobs, batch).double() * batch.mask.double()
+        total = torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, batch.sequence, estimates)
+        preceding = estimates.cumsum(0) - estimates
+        first = torch.full((batch.num_sequences,), len(estimates)).scatter_reduce(
+            0, batch.sequence, torch.arange(len(estimates)), "amin"
+        )
+        preceding_rollout = torch.cat([preceding, preceding.new_zeros(1)])[first]
+        return total[batch.sequence] - (preceding - preceding_rollout[batch.sequence])

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 16  # sampled for each prompt of the canary
-CANARY_TOLERANCE = {
-    "float32": 0.002,
-    "bfloat16": 0.1,
-}  # mean difference in nats; a tied head that was not updated differs by 0.1 to 10
+# Mean difference in nats, by precision; a tied head that was not updated differs by 0.1 to 10.
+CANARY_TOLERANCE = {"float32": 0.002, "bfloat16": 0.1}
 CANARY_TEXTS = (
     "A farmer has 17 sheep, 23 goats and 4 dogs. On Monday she sells 5 of the sheep and buys 9 goats. On Tuesday two of the dogs run away, "
     "and one comes back on Wednesday with a kitten. How many animals are on the farm then? Explain every step, then answer.",
@@ -128,7 +126,7 @@ def make_pooled_generator(
 
     ``precision``: of the engines' weights. ``length``: their longest sequence, in tokens. ``allow_shrink``: continue without engines that
     cannot be restarted."""
-    replicas = EnginePool(engines, max_restarts=options.vllm_cfg.max_restarts, allow_shrink=allow_shrink)
+    pool = EnginePool(engines, max_restarts=options.vllm_cfg.max_restarts, allow_shrink=allow_shrink)
     weights = WeightPublisher(
         exporter,
         engines,
@@ -141,25 +139,25 @@ def make_pooled_generator(
             proof=VerificationSchedule(options.weight_sync.proof, options.weight_sync.proof_every),
         ),
         canary=make_canary(bundle, options, spec, precision=precision, length=length),
-        on_published=replicas.set_version,
-        drop_engine=replicas.drop,
+        on_published=pool.set_version,
+        drop_engine=pool.drop,
         note=spec.note,
     )
-    replicas.restart_engine = weights.restart_engine
-    replicas.on_close.append(weights.close)
-    return SyncedGenerator(generator=replicas, weights=MeteredWeightSync(weights, replicas))
+    pool.restart_engine = weights.restart_engine
+    pool.on_close.append(weights.close)
+    return SyncedGenerator(generator=pool, weights=MeteredWeightSync(weights, pool))
 
 
 async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, length: int, *, threads: int | None) -> Generator:
     """Make a generator that samples from ``policy`` with its current weights. Raises ValueError for options that do not go together."""
     if config.backend != "vllm":
-        embedded = make_torch_engine(policy, config, length)
-        embedded.resume(0)
-        return embedded
+        torch_engine = make_torch_engine(policy, config, length)
+        torch_engine.resume(0)
+        return torch_engine
     folder = write_model_folder(policy, Path(tempfile.mkdtemp(prefix="strop-model-")), weights=True)
     on_cpu = policy.network.device.type == "cpu"
     engines = make_vllm_engines(str(folder), policy, config, on_cpu=on_cpu, threads=threads, load_weights=True)
-    replicas = EnginePool(
+    pool = EnginePool(
         engines,
         max_restarts=config.vllm_cfg.max_restarts,
         on_close=[lambda: shutil.rmtree(folder, ignore_errors=True)],
@@ -167,35 +165,35 @@ async def make_serving_engine(policy: LoadedPolicy, config: GenerationConfig, le
 
     from strop.generation.vllm.vllm_engine import VllmEngine
 
-    async def revive(engine: UpdatableEngine) -> None:
+    async def restart(engine: UpdatableEngine) -> None:
         assert isinstance(engine, VllmEngine)
         await engine.start()
         await engine.use_own_weights(0)
 
-    replicas.restart_engine = revive
+    pool.restart_engine = restart
     for engine in engines:
-        await revive(engine)
-    replicas.set_version(0)
-    return replicas
+        await restart(engine)
+    pool.set_version(0)
+    return pool
 
 
 class MeteredWeightSync:
     """A ``WeightSync`` that adds the engines' metrics since the last publish."""
 
-    def __init__(self, weights: WeightPublisher, replicas: EnginePool) -> None:
-        self.weights, self.replicas = weights, replicas
+    def __init__(self, weights: WeightPublisher, pool: EnginePool) -> None:
+        self.weights, self.pool = weights, pool
 
     async def yield_device(self) -> None:
         await self.weights.yield_device()
 
     async def publish(self, version: int) -> Metrics:
-        published = await self.weights.publish(version)
-        return {**published, **{name: Metric(value) for name, value in self.replicas.collect_metrics().items()}}
+        metrics = await self.weights.publish(version)
+        return {**metrics, **{name: Metric(value) for name, value in self.pool.collect_metrics().items()}}
 
 
 def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = False) -> Path:
-    """Write the folder that vLLM builds the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that is
-    sent none."""
+    """Write the folder that vLLM builds the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that
+    receives none from a learner."""
     folder.mkdir(parents=True, exist_ok=True)
     model = policy.network.model
     if weights:
@@ -294,10 +292,10 @@ def make_speculative_config(config: SpeculationConfig) -> Mapping[str, Any] | No
     """Return vLLM's ``speculative_config``; None without speculative decoding."""
     if config.method is None:
         return None
-    found: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
+    options: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_speculative_tokens}
     if config.method == "ngram":
-        return {**found, "prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
-    return {**found, "model": config.model_name}
+        return {**options, "prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
+    return {**options, "model": config.model_name}
 
 
 def make_engine_env(
@@ -309,28 +307,28 @@ def make_engine_env(
         return {"OMP_NUM_THREADS": str(config.num_threads or threads or torch.get_num_threads()), **config.env_vars}
     size = config.tensor_parallel_size * config.pipeline_parallel_size
     first = (1 if separate_devices else 0) + number * size
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + place) for place in range(size)), **config.env_vars}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + offset) for offset in range(size)), **config.env_vars}
 
 
 def make_sender_factory(
-    config: GenerationConfig, device: torch.device, own_folder: Path, *, host: str = "127.0.0.1", same_machine: bool = True
+    config: GenerationConfig, device: torch.device, default_folder: Path, *, host: str = "127.0.0.1", same_machine: bool = True
 ) -> Callable[[int], Sender]:
     """Return a factory of senders for the configured transport. ``same_machine``: learner and engines are on one machine. ``host``: the
     address of the sender's machine."""
     sync: WeightSyncConfig = config.weight_sync
     size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
-    limit = sync.timeout_seconds
+    timeout = sync.timeout_seconds
     transport: str = sync.transport
     if transport == "auto":
-        apart = not config.colocated.enabled
-        several = not apart and config.vllm_cfg.num_local_engines > 1  # the second engine cannot access the learner's GPU
-        close = "memory" if device.type == "cpu" or several else "broadcast" if apart else "cuda_ipc"
-        transport = close if same_machine else "broadcast"
+        separate = not config.colocated.enabled
+        many_engines = not separate and config.vllm_cfg.num_local_engines > 1  # only the first can access the learner's GPU
+        local = "memory" if device.type == "cpu" or many_engines else "broadcast" if separate else "cuda_ipc"
+        transport = local if same_machine else "broadcast"
     match transport:
         case "memory":
-            return lambda receivers: MemorySender(receivers, timeout=limit, **size)
+            return lambda receivers: MemorySender(receivers, timeout=timeout, **size)
         case "cuda_ipc":
-            return lambda receivers: CudaIpcSender(receivers, device=device, timeout=limit, **size)
+            return lambda receivers: CudaIpcSender(receivers, device=device, timeout=timeout, **size)
         case "broadcast":
             if device.type == "cuda" and config.colocated.enabled and same_machine:
                 raise ValueError(
@@ -338,18 +336,20 @@ def make_sender_factory(
                     "auto, or policy.generation.colocated.enabled=false"
                 )
             backend: Any = "nccl" if device.type == "cuda" and not config.colocated.enabled else "gloo"
-            at = device if backend == "nccl" else torch.device("cpu")
-            return lambda receivers: BroadcastSender(receivers, backend=backend, device=at, host=host, timeout=limit, **size)
+            backend_device = device if backend == "nccl" else torch.device("cpu")
+            return lambda receivers: BroadcastSender(
+                receivers, backend=backend, device=backend_device, host=host, timeout=timeout, **size
+            )
         case _:
-            folder = Path(sync.folder) if sync.folder else own_folder
-            return lambda receivers: FolderSender(folder, receivers, timeout=limit)
+            folder = Path(sync.folder) if sync.folder else default_folder
+            return lambda receivers: FolderSender(folder, receivers, timeout=timeout)
 
 
 def make_canary(bundle: TokenizerBundle, config: GenerationConfig, spec: GeneratorSpec, *, precision: str, length: int) -> Canary:
     """Make the canary that compares an engine's log-probabilities with the learner's after a publish."""
     sampling = spec.sampling
-    room = max(1, length - CANARY_TOKENS)
-    asked = Sampling(
+    max_prompt = max(1, length - CANARY_TOKENS)
+    canary_sampling = Sampling(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -358,17 +358,17 @@ def make_canary(bundle: TokenizerBundle, config: GenerationConfig, spec: Generat
         max_new_tokens=CANARY_TOKENS,
     )
     return Canary(
-        prompts=make_canary_prompts(bundle.template, room),
-        sampling=asked,
+        prompts=make_canary_prompts(bundle.template, max_prompt),
+        sampling=canary_sampling,
         score=make_canary_scorer(spec.learner, share_prefixes=spec.share_prefixes),
         tolerance=config.weight_sync.canary_tolerance or CANARY_TOLERANCE[precision],
         seed=spec.seed,
     )
 
 
-def make_canary_prompts(template: ChatTemplate, room: int) -> tuple[tuple[int, ...], ...]:
-    """Return prompts of at most ``room`` tokens each, long enough to fill blocks of a prefix cache if ``room`` allows it."""
-    return tuple(tuple(template.encode_prompt([user(text)])[-room:]) for text in CANARY_TEXTS)
+def make_canary_prompts(template: ChatTemplate, max_length: int) -> tuple[tuple[int, ...], ...]:
+    """Return prompts of at most ``max_length`` tokens each, long enough to fill blocks of a prefix cache if that allows it."""
+    return tuple(tuple(template.encode_prompt([user(text)])[-max_length:]) for text in CANARY_TEXTS)
 
 
 def make_canary_scorer(
@@ -376,25 +376,25 @@ def make_canary_scorer(
 ) -> Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[list[Tensor]]]:
     """Return a function that scores canary samples with the learner, through the same path as a training batch."""
 
-    async def score(prompts: Sequence[Sequence[int]], answers: Sequence[CanarySample]) -> list[Tensor]:
-        groups = [_to_group(place, *pair) for place, pair in enumerate(zip(prompts, answers, strict=True))]
+    async def score(prompts: Sequence[Sequence[int]], samples: Sequence[CanarySample]) -> list[Tensor]:
+        groups = [_to_group(index, *pair) for index, pair in enumerate(zip(prompts, samples, strict=True))]
         batch = pack(groups, GRPO(), share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await learner.score(batch)).logprobs.float().cpu()
-        return [logprobs[batch.sequence == place] for place in range(len(groups))]
+        return [logprobs[batch.sequence == index] for index in range(len(groups))]
 
     return score
 
 
-def _to_group(place: int, prompt: Iterable[int], answer: CanarySample) -> Group:
+def _to_group(index: int, prompt: Iterable[int], sample: CanarySample) -> Group:
     turn = Turn(
         author="policy",
-        tokens=answer.tokens,
+        tokens=sample.tokens,
         text="",
-        logprobs=answer.logprobs,
-        versions=torch.zeros(len(answer.tokens), dtype=torch.int32),
-        kept=answer.kept,
+        logprobs=sample.logprobs,
+        versions=torch.zeros(len(sample.tokens), dtype=torch.int32),
+        kept=sample.kept,
     )
     rollout = Rollout(
-        task=Task(id=f"canary {place}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)
+        task=Task(id=f"canary {index}"), sample=0, seed=0, messages=(), prompt=torch.tensor(list(prompt)), turns=(turn,)
     )
-    return Group(index=-1 - place, environment="canary", version=0, rollouts=(rollout,))
+    return Group(index=-1 - index, environment="canary", version=0, rollouts=(rollout,))

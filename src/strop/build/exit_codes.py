@@ -25,19 +25,20 @@ log = logging.getLogger(__name__)
 
 # Errors that the user can fix: print the message without a traceback.
 USER_ERRORS = (
-    *(ModelNotFound, DataError, EnvironmentConfigError, CheckpointError),
-    *(
-        ActorGroupDied,
-        ActorDied,
-        TooManyDropped,
-        TooFewTasks,
-        MismatchTooLarge,
-        VerificationFailed,
-        EngineDied,
-        TransportError,
-        ValueError,
-        OSError,
-    ),
+    ModelNotFound,
+    DataError,
+    EnvironmentConfigError,
+    CheckpointError,
+    ActorGroupDied,
+    ActorDied,
+    TooManyDropped,
+    TooFewTasks,
+    MismatchTooLarge,
+    VerificationFailed,
+    EngineDied,
+    TransportError,
+    ValueError,
+    OSError,
 )
 
 
@@ -64,8 +65,10 @@ def _print_error(error: Exception) -> None:
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    raised = isinstance(error, TooManyDropped) or (isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError))
-    if raised and not log.isEnabledFor(logging.DEBUG):
+    from_environment = isinstance(error, TooManyDropped) or (
+        isinstance(error, EnvironmentConfigError) and not isinstance(root, ValueError)
+    )
+    if from_environment and not log.isEnabledFor(logging.DEBUG):
         print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
 
 

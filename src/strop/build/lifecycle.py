@@ -25,10 +25,11 @@ from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedu
 from strop.stopping import EarlyStop
 from strop.trainer.run import Run
 
+# NeMo-RL's names -> Strop's.
 METRIC_ALIASES = {
     "validation/val_loss": "validation/loss",
     "validation/validation-default_loss": "validation/loss",
-}  # NeMo-RL's names
+}
 
 
 def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
@@ -46,8 +47,8 @@ def make_early_stop(config: TrainingRunConfig) -> EarlyStop | None:
 
 def resolve_metric(name: str, default: str = "train") -> str:
     """Return the name under which a metric is logged: ``val:accuracy`` is ``validation/accuracy``."""
-    kind, found, rest = name.partition(":")
-    if not found:
+    kind, colon, rest = name.partition(":")
+    if not colon:
         return name if "/" in name else f"{default}/{name}"
     tag = f"{ {'val': 'validation'}.get(kind, kind) }/{rest}"
     return METRIC_ALIASES.get(tag, tag)
@@ -108,8 +109,8 @@ def restore_checkpoint(
     folder = Path(config.logger.log_dir)
     newest = checkpoints.find_newest() if config.checkpointing.enabled and config.checkpointing.resume else None
     if newest is None:
-        if config.checkpointing.enabled and (aside := checkpoints.archive()):
-            tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {aside}")
+        if config.checkpointing.enabled and (archived := checkpoints.archive()):
+            tracker.note(f"checkpointing.resume is false: moved the checkpoints of an earlier run to {archived}")
         _archive_previous_run(folder, tracker)
         state, last = None, -1
     else:
@@ -140,28 +141,28 @@ def resume_run(run: Run, state: RunState | None) -> Run:
 def _diff_settings(path: Path, config: TrainingRunConfig) -> list[str]:
     """Return ``key: old -> new`` for every key whose value in a checkpoint's configuration differs from the current one."""
     try:
-        before = _flatten(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
+        old = _flatten(load_config(path, root=type(config), check=False).config.model_dump(mode="json"))
     except ConfigError:
         return [f"{path} cannot be compared"]
-    now = _flatten(config.model_dump(mode="json"))
-    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys]
+    new = _flatten(config.model_dump(mode="json"))
+    keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested mapping by dotted key."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _archive_previous_run(folder: Path, tracker: Tracker) -> None:
     """Move the records of an earlier run to ``previous_N``, so that a run from the beginning does not overwrite them."""
     if not (folder / METRICS_FILE).exists() or not (folder / METRICS_FILE).stat().st_size:
         return
-    taken = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
-    target = folder / f"previous_{max(taken, default=0) + 1}"
+    numbers = [int(path.name.removeprefix("previous_")) for path in folder.glob("previous_*") if path.name[9:].isdigit()]
+    target = folder / f"previous_{max(numbers, default=0) + 1}"
     target.mkdir()
     for name in (METRICS_FILE, "rollouts", "validation", "config.yaml", "curves.png"):
         if (folder / name).exists():
@@ -196,6 +197,6 @@ def watch_run(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
     try:
         with watchdog:
             yield CompositeTracker([tracker, watchdog.status_tracker])
-    except WatchdogTimeout as stuck:
-        schedule_exit(stuck)
+    except WatchdogTimeout as timeout:
+        schedule_exit(timeout)
         raise

@@ -60,20 +60,20 @@ class LoadedPolicy:
     stop_ids: tuple[int, ...]
 
 
-def resolve_device(wanted: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     """Return the device that a configuration asks for; "auto" is a GPU if there is one. Raises ValueError if there is none."""
-    if wanted == "auto":
+    if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"policy.device is {wanted}, and torch finds no GPU here; set policy.device=cpu or auto")
-    return torch.device(wanted)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"policy.device is {device}, and torch finds no GPU here; set policy.device=cpu or auto")
+    return torch.device(device)
 
 
-def prepare_device(wanted: str, threads: int | None) -> torch.device:
+def prepare_device(device: str, threads: int | None) -> torch.device:
     """Choose the device and set up this process for it. Raises ValueError if the device does not exist."""
     if threads is not None:
         torch.set_num_threads(threads)
-    chosen = resolve_device(wanted)
+    chosen = resolve_device(device)
     if chosen.type == "cpu":
         reuse_freed_memory()
     return chosen
@@ -87,7 +87,7 @@ class ModelLoader(Protocol):
         ...
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
-        """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has found out whether the model supports packed rows."""
+        """Return ``make(model)``, or ``make(model, packed=...)`` if another rank has determined whether the model supports packed rows."""
         ...
 
 
@@ -241,18 +241,18 @@ def _make_value_network(model: Any, settings: ModelConfig, loader: ModelLoader) 
 def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
     """Raise ValueError unless the tokenizer ``name`` gives every token of the policy the same id."""
     try:
-        known, others = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
+        policy_vocab, critic_vocab = tokenizer.get_vocab(), load_tokenizer(name).get_vocab()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"value.tokenizer.name: no tokenizer could be loaded from {name}, so its vocabulary cannot be compared with the policy's; if "
             f"they are the same, name the policy's tokenizer (policy.tokenizer.name): {error}"
         ) from error
-    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
-        place, token = odd[0]
+    if different := sorted((token_id, token) for token, token_id in policy_vocab.items() if critic_vocab.get(token) != token_id):
+        token_id, token = different[0]
         raise ValueError(
-            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(odd)} other ids: "
-            f"{token!r} is {place} for the policy and {others.get(token, 'unknown')} for the critic. Name a critic of the policy's family "
-            "(value.model_name)"
+            f"value.tokenizer.name: the critic reads the tokens that the policy wrote, and {name} has {len(different)} other ids: "
+            f"{token!r} is {token_id} for the policy and {critic_vocab.get(token, 'unknown')} for the critic. "
+            "Name a critic of the policy's family (value.model_name)"
         )
 
 

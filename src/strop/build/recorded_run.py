@@ -44,7 +44,7 @@ EXAMPLE_READERS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
 class RecordedExamples:
     """Interleaved examples of one or more data entries, as groups of token ids."""
 
-    kind: str  # of READERS
+    kind: str  # key of EXAMPLE_READERS
     names: tuple[str, ...]
     parts: tuple[Sequence[Task], ...]
     interleaving: Interleaving
@@ -62,15 +62,15 @@ class RecordedExamples:
     def read_group(self, index: int) -> Group:
         """Return the group at a position of the stream. An unusable example gives a group that records the error."""
         try:
-            part, place = self.interleaving.locate(index)
-            return self.make_group(index, part, place)
+            part, position = self.interleaving.locate(index)
+            return self.make_group(index, part, position)
         except Exception as error:
             return make_failed_group(index, 0, error)
 
-    def make_group(self, index: int, part: int, place: int) -> Group:
-        """Return the group of example ``place`` of entry ``part``."""
+    def make_group(self, index: int, part: int, position: int) -> Group:
+        """Return the group of example ``position`` of entry ``part``."""
         examples, name, template = self.parts[part], self.names[part], self.bundle.template
-        example: Any = examples[place]
+        example: Any = examples[position]
         match self.kind:
             case "conversations":
                 return demonstration_group(index, name, example, template, self.rules)
@@ -78,35 +78,35 @@ class RecordedExamples:
                 return preference_group(index, name, example, template, self.rules)
             case _:
                 # The example after this one may be the other completion of the same prompt, so take the second next.
-                other: Any = examples[(place + 2) % len(examples)]
+                other: Any = examples[(position + 2) % len(examples)]
                 return unpaired_preference_group(index, name, example, other, template, self.rules)
 
     def read_all(self) -> list[Group]:
         """Return the group of every usable example once, in order."""
-        pairs = [(part, place) for part, examples in enumerate(self.parts) for place in range(len(examples))]
-        groups = [self.make_group(index, part, place) for index, (part, place) in enumerate(pairs)]
+        pairs = [(part, position) for part, examples in enumerate(self.parts) for position in range(len(examples))]
+        groups = [self.make_group(index, part, position) for index, (part, position) in enumerate(pairs)]
         return [group for group in groups if not group.errors]
 
 
 async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> Run:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     algorithm = make_recorded_algorithm(config)
-    home = await make_backend(config, cluster, tracker)
-    rules = make_recorded_rules(config, home.bundle)
-    train = make_training_examples(config, algorithm, home.bundle, rules)
-    held_out = load_validation_groups(config, algorithm, home.bundle, rules, tracker)
-    share_prefixes = config.policy.sequence_packing.prefix_sharing and home.packed
-    options = make_recorded_options(config, len(train), share_prefixes=share_prefixes)
-    learners = await home.build_learners(algorithm, Sampling(), count_optimizer_steps(options, train.size))
-    scorers = await home.build_recorded_scorers(lambda: [*train.read_all(), *held_out])
+    backend = await make_backend(config, cluster, tracker)
+    rules = make_recorded_rules(config, backend.bundle)
+    examples = make_training_examples(config, algorithm, backend.bundle, rules)
+    validation_groups = load_validation_groups(config, algorithm, backend.bundle, rules, tracker)
+    share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
+    options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
+    learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
+    scorers = await backend.build_recorded_scorers(lambda: [*examples.read_all(), *validation_groups])
 
-    checkpoints = make_checkpoints(config, make_tokenizer_saver(home.bundle.tokenizer))
+    checkpoints = make_checkpoints(config, make_tokenizer_saver(backend.bundle.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), "none")
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
-    validation = None
-    if held_out:
-        validation = LossValidator(
-            groups=held_out,
+    evaluator = None
+    if validation_groups:
+        evaluator = LossValidator(
+            groups=validation_groups,
             algorithm=algorithm,
             learner=learners["policy"],
             scorers=scorers,
@@ -115,13 +115,13 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
     run = Run(
         options=options,
         algorithm=algorithm,
-        stream=make_recorded_stream(train, options, state.stream if state else None),
+        stream=make_recorded_stream(examples, options, state.stream if state else None),
         learners=learners,
         scorers=scorers,
         weights=InProcessWeights([]),
         tracker=tracker,
         rollouts=store,
-        evaluator=validation,
+        evaluator=evaluator,
         early_stop=make_early_stop(config),
         checkpoints=make_saver(config, checkpoints),
     )
@@ -151,7 +151,7 @@ def make_training_examples(
 ) -> RecordedExamples:
     entries = config.data.train
     parts = tuple(_read_examples(config, entry, algorithm, "train") for entry in entries)
-    placement = Interleaving(
+    interleaving = Interleaving(
         sizes=tuple(len(part) for part in parts),
         weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
         seed=config.recorded_training.seed,
@@ -159,7 +159,7 @@ def make_training_examples(
         max_epochs=config.recorded_training.max_num_epochs,
     )
     return RecordedExamples(
-        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, placement, bundle, rules
+        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, interleaving, bundle, rules
     )
 
 
@@ -176,14 +176,14 @@ def load_validation_groups(
     if not entries:
         return []
     parts = tuple(_read_examples(config, entry, algorithm, "validation") for entry in entries)
-    placement = Interleaving(sizes=tuple(map(len, parts)), weights=(None,) * len(parts), shuffle=False)
-    found = RecordedExamples(
-        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, placement, bundle, rules
+    interleaving = Interleaving(sizes=tuple(map(len, parts)), weights=(None,) * len(parts), shuffle=False)
+    groups = RecordedExamples(
+        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, interleaving, bundle, rules
     ).read_all()
-    wanted = len(found) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
-    if dropped := sum(map(len, parts)) - len(found):
+    limit = len(groups) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
+    if dropped := sum(map(len, parts)) - len(groups):
         tracker.note(f"{dropped} examples of the validation data are unusable (most likely too long) and are left out")
-    return found[:wanted]
+    return groups[:limit]
 
 
 def _dataset_name(entry: DataEntryConfig) -> str:

@@ -43,35 +43,35 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
     algorithm = make_rollout_algorithm(config)
-    hosted = {} if cluster is None else make_remote_environments(config, cluster)
+    remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
     train_source = make_training_tasks(
         config.data.train,
         config.env,
         seed=training.seed,
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,
-        remote=hosted,
+        remote=remote_environments,
     )
     validation_source = make_validation_tasks(
-        config.data.validation, config.data.train, config.env, seed=training.seed, remote=hosted
+        config.data.validation, config.data.train, config.env, seed=training.seed, remote=remote_environments
     )
-    home = await make_backend(config, cluster, tracker)
+    backend = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
         config,
-        share_prefixes=config.policy.sequence_packing.prefix_sharing and home.packed,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
     )
-    learners = await home.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
-    scorers = await home.build_scorers()
+    learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
+    scorers = await backend.build_scorers()
 
-    speech = home.bundle
-    checkpoints = make_checkpoints(config, make_tokenizer_saver(speech.tokenizer))
-    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=speech.tokenizer.decode)
+    bundle = backend.bundle
+    checkpoints = make_checkpoints(config, make_tokenizer_saver(bundle.tokenizer))
+    store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
-    if options.max_staleness > 0 and home.blocks_event_loop and not home.shares_module:
+    if options.max_staleness > 0 and backend.blocks_event_loop and not backend.shares_module:
         learners, scorers = run_in_threads(learners, scorers)
-    generation = await home.build_generator(
+    synced = await backend.build_generator(
         GeneratorSpec(
             sampling=sampling,
             learner=learners["policy"],
@@ -84,7 +84,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
             output_folder=Path(config.logger.log_dir) / "engines",
         )
     )
-    engine = generation.generator
+    generator = synced.generator
     rules = make_episode_rules(config)
     stream_state = None
     if state is not None:
@@ -101,8 +101,8 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         stream=make_rollout_stream(
             config,
             train_source,
-            engine,
-            speech.template,
+            generator,
+            bundle.template,
             sampling,
             rules,
             options,
@@ -111,16 +111,16 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         ),
         learners=learners,
         scorers=scorers,
-        weights=generation.weights,
+        weights=synced.weights,
         tracker=tracker,
         rollouts=store,
-        decode=speech.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, engine, speech.template, rules, tracker),
+        decode=bundle.tokenizer.decode,
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, rules, tracker),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
         checkpoints=make_saver(config, checkpoints),
     )
-    return resume_run(run, state), engine
+    return resume_run(run, state), generator
 
 
 def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
@@ -183,8 +183,8 @@ def make_rollout_stream(
 def count_slots(config: RolloutRunConfig, options: TrainOptions) -> int:
     """Return how many groups may be started and not yet trained on."""
     full = (options.max_staleness + 1) * options.groups_per_step
-    asked = config.rollout_training.async_config.slots if options.max_staleness else None
-    return full if asked is None else asked
+    configured = config.rollout_training.async_config.slots if options.max_staleness else None
+    return full if configured is None else configured
 
 
 def make_order(config: RolloutRunConfig, options: TrainOptions) -> GroupOrder:

@@ -24,37 +24,37 @@ _import_time = time.monotonic()
 def handle_stop_signals(saving: CheckpointingConfig) -> Iterator[SignalHandler]:
     """Handle SIGTERM inside the context. If the run saves no checkpoints, leave the default handler: there is nothing to wait for."""
     limit = saving.save_deadline_seconds
-    stopper = StopRequest(deadline=None if limit is None else time.monotonic() + limit - process_age())
-    waits = saving.saving_enabled and saving.save_on_sigterm_within != 0
-    notice = SignalHandler(
-        stopper, saving.save_on_sigterm_within, waits=waits and threading.current_thread() is threading.main_thread()
+    stop_request = StopRequest(deadline=None if limit is None else time.monotonic() + limit - process_age())
+    enabled = saving.saving_enabled and saving.save_on_sigterm_within != 0
+    handler = SignalHandler(
+        stop_request, saving.save_on_sigterm_within, enabled=enabled and threading.current_thread() is threading.main_thread()
     )
-    before = signal.getsignal(signal.SIGTERM)
-    notice.install()
+    previous = signal.getsignal(signal.SIGTERM)
+    handler.install()
     try:
-        yield notice
+        yield handler
     finally:
-        notice.restore(before)
+        handler.restore(previous)
 
 
 class SignalHandler:
     """The handler of SIGTERM. It may interrupt any code, so it takes no lock and writes to the terminal directly."""
 
-    def __init__(self, stop_request: StopRequest, within: float | None, *, waits: bool) -> None:
+    def __init__(self, stop_request: StopRequest, within: float | None, *, enabled: bool) -> None:
         self.stop_request = stop_request
-        self._within, self._waits = within, waits
+        self._within, self._enabled = within, enabled
         self._process = os.getpid()
         self._signalled = False
         self._timer: threading.Timer | None = None
 
     def install(self) -> None:
         """Install the handler. Call it again after something else has replaced it (``ray.init`` does)."""
-        if self._waits:
+        if self._enabled:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def restore(self, previous: Any) -> None:
         """Restore the previous handler and cancel the timer."""
-        if self._waits:
+        if self._enabled:
             signal.signal(signal.SIGTERM, previous)
         if self._timer is not None:
             self._timer.cancel()

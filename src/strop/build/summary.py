@@ -26,11 +26,11 @@ def summarize(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None 
     Raises ValueError for settings that do not go together, PlacementError for a layout that does not fit the devices."""
     if isinstance(config, EvalRunConfig):
         return _summarize_evaluation(config)
-    machines = _find_devices(config, on_cpu)
+    devices = _find_devices(config, on_cpu)
     if isinstance(config, RolloutRunConfig):
-        return _summarize_rollouts(config, machines)
+        return _summarize_rollouts(config, devices)
     if isinstance(config, RecordedRunConfig):
-        return _summarize_recorded(config, machines)
+        return _summarize_recorded(config, devices)
     raise TypeError(f"{type(config).__name__} is not the configuration of a run")
 
 
@@ -57,20 +57,20 @@ def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
     if on_cpu is None:
         import torch
 
-        wanted = config.policy.device
-        on_cpu = wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available())
+        device = config.policy.device
+        on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     return RunDevices(tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
 
 
-def _summarize_recorded(config: RecordedRunConfig, machines: RunDevices) -> str:
+def _summarize_recorded(config: RecordedRunConfig, devices: RunDevices) -> str:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
     lines = [
-        f"policy      {_format_model(policy, machines)}",
+        f"policy      {_format_model(policy, devices)}",
         f"algorithm   {format_algorithm(config.algorithm.name, make_recorded_algorithm(config))}",
         f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
         f"data        {', '.join(str(entry.dataset_name) for entry in config.data.train) or 'none'}",
-        *machines.lines,
+        *devices.lines,
         _format_folders(config),
     ]
     return "\n".join(lines)
@@ -82,20 +82,20 @@ def _format_folders(config: TrainingRunConfig) -> str:
     return f"folders     logs in {config.logger.log_dir}, checkpoints {where}"
 
 
-def _summarize_rollouts(config: RolloutRunConfig, machines: RunDevices) -> str:
+def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> str:
     training, policy = config.rollout_training, config.policy
     global_batch = policy.train_global_batch_size or training.rollouts_per_step
     steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     lines = [
         f"algorithm   {format_algorithm(config.algorithm.name, make_rollout_algorithm(config))}",
-        f"policy      {_format_model(policy, machines)}",
-        *_format_other_models(config, machines),
-        f"generation  {_format_engine(policy.generation, machines)}, {ahead}",
+        f"policy      {_format_model(policy, devices)}",
+        *_format_other_models(config, devices),
+        f"generation  {_format_engine(policy.generation, devices)}, {ahead}",
         f"step        {training.num_prompts_per_step} prompts x {training.num_generations_per_prompt} rollouts of at most "
         f"{policy.generation.max_new_tokens} new tokens, {steps_per_batch} optimizer step{'s' if steps_per_batch > 1 else ''}",
         f"tasks       {', '.join(_format_entry(entry) for entry in config.data.train) or 'none'}",
-        *machines.lines,
+        *devices.lines,
         _format_folders(config),
     ]
     return "\n".join(lines)
@@ -107,32 +107,32 @@ def _format_staleness(section: AsyncConfig) -> str:
     return f"asynchronous, at most {section.max_trajectory_age_steps} steps old, {updates}{order}"
 
 
-def _format_engine(generation: GenerationConfig, machines: RunDevices) -> str:
+def _format_engine(generation: GenerationConfig, devices: RunDevices) -> str:
     if generation.backend != "vllm":
         cache = f"{generation.torch_cfg.kv_cache_memory_gb:g} GiB of cache"
-        return f"torch engines, {cache} each" if machines.is_distributed else f"embedded torch engine in this process, {cache}"
+        return f"torch engines, {cache} each" if devices.is_distributed else f"embedded torch engine in this process, {cache}"
     options = generation.vllm_cfg
     draft = f", drafts by {options.speculation.method}" if options.speculation.method else ""
-    if machines.is_distributed:
+    if devices.is_distributed:
         return f"vLLM engines, {options.precision}{draft}"
-    several = f"{options.num_local_engines} vLLM engines" if options.num_local_engines > 1 else "a vLLM engine"
-    own = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
+    engines = f"{options.num_local_engines} vLLM engines" if options.num_local_engines > 1 else "a vLLM engine"
+    where = "processes of their own" if options.num_local_engines > 1 else "a process of its own"
     ranks = f" of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
-    return f"{several}{ranks} in {own}, {options.precision}{draft}"
+    return f"{engines}{ranks} in {where}, {options.precision}{draft}"
 
 
-def _format_model(model: ModelConfig, machines: RunDevices) -> str:
+def _format_model(model: ModelConfig, devices: RunDevices) -> str:
     """Format a trained model with its device and precision."""
     lora = model.dtensor_cfg.lora_cfg
     adapters = f", adapters of rank {lora.dim}" if lora.enabled else ""
     precision = "bfloat16, float32 masters" if model.weights_dtype == "bfloat16" else _format_precision(model.precision)
-    return f"{model.model_name} on {machines.format_device(model)}, {precision}{adapters}"
+    return f"{model.model_name} on {devices.format_device(model)}, {precision}{adapters}"
 
 
-def _format_other_models(config: RolloutRunConfig, machines: RunDevices) -> list[str]:
+def _format_other_models(config: RolloutRunConfig, devices: RunDevices) -> list[str]:
     """Format the critic and the teachers of a run, one line each."""
     if isinstance(config, PpoRunConfig):
-        return [f"critic      {'a head on the policy' if config.value.head_only else _format_model(config.value, machines)}"]
+        return [f"critic      {'a head on the policy' if config.value.head_only else _format_model(config.value, devices)}"]
     if isinstance(config, DistillationRunConfig):
         return [f"teacher     {_format_teacher(teacher)}" for teacher in (config.teacher, *config.teachers.values())]
     return []
@@ -180,9 +180,10 @@ def _format_entry(entry: object) -> str:
 def _warn_unused_gpus(config: EvalRunConfig) -> list[str]:
     import torch
 
-    wanted, found = config.cluster.gpus_per_node, torch.cuda.device_count()
-    if wanted > 1:
+    requested, available = config.cluster.gpus_per_node, torch.cuda.device_count()
+    if requested > 1:
         return [
-            f"warning     cluster.gpus_per_node is {wanted} ({found} GPUs found here), but an evaluation runs in one process on one device"
+            f"warning     cluster.gpus_per_node is {requested} ({available} GPUs found here), "
+            "but an evaluation runs in one process on one device"
         ]
     return []

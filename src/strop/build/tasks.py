@@ -15,10 +15,8 @@ from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import environment_class, make_environment
 from strop.environments.remote import EnvironmentDescription
 
-DataEntries = Sequence[DataEntryConfig]
 T = TypeVar("T")
-
-
+DataEntries = Sequence[DataEntryConfig]
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 RemoteEnvironments = Mapping[str, Environment[Any]]
 """Environments in other processes, by alias; the others are made in this process."""
@@ -34,8 +32,8 @@ def make_training_tasks(
     remote: RemoteEnvironments = MappingProxyType({}),
 ) -> Mixture:
     """Make the mixture of training tasks. ``remote``: environments in other processes, by alias."""
-    several = len(data) > 1
-    components = [_make_component(entry, env, seed, "train", remote, weight=entry.weight if several else None) for entry in data]
+    weighted = len(data) > 1
+    components = [_make_component(entry, env, seed, "train", remote, weight=entry.weight if weighted else None) for entry in data]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
@@ -67,12 +65,14 @@ def describe_environments(
     for entries, part in ((train, "train"), (_validation_entries(validation, train), "validation")):
         for entry in entries:
             sources.setdefault(resolve_alias(entry, env), []).append(_make_task_source(entry, seed, part))
-    found: dict[str, EnvironmentDescription] = {}
-    for alias, own in sources.items():
+    descriptions: dict[str, EnvironmentDescription] = {}
+    for alias, alias_sources in sources.items():
         config = env.get(alias, EnvironmentConfig(type=None))
-        distinct = tuple(source for place, source in enumerate(own) if source not in own[:place])
-        found[alias] = EnvironmentDescription(alias=alias, name=config.type or alias, options=config.options, sources=distinct)
-    return found
+        distinct = tuple(source for index, source in enumerate(alias_sources) if source not in alias_sources[:index])
+        descriptions[alias] = EnvironmentDescription(
+            alias=alias, name=config.type or alias, options=config.options, sources=distinct
+        )
+    return descriptions
 
 
 def _make_task_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:

@@ -43,14 +43,14 @@ def make_teachers(
     config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> dict[str, ColumnSource]:
     """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
-    wanted = find_teacher_columns(config, algorithm)
-    made: dict[str, Callable[[str], ColumnSource]] = {}
+    columns = find_teacher_columns(config, algorithm)
+    factories: dict[str, Callable[[str], ColumnSource]] = {}
     for key, teacher in named_teachers(config).items():
         if teacher.model_name == "self":
-            made[key] = _make_self_teacher(key, teacher, config, policy, wanted, sampling, learners)
+            factories[key] = _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
         else:
-            made[key] = load_teacher(key, config, get_student_info(policy), wanted, sampling)
-    return {column: combine_teachers({key: make(column) for key, make in made.items()}, config) for column in wanted}
+            factories[key] = load_teacher(key, config, get_student_info(policy), columns, sampling)
+    return {column: combine_teachers({key: make(column) for key, make in factories.items()}, config) for column in columns}
 
 
 def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
@@ -60,12 +60,12 @@ def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
 
 def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
     """Return the columns that teachers fill for the algorithm. Raises ValueError if there are none."""
-    wanted = algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES}
-    if not wanted:
+    columns = algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES}
+    if not columns:
         raise ValueError(
             f"algorithm.name: {config.algorithm.name} does not use a teacher; run strop grpo, or choose another algorithm"
         )
-    return frozenset(wanted)
+    return frozenset(columns)
 
 
 def get_student_info(policy: LoadedPolicy) -> StudentInfo:
@@ -82,7 +82,7 @@ def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: Distillatio
             raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
     routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
     general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
-    otherwise: ColumnSource | None = None
+    fallback: ColumnSource | None = None
     if general:
         weights = [weight for weight, _ in general]
         if len(general) > 1 and config.algorithm.name == "topk_distillation":
@@ -90,36 +90,36 @@ def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: Distillatio
                 "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its "
                 "environments (teachers.NAME.environments), or set algorithm.name=distillation"
             )
-        otherwise = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
+        fallback = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
     if not routed:
-        assert otherwise is not None
-        return otherwise
-    return RoutedTeachers(routed, otherwise)
+        assert fallback is not None
+        return fallback
+    return RoutedTeachers(routed, fallback)
 
 
 def load_teacher(
-    key: str, config: DistillationRunConfig, student: StudentInfo, wanted: Collection[str], sampling: Sampling
+    key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
 ) -> Callable[[str], ColumnSource]:
     """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
     teacher = named_teachers(config)[key]
-    plain = _unfiltered_sampling(sampling, wanted)
+    unfiltered = _unfiltered_sampling(sampling, columns)
     if teacher.demonstration is not None:
         raise ValueError(
             f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
         )
-    loaded = _load_teacher_model(teacher)
-    network = loaded.network
-    vocabulary = shared_vocabulary_size(
-        student.vocab_size, get_student_info(loaded).vocab_size, (student.tokenizer, loaded.tokenizer)
+    teacher_policy = _load_teacher_model(teacher)
+    network = teacher_policy.network
+    vocab_size = shared_vocabulary_size(
+        student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
     )
     network.model.requires_grad_(False)
     if teacher.offload and network.device.type != "cpu":
-        reader = Teacher(
-            network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens, context=lambda: on_device(network)
+        scorer = Teacher(
+            network=network, sampling=unfiltered, score_tokens=teacher.logprob_mb_tokens, context=lambda: on_device(network)
         )
     else:
-        reader = Teacher(network=network, sampling=plain, score_tokens=teacher.logprob_mb_tokens)
-    return lambda column: _make_source(column, reader, config, vocabulary)
+        scorer = Teacher(network=network, sampling=unfiltered, score_tokens=teacher.logprob_mb_tokens)
+    return lambda column: _make_source(column, scorer, config, vocab_size)
 
 
 def _make_self_teacher(
@@ -127,20 +127,20 @@ def _make_self_teacher(
     teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: LoadedPolicy,
-    wanted: Collection[str],
+    columns: Collection[str],
     sampling: Sampling,
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    reader = _make_self_reader(key, teacher, policy, _unfiltered_sampling(sampling, wanted), learners)
+    scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
     assert teacher.demonstration is not None
-    shown = _make_demonstration_prompt(teacher.demonstration, policy)
-    return lambda column: SelfTeacher(_make_source(column, reader, config, None), shown)
+    prompt = _make_demonstration_prompt(teacher.demonstration, policy)
+    return lambda column: SelfTeacher(_make_source(column, scorer, config, None), prompt)
 
 
-def _unfiltered_sampling(sampling: Sampling, wanted: Collection[str]) -> Sampling:
+def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:
     """Return the student's sampling without its filters. Raises ValueError if top-k distillation needs the tokens that they remove."""
-    if sampling.filtered and TEACHER_CANDIDATES in wanted:
+    if sampling.filtered and TEACHER_CANDIDATES in columns:
         raise ValueError(
             "policy.generation: top_k, top_p or min_p removes tokens from the student's distribution, and the loss is not defined on "
             "removed tokens; set them to keep every token, or algorithm.name=distillation"
@@ -148,10 +148,10 @@ def _unfiltered_sampling(sampling: Sampling, wanted: Collection[str]) -> Samplin
     return Sampling(temperature=sampling.temperature)
 
 
-def _make_source(column: str, reader: Teacher, config: DistillationRunConfig, vocabulary: int | None) -> ColumnSource:
+def _make_source(column: str, scorer: Teacher, config: DistillationRunConfig, vocab_size: int | None) -> ColumnSource:
     if column == TEACHER_LOGPROBS:
-        return TeacherLogprobs(reader)
-    return TeacherTopK(reader, config.distillation.topk_logits_k, vocabulary)
+        return TeacherLogprobs(scorer)
+    return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)
 
 
 def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
@@ -166,10 +166,10 @@ def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
     )
 
 
-def _make_self_reader(
+def _make_self_scorer(
     key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> Teacher:
-    """Make the network of a self-teacher: the policy with its current, averaged or initial weights.
+    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights.
 
     Raises ValueError without a demonstration: teacher and student would be the same."""
     if teacher.demonstration is None:
@@ -187,8 +187,8 @@ def _make_self_reader(
             if average is None:
                 raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
             assert isinstance(learner, TorchLearner)
-            trained = learner.trainable_parameters
-            return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(trained))
+            parameters = learner.trainable_parameters
+            return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(parameters))
         case "initial":
             if lora_layers(network.model):
                 return Teacher(
@@ -204,10 +204,10 @@ def _make_demonstration_prompt(demonstration: str, policy: LoadedPolicy) -> Call
 
     def prompt(group: Group) -> list[int]:
         messages = group.rollouts[0].messages
-        first_turn = next((place for place, message in enumerate(messages) if message.role == "assistant"), len(messages))
-        asked = list(messages[:first_turn])
-        shown = demonstration.replace("{answer}", group.task.answer)
-        asked[-1] = Message(asked[-1].role, f"{asked[-1].content}\n\n{shown}")
-        return policy.template.encode_prompt(asked)
+        first_turn = next((index for index, message in enumerate(messages) if message.role == "assistant"), len(messages))
+        question = list(messages[:first_turn])
+        hint = demonstration.replace("{answer}", group.task.answer)
+        question[-1] = Message(question[-1].role, f"{question[-1].content}\n\n{hint}")
+        return policy.template.encode_prompt(question)
 
     return prompt

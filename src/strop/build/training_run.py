@@ -30,8 +30,8 @@ def run_training(config: TrainingRunConfig) -> int:
 async def _train(config: TrainingRunConfig) -> None:
     tracker = make_tracker(config)
     try:
-        with handle_stop_signals(config.checkpointing) as notice, watch_run(config, tracker) as told:
-            await run_with_restarts(config, told, partial(_run_attempt, config, told, notice))
+        with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
+            await run_with_restarts(config, watched, partial(_run_attempt, config, watched, signals))
     finally:
         tracker.close()
 

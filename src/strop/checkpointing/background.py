@@ -39,6 +39,6 @@ class BackgroundCheckpointer:
     def finish(self) -> None:
         """Wait until the checkpoint in progress is complete. Raises its error."""
         if self._pending is not None:
-            began, pending, self._pending = time.monotonic(), self._pending, None
+            started, pending, self._pending = time.monotonic(), self._pending, None
             pending.result()
-            self.wait_seconds += time.monotonic() - began
+            self.wait_seconds += time.monotonic() - started

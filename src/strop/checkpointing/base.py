@@ -38,9 +38,13 @@ class Stageable(Protocol):
 
 
 class Checkpointer(Protocol):
+    """Saves the state of a run with its learners."""
+
     def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
-        """Save atomically and return the checkpoint's folder. If the checkpoint is written in the background, it is complete only when
-        ``finish`` or the next ``save`` returns; else when this returns."""
+        """Save atomically and return the checkpoint's folder.
+
+        If the checkpoint is written in the background, it is only complete when ``finish`` or the next ``save`` returns.
+        """
         ...
 
     def finish(self) -> None:

@@ -44,9 +44,9 @@ def convert_shards(source: Path, target: Path, *, model_name: str | None = None)
 
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
-    stored = ShardedReader(source)
-    weights = {name: torch.empty(shape, dtype=stored.dtypes[name]) for name, shape in stored.shapes.items()}
-    stored.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in weights.items()})
+    reader = ShardedReader(source)
+    weights = {name: torch.empty(shape, dtype=reader.dtypes[name]) for name, shape in reader.shapes.items()}
+    reader.read({name: TensorShard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in weights.items()})
     return weights
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from strop.data.packing import group_members, pack_first_fit, split_group
 from strop.types import Batch
 
-Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens on their own
+Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens without other units
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BatchPartition:
     """The micro-batches of every rank. All ranks have the same number of each kind."""
 
     ranks: tuple[RankPlan, ...]
-    tokens_per_rank: tuple[int, ...]  # of each rank
+    tokens_per_rank: tuple[int, ...]
     dummy_sequence: int  # the shortest rollout, for dummy micro-batches
 
     @property
@@ -52,8 +52,8 @@ def partition_batch(
     kinds = []
     for kind in (False, True):
         units = _build_units(batch, costs, ranks, token_budget, whole_groups)
-        own = _distribute_evenly([unit for unit in units if all(flags[sequence] for sequence in unit[0]) == kind], ranks)
-        kinds.append(_align_micro_batches(own, token_budget, costs))
+        assigned = _distribute_evenly([unit for unit in units if all(flags[sequence] for sequence in unit[0]) == kind], ranks)
+        kinds.append(_align_micro_batches(assigned, token_budget, costs))
     plans = tuple(RankPlan(trained, forward_only) for trained, forward_only in zip(*kinds, strict=True))
     return BatchPartition(
         ranks=plans,
@@ -80,7 +80,7 @@ class _TokenCounter:
     def count(self, sequences: Sequence[int]) -> int:
         if self.row_length is not None:
             return self.row_length * len(sequences)
-        return sum(self.lengths[segment] for segment in {part for one in sequences for part in self.paths[one]})
+        return sum(self.lengths[segment] for segment in {segment for sequence in sequences for segment in self.paths[sequence]})
 
 
 def _build_units(batch: Batch, costs: _TokenCounter, ranks: int, token_budget: int, whole_groups: bool) -> list[Unit]:
@@ -96,26 +96,26 @@ def _build_units(batch: Batch, costs: _TokenCounter, ranks: int, token_budget: i
 
 def _distribute_evenly(units: Iterable[Unit], bins: int) -> list[list[Unit]]:
     """Assign units, largest first, to the bin with the fewest tokens; ties go to the first bin."""
-    held: list[list[Unit]] = [[] for _ in range(bins)]
+    assigned: list[list[Unit]] = [[] for _ in range(bins)]
     sizes = [0] * bins
     for unit in sorted(units, key=lambda unit: -unit[1]):
-        place = min(range(bins), key=sizes.__getitem__)
-        held[place].append(unit)
-        sizes[place] += unit[1]
-    return held
+        index = min(range(bins), key=sizes.__getitem__)
+        assigned[index].append(unit)
+        sizes[index] += unit[1]
+    return assigned
 
 
 def _align_micro_batches(
     ranks: Sequence[Sequence[Unit]], token_budget: int, costs: _TokenCounter
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Return the micro-batches of each rank, largest first: as many for every rank as the rank with the most needs."""
-    fewest = [pack_first_fit(list(units), token_budget) for units in ranks]
-    count = max(map(len, fewest))
+    packed_ranks = [pack_first_fit(list(units), token_budget) for units in ranks]
+    count = max(map(len, packed_ranks))
     plans = []
-    for units, packed in zip(ranks, fewest, strict=True):
-        even = _distribute_evenly(units, count)
-        parts = [sorted(sequence for members, _ in held for sequence in members) for held in even]
-        fits = (len(held) <= 1 or costs.count(part) <= token_budget for held, part in zip(even, parts, strict=True))
+    for units, packed in zip(ranks, packed_ranks, strict=True):
+        bins = _distribute_evenly(units, count)
+        parts = [sorted(sequence for members, _ in bin_units for sequence in members) for bin_units in bins]
+        fits = (len(bin_units) <= 1 or costs.count(part) <= token_budget for bin_units, part in zip(bins, parts, strict=True))
         chosen = parts if all(fits) else packed + [[]] * (count - len(packed))
         plans.append(tuple(sorted(map(tuple, chosen), key=costs.count, reverse=True)))
     return plans

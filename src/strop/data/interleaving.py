@@ -39,7 +39,7 @@ class Interleaving:
 
     @cached_property
     def _shares(self) -> tuple[Fraction, ...]:
-        """Each source's share of the positions that the sources before it leave; exact fractions, so that no position is lost."""
+        """Each source's share of the positions that earlier sources leave, as exact fractions, so that no position is lost."""
         weights = [
             Fraction(str(size if weight is None else weight)) for size, weight in zip(self.sizes, self.weights, strict=True)
         ]
@@ -52,10 +52,10 @@ class Interleaving:
         the even spacing of Beatty (1926).
         """
         for chosen, share in enumerate(self._shares):
-            before = floor(index * share)
-            if floor((index + 1) * share) > before:
-                return chosen, before
-            index -= before
+            taken = floor(index * share)
+            if floor((index + 1) * share) > taken:
+                return chosen, taken
+            index -= taken
         raise AssertionError("the last share is 1")
 
 

@@ -50,34 +50,34 @@ class _Predictions:
 def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
     """Pack groups into one flat batch with their advantages. Raises ValueError if the policy sampled no token."""
     flat = _BatchBuilder([], [], [], [])
-    lay = _append_rollout_last_token if algorithm.predict == "last_token" else _append_rollout
+    append_rollout = _append_rollout_last_token if algorithm.predict == "last_token" else _append_rollout
     columns: dict[str, list[Tensor]] = {
         name: [] for name in ("source", "target", "sequence", "logprobs", "versions", "advantages", "mask")
     }
     leaves: list[int] = []
-    owners: list[int] = []
+    group_indices: list[int] = []
     rewards: list[float] = []
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         advantages = algorithm.advantages(group)
         trained = algorithm.rollout_mask(group)
         credit = zip(group.rollouts, algorithm.rewards(group).tolist(), advantages.tolist(), trained.tolist(), strict=True)
         shared = share_prefixes and all(torch.equal(rollout.prompt, group.rollouts[0].prompt) for rollout in group.rollouts)
         root = flat.add_segment(group.rollouts[0].prompt, -1, 0) if shared else -1
-        for rollout, reward, advantage, trains in credit:
-            leaf, places = lay(flat, rollout, root)
-            predicted = len(places.target)
-            columns["source"].append(places.source)
-            columns["target"].append(places.target)
+        for rollout, reward, advantage, in_loss in credit:
+            leaf, predictions = append_rollout(flat, rollout, root)
+            predicted = len(predictions.target)
+            columns["source"].append(predictions.source)
+            columns["target"].append(predictions.target)
             columns["sequence"].append(torch.full((predicted,), len(leaves)))
-            columns["logprobs"].append(places.logprobs)
-            columns["versions"].append(places.versions)
+            columns["logprobs"].append(predictions.logprobs)
+            columns["versions"].append(predictions.versions)
             columns["advantages"].append(torch.full((predicted,), advantage))
-            columns["mask"].append(torch.full((predicted,), float(trains)))
+            columns["mask"].append(torch.full((predicted,), float(in_loss)))
             leaves.append(leaf)
-            owners.append(place)
+            group_indices.append(index)
             rewards.append(reward)
-    joined = {name: torch.cat(parts) for name, parts in columns.items()}
-    if not len(joined["target"]):
+    merged = {name: torch.cat(parts) for name, parts in columns.items()}
+    if not len(merged["target"]):
         raise ValueError("the policy sampled no token of this batch: all rollouts are empty")
     return with_totals(
         Batch(
@@ -85,24 +85,24 @@ def pack(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool 
             positions=torch.cat(flat.positions),
             segment_start=torch.tensor(flat.starts),
             segment_parent=torch.tensor(flat.parents),
-            source=joined["source"],
-            target=joined["target"],
-            sequence=joined["sequence"],
-            rollout_logprobs=joined["logprobs"],
-            versions=joined["versions"],
-            advantages=joined["advantages"],
-            mask=joined["mask"],
+            source=merged["source"],
+            target=merged["target"],
+            sequence=merged["sequence"],
+            rollout_logprobs=merged["logprobs"],
+            versions=merged["versions"],
+            advantages=merged["advantages"],
+            mask=merged["mask"],
             leaf=torch.tensor(leaves),
-            group=torch.tensor(owners),
+            group=torch.tensor(group_indices),
             rewards=torch.tensor(rewards, dtype=torch.float64),
             totals=Totals(0, 0, 0),
-            columns={} if algorithm.predict == "last_token" else _kept_token_ids(groups, joined["target"]),
+            columns={} if algorithm.predict == "last_token" else _kept_token_ids(groups, merged["target"]),
         )
     )
 
 
 def _kept_token_ids(groups: Sequence[Group], target: Tensor) -> dict[str, Tensor]:
-    """Return the column KEPT, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
+    """Return the column ``kept_tokens``, [N, K] int32: the token ids that each target was sampled from, K the size of the largest set.
 
     Returns no column if none was recorded. Raises ValueError if only some turns recorded them, or if a target is not in its set.
     """
@@ -140,14 +140,14 @@ def _append_rollout(flat: _BatchBuilder, rollout: Rollout, root: int) -> tuple[i
     if root >= 0:
         start = flat.length
         leaf = flat.add_segment(continuation[:last], root, prompt)
-        before = flat.starts[root] + prompt - 1
+        prompt_end = flat.starts[root] + prompt - 1
     else:
         start = flat.length + prompt
         leaf = flat.add_segment(torch.cat([rollout.prompt, continuation[:last]]), -1, 0)
-        before = start - 1
+        prompt_end = start - 1
     source = torch.arange(start - 1, start - 1 + len(continuation))
     if len(source):
-        source[0] = before
+        source[0] = prompt_end
     logprobs = _concat([turn.logprobs for turn in rollout.turns], torch.float32)
     versions = _concat([turn.versions for turn in rollout.turns], torch.int32)
     return leaf, _Predictions(source[sampled], continuation[sampled], logprobs[sampled], versions[sampled])
@@ -159,16 +159,16 @@ def _append_rollout_last_token(flat: _BatchBuilder, rollout: Rollout, root: int)
     A rollout without sampled tokens uses the last token of its prompt. Raises ValueError for a rollout without tokens.
     """
     sampled = _sampled_mask(rollout)
-    read = _continuation_tokens(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
-    if not len(rollout.prompt) + len(read):
+    tokens = _continuation_tokens(rollout)[: int(sampled.nonzero().max()) + 1 if bool(sampled.any()) else 0]
+    if not len(rollout.prompt) + len(tokens):
         raise ValueError(f"a rollout of task {rollout.task.id} has no tokens, so there is no token to score")
     if root >= 0:
-        leaf = flat.add_segment(read, root, len(rollout.prompt))
-        end = flat.length - 1 if len(read) else flat.starts[root] + len(rollout.prompt) - 1
+        leaf = flat.add_segment(tokens, root, len(rollout.prompt))
+        end = flat.length - 1 if len(tokens) else flat.starts[root] + len(rollout.prompt) - 1
     else:
-        leaf = flat.add_segment(torch.cat([rollout.prompt, read]), -1, 0)
+        leaf = flat.add_segment(torch.cat([rollout.prompt, tokens]), -1, 0)
         end = flat.length - 1
-    token = (read if len(read) else rollout.prompt)[-1:]
+    token = (tokens if len(tokens) else rollout.prompt)[-1:]
     return leaf, _Predictions(torch.tensor([end]), token, torch.zeros(1), torch.full((1,), -1, dtype=torch.int32))
 
 
@@ -186,14 +186,14 @@ def _concat(columns: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [L]
 
 @dataclass(frozen=True, eq=False)
 class SubBatch:
-    """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the whole batch."""
+    """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the full batch."""
 
     batch: Batch
-    index: Tensor  # [n] int64, into the whole batch's N
+    index: Tensor  # [n] int64, into the full batch's N
 
 
 def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
-    """Return the given rollouts as a batch with the totals of the whole batch. It includes their shared prefixes once."""
+    """Return some rollouts as a batch with the totals of the full batch. It includes their shared prefixes once."""
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     needed: set[int] = set()
     for segment in batch.leaf[list(sequences)].tolist():
@@ -203,12 +203,12 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
     segments = sorted(needed)
     renumbered = {old: new for new, old in enumerate(segments)}
     token_index = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
-    moved = torch.full((len(batch.tokens),), -1)
-    moved[token_index] = torch.arange(len(token_index))
+    new_position = torch.full((len(batch.tokens),), -1)
+    new_position[token_index] = torch.arange(len(token_index))
 
-    place = torch.full((batch.num_sequences,), -1)
-    place[list(sequences)] = torch.arange(len(sequences))
-    index = (place[batch.sequence] >= 0).nonzero().squeeze(1)
+    new_sequence = torch.full((batch.num_sequences,), -1)
+    new_sequence[list(sequences)] = torch.arange(len(sequences))
+    index = (new_sequence[batch.sequence] >= 0).nonzero().squeeze(1)
     segment_length = torch.tensor([lengths[segment] for segment in segments])
     _, group = batch.group[list(sequences)].unique(return_inverse=True)
     part = replace(
@@ -217,9 +217,9 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
         positions=batch.positions[token_index],
         segment_start=segment_length.cumsum(0) - segment_length,
         segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
-        source=moved[batch.source[index]],
+        source=new_position[batch.source[index]],
         target=batch.target[index],
-        sequence=place[batch.sequence[index]],
+        sequence=new_sequence[batch.sequence[index]],
         rollout_logprobs=batch.rollout_logprobs[index],
         versions=batch.versions[index],
         advantages=batch.advantages[index],
@@ -236,10 +236,10 @@ def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
 def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[SubBatch]:
     """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
 
-    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a
-    micro-batch of its own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every rollout counts as a row
-    as long as the longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split,
-    for losses that compare the rollouts of a group.
+    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a micro-batch of its
+    own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every rollout counts as a row as long as the
+    longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split, for losses
+    that compare the rollouts of a group.
     """
     lengths = batch.segment_length.tolist()
     budget = 1 << 62 if whole_groups else token_budget
@@ -248,8 +248,8 @@ def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False
         longest = int(batch.positions.max()) + 1
         rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
         units = [(sequences, longest * len(sequences)) for sequences in rows]
-    idle = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
-    by_kind = [[unit for unit in units if all(idle[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
+    zero_gradient = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
+    by_kind = [[unit for unit in units if all(zero_gradient[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
     return [select_rollouts(batch, sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
 
 
@@ -257,9 +257,9 @@ def pack_first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list
     """Pack units of (rollouts, size) into bins of at most ``budget``, largest first. Return the rollouts of each bin."""
     bins: list[tuple[list[int], int]] = []
     for sequences, size in sorted(units, key=lambda unit: -unit[1]):
-        for place, (held, used) in enumerate(bins):
+        for index, (members, used) in enumerate(bins):
             if used + size <= budget:
-                bins[place] = (held + sequences, used + size)
+                bins[index] = (members + sequences, used + size)
                 break
         else:
             bins.append((sequences, size))

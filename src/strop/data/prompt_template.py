@@ -36,11 +36,11 @@ def parse_prompt_template(text: str, name: str, system_prompt: str | None = None
     The placeholder is ``{question}``, and all other text is literal. Without it, ``{}`` is the placeholder, and ``{{`` and ``}}`` are
     single braces, as in Python's format strings, so that existing prompt files work.
     """
-    if (named := text.count("{question}")) > 0:
-        pieces = text.split("{question}")
+    if (count := text.count("{question}")) > 0:
+        parts = text.split("{question}")
     else:
-        pieces = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
-    if len(pieces) != 2:
-        found = f"{named} times" if named else f"as {{}} {len(pieces) - 1} times"
-        raise DataError(f"the prompt {name} has the placeholder {found}; write {{question}} exactly once in it")
-    return PromptTemplate(pieces[0], pieces[1], system_prompt)
+        parts = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"(?<!\{)\{\}(?!\})", text)]
+    if len(parts) != 2:
+        occurrences = f"{count} times" if count else f"as {{}} {len(parts) - 1} times"
+        raise DataError(f"the prompt {name} has the placeholder {occurrences}; write {{question}} exactly once in it")
+    return PromptTemplate(parts[0], parts[1], system_prompt)

@@ -26,8 +26,8 @@ class ActorGroup:
         self._died: ActorGroupDied | None = None
 
     async def call_all(self, method: str, *arguments: Any, urgent: bool = False) -> list[Any]:
-        """Call a method on every member. Return the results by rank. Raises ActorGroupDied if a member died, else what the first one
-        raised.
+        """Call a method on every member. Return the results by rank. Raises ActorGroupDied if a member died, else the first member's
+        error.
 
         The call is submitted to all members before the first await, so that calls of concurrent tasks arrive in the same order."""
         if self._died is not None:
@@ -54,29 +54,29 @@ class ActorGroup:
         """Like ``call_all``, but block this thread."""
         if self._died is not None:
             raise self._died
-        waiters = ThreadPoolExecutor(len(self.actors), thread_name_prefix="strop-group")
-        answers = [waiters.submit(member.start_call(method, *arguments, urgent=urgent)) for member in self.actors]
-        waiters.shutdown(wait=False)
-        done, _ = futures.wait(answers, return_when=futures.FIRST_EXCEPTION)
-        if all(answer.exception() is None for answer in done):
-            return [answer.result() for answer in answers]
-        futures.wait(answers, timeout=ERROR_GRACE_SECONDS)  # a member in a collective may wait much longer for a dead one
-        raise self._find_cause([answer.exception() for answer in answers if answer.done()])
+        executor = ThreadPoolExecutor(len(self.actors), thread_name_prefix="strop-group")
+        calls = [executor.submit(member.start_call(method, *arguments, urgent=urgent)) for member in self.actors]
+        executor.shutdown(wait=False)
+        done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
+        if all(call.exception() is None for call in done):
+            return [call.result() for call in calls]
+        futures.wait(calls, timeout=ERROR_GRACE_SECONDS)  # a member in a collective may wait much longer for a dead one
+        raise self._find_cause([call.exception() for call in calls if call.done()])
 
     async def _shut_down(self, calls: Sequence[asyncio.Future[Any]]) -> None:
         """Kill all members after one has failed: the others may wait for it forever in a collective."""
         await self.close()
-        _, stuck = await asyncio.wait(calls, timeout=10.0)
-        for call in stuck:
+        _, pending = await asyncio.wait(calls, timeout=10.0)
+        for call in pending:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
     def _find_cause(self, errors: Sequence[BaseException | None]) -> BaseException:
         """Return a member's own error if there is one, else the death of a member, else a member's error about a lost peer."""
         raised = [error for error in errors if error is not None]
-        own = [error for error in raised if not isinstance(error, ActorDied) and not _is_peer_failure(error)]
-        died = [error for error in raised if isinstance(error, ActorDied)]
-        return own[0] if own else self._mark_dead(died[0]) if died else self._mark_dead(raised[0])
+        own_errors = [error for error in raised if not isinstance(error, ActorDied) and not _is_peer_failure(error)]
+        deaths = [error for error in raised if isinstance(error, ActorDied)]
+        return own_errors[0] if own_errors else self._mark_dead(deaths[0]) if deaths else self._mark_dead(raised[0])
 
     def _mark_dead(self, error: BaseException) -> ActorGroupDied:
         self._died = ActorGroupDied(f"the {self.name} group lost a member: {error}")
@@ -90,6 +90,6 @@ def _is_peer_failure(error: BaseException) -> bool:
     """Return whether the error is that of a collective that lost another rank."""
     text = str(error).lower()
     return any(
-        sign in text
-        for sign in ("connection closed by peer", "connection reset by peer", "socket timeout", "broken pipe", "nccl")
+        marker in text
+        for marker in ("connection closed by peer", "connection reset by peer", "socket timeout", "broken pipe", "nccl")
     )

@@ -55,7 +55,7 @@ class RemoteActor(Protocol):
         ...
 
     def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
-        """Submit a call. Return a function that blocks until the result is there and returns it. It raises what ``call`` raises."""
+        """Submit a call. Return a function that blocks until the result is available and returns it. It raises what ``call`` raises."""
         ...
 
 

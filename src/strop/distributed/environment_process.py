@@ -1,4 +1,4 @@
-"""Environments in processes of their own. A process that dies is replaced at the next call."""
+"""Environments in separate processes. A process that dies is replaced at the next call."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def spawn_environments(
 ) -> dict[str, RemoteEnvironment]:
     """Start environments in their processes and return them by alias. ``options``: of each process. Raises what making an environment
     raises."""
-    found: dict[str, RemoteEnvironment] = {}
+    environments: dict[str, RemoteEnvironment] = {}
     for alias, description in descriptions.items():
-        links = [EnvironmentProcess(cluster, each, description).transport for each in options[alias]]
-        found[alias] = connect(description, links)
-    return found
+        transports = [EnvironmentProcess(cluster, each, description).transport for each in options[alias]]
+        environments[alias] = connect(description, transports)
+    return environments

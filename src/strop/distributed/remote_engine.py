@@ -59,12 +59,12 @@ class RemoteEngine:
         return None if self._remote is None else self._remote.pid
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        found: Completion = await self._call("generate", list(prompt), sampling=sampling, seed=seed, session=session)
-        return found
+        completion: Completion = await self._call("generate", list(prompt), sampling=sampling, seed=seed, session=session)
+        return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
-        found: CanarySample = await self._call("sample_canary", list(prompt), sampling=sampling, seed=seed)
-        return found
+        sample: CanarySample = await self._call("sample_canary", list(prompt), sampling=sampling, seed=seed)
+        return sample
 
     async def connect(self, address: ChannelAddress, first: int) -> None:
         await self._call("connect", address, first)
@@ -83,8 +83,8 @@ class RemoteEngine:
         return receipt
 
     async def read_back_fingerprints(self) -> Mapping[str, tuple[TensorFingerprint, ...]]:
-        found: Mapping[str, tuple[TensorFingerprint, ...]] = await self._call("read_back_fingerprints")
-        return found
+        fingerprints: Mapping[str, tuple[TensorFingerprint, ...]] = await self._call("read_back_fingerprints")
+        return fingerprints
 
     async def reset_prefix_cache(self, *, running: bool) -> None:
         await self._call("reset_prefix_cache", running=running)

@@ -15,8 +15,8 @@ _INTEGER = re.compile(r"-?\d+")
 
 def extract_last_number(text: str) -> Fraction | None:
     """Return the last number in ``text``, or None. Commas may separate thousands."""
-    found = _NUMBER.findall(text.replace("\u2212", "-"))
-    return _parse_fraction(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    return _parse_fraction(numbers[-1].replace(",", "")) if numbers else None
 
 
 def extract_last_boxed(text: str) -> str | None:
@@ -33,13 +33,13 @@ def extract_last_boxed(text: str) -> str | None:
 
 
 def extract_final_answer(text: str) -> str | None:
-    """Return the last box, else the rest of the line after the last "answer is" or "####", else the last number, else None."""
+    """Return the last boxed answer, else the rest of the line after the last "answer is" or "####", else the last number, else None."""
     if (boxed := extract_last_boxed(text)) is not None:
         return boxed
     if stated := _STATED_ANSWER.findall(text):
         return str(stated[-1]).strip()
-    found = _NUMBER.findall(text)
-    return found[-1] if found else None
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
 
 
 def normalize_answer(answer: str) -> str:

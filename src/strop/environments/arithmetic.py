@@ -27,8 +27,10 @@ MAX_ATTEMPTS = 10_000  # draws until a task belongs to the requested split; far 
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Environment[PromptedTask]):
-    """Integer arithmetic. ``data.part`` or ``data.split`` "validation" selects held-out expressions: training sees neither them nor
-    their reorderings."""
+    """Integer arithmetic.
+
+    ``data.part`` or ``data.split`` "validation" selects held-out expressions: training sees neither them nor their reorderings.
+    """
 
     operators: tuple[str, ...] = ("+",)  # drawn from: + - *
     operands: int = 2  # numbers in one expression

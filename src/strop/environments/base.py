@@ -82,8 +82,9 @@ class Environment(ABC, Generic[TaskT]):
         """Check the reward weights. Subclasses that override this must call ``super().__post_init__()``."""
         for name in self.reward_weights:
             if name not in (known := reward_marks(type(self))):
-                where = f"which is not a reward of {type(self).__name__}"
-                raise EnvironmentConfigError(f"reward_weights names {name!r}, {where}{suggest_names(name, known)}")
+                raise EnvironmentConfigError(
+                    f"reward_weights names {name!r}, which is not a reward of {type(self).__name__}{suggest_names(name, known)}"
+                )
 
     @abstractmethod
     def tasks(self, data: DataSource) -> Sequence[TaskT]:
@@ -135,8 +136,8 @@ class Environment(ABC, Generic[TaskT]):
 def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
     """Return the rewards of an environment class in definition order, parents first."""
     names = dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base))
-    found = ((name, getattr(getattr(kind, name, None), "__reward__", None)) for name in names)
-    return {name: mark for name, mark in found if isinstance(mark, RewardMark)}
+    marks = ((name, getattr(getattr(kind, name, None), "__reward__", None)) for name in names)
+    return {name: mark for name, mark in marks if isinstance(mark, RewardMark)}
 
 
 @dataclass(frozen=True)

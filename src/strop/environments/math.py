@@ -44,10 +44,10 @@ class MathEnvironment(DatasetEnvironment):
         answer = extract_final_answer(text) if self.verifier == "exact" else boxed
         expected = normalize_answer(reference)
         if answer is not None:
-            given = normalize_answer(answer)
-            plain = is_integer(given) and is_integer(expected)  # integers need no symbolic comparison
-            if not given or given == expected or plain or self.verifier == "exact":
-                return ScoringResult(float(bool(given) and given == expected))
+            normalized = normalize_answer(answer)
+            both_integers = is_integer(normalized) and is_integer(expected)  # integers need no symbolic comparison
+            if not normalized or normalized == expected or both_integers or self.verifier == "exact":
+                return ScoringResult(float(bool(normalized) and normalized == expected))
         elif self.verifier == "exact":
             return ScoringResult(0.0)
         answer = text if boxed is None else f"\\boxed{{{boxed}}}"  # one box: math-verify would read several as a set

@@ -62,9 +62,9 @@ class Mixture:
         return None if self.max_epochs is None else self.max_epochs * len(self)
 
     def at(self, index: int) -> tuple[str, Environment[Any], Task]:
-        chosen, place = self._interleaving.locate(index)
-        component = self.components[chosen]
-        return component.name, component.environment, component.tasks[place]
+        component_index, task_index = self._interleaving.locate(index)
+        component = self.components[component_index]
+        return component.name, component.environment, component.tasks[task_index]
 
     @cached_property
     def _interleaving(self) -> Interleaving:

@@ -119,8 +119,10 @@ class ReasoningGym(Environment[PromptedTask]):
 
 @lru_cache(maxsize=4 * MAX_ATTEMPTS)
 def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
-    """Create a reasoning-gym dataset; ``options`` is JSON. Raises EnvironmentConfigError if the package is missing or the task or an
-    option is invalid."""
+    """Create a reasoning-gym dataset; ``options`` is JSON.
+
+    Raises EnvironmentConfigError if the package is missing, or the task or an option is invalid.
+    """
     try:
         import reasoning_gym  # type: ignore[import-untyped,unused-ignore]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped,unused-ignore]
@@ -128,9 +130,9 @@ def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
         raise EnvironmentConfigError("the environment reasoning_gym needs a package: pip install reasoning-gym") from error
     if task not in DATASETS:
         raise EnvironmentConfigError(f"reasoning_gym has no task {task!r}{suggest_names(task, DATASETS)}")
-    given = json.loads(options)
+    values = json.loads(options)
     known = {item.name for item in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
-    for name in given:
+    for name in values:
         if name in ("seed", "size"):
             raise EnvironmentConfigError(
                 f"set {name} in the data section, not in options: it differs between training and validation"
@@ -138,6 +140,6 @@ def make_dataset(task: str, options: str, seed: int, size: int) -> Any:
         if name not in known:
             raise EnvironmentConfigError(f"the task {task} has no option {name!r}{suggest_names(name, known)}")
     try:
-        return reasoning_gym.create_dataset(task, **given, seed=seed, size=size)
+        return reasoning_gym.create_dataset(task, **values, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
-        raise EnvironmentConfigError(f"the task {task} rejects the options {given}: {error}") from error
+        raise EnvironmentConfigError(f"the task {task} rejects the options {values}: {error}") from error

@@ -2,7 +2,7 @@
 
     client                                            server
     RemoteEnvironment, an Environment  - Transport -> EnvironmentServer.answer(method, arguments) -> CallResult
-    RemoteTask (part, index, its texts)               the environment's own task, made from part and index
+    RemoteTask (part, index, texts)                   the environment's own task, created from part and index
     the name of an open session                       environment.session(task), open in its own asyncio task
 
 A ``Transport`` carries the calls. An exception from the environment returns as a ``CallResult`` and is raised on the client under its
@@ -169,21 +169,25 @@ class EnvironmentServer:
         return name
 
     async def prompt(self, task: RemoteTask, session: str = "") -> tuple[Message, ...]:
-        own = self._get_task(task.part, task.index)
-        return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(own)))
+        local_task = self._get_task(task.part, task.index)
+        return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
 
     async def respond(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[Message, ...] | None:
-        own = self._get_task(task.part, task.index)
-        said = await self._run_in_session(session, lambda: self.environment.respond(own, replace(rollout, task=own)))
-        return None if said is None else tuple(said)
+        local_task = self._get_task(task.part, task.index)
+        messages = await self._run_in_session(
+            session, lambda: self.environment.respond(local_task, replace(rollout, task=local_task))
+        )
+        return None if messages is None else tuple(messages)
 
     async def score(self, task: RemoteTask, rollout: Rollout, session: str = "") -> RewardResult:
-        own = self._get_task(task.part, task.index)
-        return await self._run_in_session(session, lambda: self.environment.score_rollout(own, replace(rollout, task=own)))
+        local_task = self._get_task(task.part, task.index)
+        return await self._run_in_session(
+            session, lambda: self.environment.score_rollout(local_task, replace(rollout, task=local_task))
+        )
 
     async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
-        own = self._get_task(task.part, task.index)
-        return await self.environment.grade(own, replace(rollout, task=own))
+        local_task = self._get_task(task.part, task.index)
+        return await self.environment.grade(local_task, replace(rollout, task=local_task))
 
     async def close(self, session: str, failed: str = "") -> None:
         """Close a session. ``failed`` says why the episode ended without rewards; it is raised inside the session as an exception."""
@@ -219,10 +223,10 @@ class EnvironmentServer:
             task = self._get_task(part, index)
         except Exception as error:
             return CallResult.from_exception(error)
-        seen = RemoteTask(
+        remote_task = RemoteTask(
             id=task.id, question=task.question, answer=task.answer, metadata=dict(task.metadata), part=part, index=index
         )
-        return CallResult(seen)
+        return CallResult(remote_task)
 
 
 class _EpisodeFailed(Exception):
@@ -245,13 +249,13 @@ class _OpenSession:
         """Run ``work`` in the session's task. Raises SessionLost if the session has ended."""
         if self._runner.done():
             raise SessionLost("the session has ended because a call in it raised")
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait((work, answer))
-        either: list[asyncio.Future[Any]] = [answer, self._runner]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((work, future))
+        futures: list[asyncio.Future[Any]] = [future, self._runner]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
             raise SessionLost("the session ended before the call returned")
-        return answer.result()
+        return future.result()
 
     async def close(self, failed: str) -> None:
         """Close the session, with an exception if ``failed`` is not empty. Raises what closing the session raises."""
@@ -286,16 +290,16 @@ class _OpenSession:
             if not await session.__aexit__(type(error), error, error.__traceback__):
                 raise
 
-    async def _serve_one(self, work: _Work, answer: asyncio.Future[Any]) -> None:
+    async def _serve_one(self, work: _Work, future: asyncio.Future[Any]) -> None:
         try:
             value = await work()
         except Exception as error:
             self._reported = error
-            if not answer.done():
-                answer.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
             raise
-        if not answer.done():
-            answer.set_result(value)
+        if not future.done():
+            future.set_result(value)
 
 
 class _EpisodeFinished(Exception):
@@ -315,8 +319,8 @@ class Transport:
 
 def connect(description: EnvironmentDescription, transports: Sequence[Transport]) -> RemoteEnvironment:
     """Connect to servers that all serve ``description``. Raises the server's exception if it cannot build the environment."""
-    about: EnvironmentSpec = _call_remote_sync(transports[0], "spec", ())
-    return RemoteEnvironment(description=description, spec=about, transports=tuple(transports))
+    spec: EnvironmentSpec = _call_remote_sync(transports[0], "spec", ())
+    return RemoteEnvironment(description=description, spec=spec, transports=tuple(transports))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,24 +349,24 @@ class RemoteEnvironment(Environment[RemoteTask]):
                 f"env.{self.description.alias}: its process was created without the data source {data}; pass every source to "
                 "EnvironmentDescription"
             )
-        part, link = self.description.sources.index(data), self._next_transport()
-        return RemoteTasks(link, part, _call_remote_sync(link, "task_count", (part,)))
+        part, transport = self.description.sources.index(data), self._next_transport()
+        return RemoteTasks(transport, part, _call_remote_sync(transport, "task_count", (part,)))
 
     def prompt(self, task: RemoteTask) -> Messages:
-        found: Messages = _call_remote_sync(self._next_transport(), "prompt", (task,))
-        return found
+        messages: Messages = _call_remote_sync(self._next_transport(), "prompt", (task,))
+        return messages
 
     async def first_messages(self, task: RemoteTask) -> Messages:
-        found: Messages = await self._call("prompt", task)
-        return found
+        messages: Messages = await self._call("prompt", task)
+        return messages
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
-        found: Messages | None = await self._call("respond", task, rollout) if self.spec.has_respond else None
-        return found
+        messages: Messages | None = await self._call("respond", task, rollout) if self.spec.has_respond else None
+        return messages
 
     async def score_rollout(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
-        found: RewardResult = await self._call("score", task, rollout)
-        return found
+        result: RewardResult = await self._call("score", task, rollout)
+        return result
 
     def session(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
         return _RemoteSession(self, self._next_transport(), task) if self.spec.has_session else super().session(task)
@@ -370,8 +374,8 @@ class RemoteEnvironment(Environment[RemoteTask]):
     async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
         if not (self.spec.has_answer_key or self.spec.overrides_accuracy):
             return Grade(self.accuracy(rollout), None)
-        found: Grade = await _call_remote(self._next_transport(), "grade", (task, rollout))
-        return found
+        grade: Grade = await _call_remote(self._next_transport(), "grade", (task, rollout))
+        return grade
 
     def accuracy(self, rollout: Rollout) -> float:
         if self.spec.overrides_accuracy:
@@ -382,8 +386,8 @@ class RemoteEnvironment(Environment[RemoteTask]):
         return self._grade_sync(rollout).answer if self.spec.has_answer_key else None
 
     def _grade_sync(self, rollout: Rollout) -> Grade:
-        found: Grade = _call_remote_sync(self._next_transport(), "grade", (rollout.task, rollout))
-        return found
+        grade: Grade = _call_remote_sync(self._next_transport(), "grade", (rollout.task, rollout))
+        return grade
 
     def _next_transport(self) -> Transport:
         return self.transports[next(self._round_robin) % len(self.transports)]
@@ -402,8 +406,8 @@ _current_session: ContextVar[_RemoteSession | None] = ContextVar("strop_remote_s
 class _RemoteSession(AbstractAsyncContextManager["None"]):
     """Opens a session on the server. While it is open, calls from the same context run inside it."""
 
-    def __init__(self, environment: RemoteEnvironment, link: Transport, task: RemoteTask) -> None:
-        self.environment, self.transport, self.task = environment, link, task
+    def __init__(self, environment: RemoteEnvironment, transport: Transport, task: RemoteTask) -> None:
+        self.environment, self.transport, self.task = environment, transport, task
 
     async def __aenter__(self) -> None:
         self._name: str = await _call_remote(self.transport, "open", (self.task.part, self.task.index))
@@ -411,50 +415,50 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
 
     async def call(self, method: Method, arguments: tuple[Any, ...]) -> Any:
         try:
-            reply = await self.transport.call(method, (*arguments, self._name))
+            result = await self.transport.call(method, (*arguments, self._name))
         except EnvironmentServerDied as error:
             raise SessionLost(
                 f"the process of the environment {self.environment.title} died during an episode's session ({error}); the session's "
                 "state is lost"
             ) from error
-        return reply.unwrap()
+        return result.unwrap()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _current_session.reset(self._token)
         failed = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            reply = await self.transport.call("close", (self._name, failed))
-        except EnvironmentServerDied as gone:
-            log.debug("the session %s was lost with its process: %s", self._name, gone)
+            result = await self.transport.call("close", (self._name, failed))
+        except EnvironmentServerDied as died:
+            log.debug("the session %s was lost with its process: %s", self._name, died)
         else:
             if error is None:
-                reply.unwrap()
+                result.unwrap()
 
 
-async def _call_remote(link: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
+async def _call_remote(transport: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
     """Call a server, and once more its replacement if it died. Raises EnvironmentServerDied if that died too."""
     try:
-        reply = await link.call(method, arguments)
+        result = await transport.call(method, arguments)
     except EnvironmentServerDied as error:
         log.warning("%s; retrying %s on its replacement", error, method)
-        reply = await link.call(method, arguments)
-    return reply.unwrap()
+        result = await transport.call(method, arguments)
+    return result.unwrap()
 
 
-def _call_remote_sync(link: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
+def _call_remote_sync(transport: Transport, method: Method, arguments: tuple[Any, ...]) -> Any:
     try:
-        reply = link.call_sync(method, arguments)
+        result = transport.call_sync(method, arguments)
     except EnvironmentServerDied as error:
         log.warning("%s; retrying %s on its replacement", error, method)
-        reply = link.call_sync(method, arguments)
-    return reply.unwrap()
+        result = transport.call_sync(method, arguments)
+    return result.unwrap()
 
 
 class RemoteTasks(Sequence[RemoteTask]):
     """The tasks of one data source, fetched in blocks with an LRU cache."""
 
-    def __init__(self, link: Transport, part: int, size: int) -> None:
-        self._transport, self._part, self._size = link, part, size
+    def __init__(self, transport: Transport, part: int, size: int) -> None:
+        self._transport, self._part, self._size = transport, part, size
         self._get_block = functools.lru_cache(maxsize=CACHE_SIZE)(self._fetch_block)
 
     def __len__(self) -> int:
@@ -466,12 +470,12 @@ class RemoteTasks(Sequence[RemoteTask]):
     def __getitem__(self, index: slice) -> Sequence[RemoteTask]: ...
     def __getitem__(self, index: int | slice) -> RemoteTask | Sequence[RemoteTask]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._size))]
-        block, place = divmod(range(self._size)[index], TASKS_PER_FETCH)
-        task: RemoteTask = self._get_block(block)[place].unwrap()
+            return [self[i] for i in range(*index.indices(self._size))]
+        block, offset = divmod(range(self._size)[index], TASKS_PER_FETCH)
+        task: RemoteTask = self._get_block(block)[offset].unwrap()
         return task
 
     def _fetch_block(self, block: int) -> list[CallResult]:
         indices = tuple(range(block * TASKS_PER_FETCH, min((block + 1) * TASKS_PER_FETCH, self._size)))
-        found: list[CallResult] = _call_remote_sync(self._transport, "tasks", (self._part, indices))
-        return found
+        results: list[CallResult] = _call_remote_sync(self._transport, "tasks", (self._part, indices))
+        return results

@@ -64,8 +64,8 @@ class RewardModelEnvironment(DatasetEnvironment):
 
     @reward(weight=1.0)
     async def score(self, task: PromptedTask, rollout: Rollout) -> float:
-        judge = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
-        value = self.scale * await judge.score(rollout.messages, ends=self.ends, max_length=self.max_length)
+        scorer = await asyncio.to_thread(self.load_scorer)  # slow at the first call in a process that created no tasks
+        value = self.scale * await scorer.score(rollout.messages, ends=self.ends, max_length=self.max_length)
         value = value if self.min_score is None else max(value, self.min_score)
         return value if self.max_score is None else min(value, self.max_score)
 
@@ -104,10 +104,10 @@ _load_lock = threading.Lock()
 
 @functools.cache
 def _load_scorer(name: str, chat_template: str | None, device: str, precision: str, limits: ScorerLimits) -> ConversationScorer:
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    resolved = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         tokenizer = load_tokenizer(name, chat_template=chat_template)
-        scorer = load_reward_scorer(name, device=chosen, precision=PRECISIONS[precision], limits=limits)
+        scorer = load_reward_scorer(name, device=resolved, precision=PRECISIONS[precision], limits=limits)
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: a missing device
         raise EnvironmentConfigError(f"the reward model: {str(error).replace('policy.model_name', 'model_name')}") from error
     if chat_template is None and not getattr(tokenizer, "chat_template", None):

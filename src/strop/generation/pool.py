@@ -38,7 +38,7 @@ class Router:
 
     def route(self, prompt: tuple[int, ...], session: str, exclude: Collection[int] = ()) -> int:
         """Return the index of the engine for a request, skipping engines in ``exclude``. The caller updates ``running``."""
-        least = min((place for place in range(len(self.running)) if place not in exclude), key=self.running.__getitem__)
+        least = min((index for index in range(len(self.running)) if index not in exclude), key=self.running.__getitem__)
         owner = self._owners.get(session) if session else None
         if owner is None:
             owner = self._owners.get(prompt)
@@ -68,8 +68,14 @@ class EnginePool:
         allow_shrink: bool = False,
         on_close: Sequence[Callable[[], object]] = (),
     ) -> None:
-        """The run ends after ``max_restarts`` restarts of one engine without a completed request in between. ``allow_shrink``: drop an
-        engine whose node is lost, as long as another one is left. ``on_close`` callbacks run after all engines are closed."""
+        """Create a pool.
+
+        Args:
+            engines: The engines, in the order of their indices.
+            max_restarts: Restarts of one engine without a completed request in between, after which the run ends.
+            allow_shrink: Drop an engine whose node is lost, as long as another one is left.
+            on_close: Callbacks that run after all engines are closed.
+        """
         self.engines = tuple(engines)
         self.version = -1  # of the last publish that all engines hold
         self.restart_engine: RestartEngine | None = None  # set by the weight publisher
@@ -79,9 +85,8 @@ class EnginePool:
         self.on_close = list(on_close)
         self._failures = [0] * len(self.engines)  # restarts in a row, for each engine
         self._reviving: dict[int, asyncio.Task[None]] = {}
-        self._sync_errors: dict[
-            int, Exception
-        ] = {}  # why a restarted engine could not get its weights; cleared by the next publish
+        # Why a restarted engine could not get its weights; cleared by the next publish.
+        self._sync_errors: dict[int, Exception] = {}
         self._dropped: set[int] = set()  # indices of dropped engines
         self._router = Router(len(self.engines))
         self._last_counters: dict[str, float] = {}
@@ -89,43 +94,43 @@ class EnginePool:
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         key = tuple(prompt)
         while True:
-            place = self._router.route(key, session, self._dropped)
-            await self._await_usable(place)
-            self._router.running[place] += 1
+            index = self._router.route(key, session, self._dropped)
+            await self._await_usable(index)
+            self._router.running[index] += 1
             try:
-                completion = await self.engines[place].generate(prompt, sampling=sampling, seed=seed, session=session)
-                self._failures[place] = 0
+                completion = await self.engines[index].generate(prompt, sampling=sampling, seed=seed, session=session)
+                self._failures[index] = 0
                 return completion
             except EngineDied as error:
-                await self._await_restart(place, error)
+                await self._await_restart(index, error)
             finally:
-                self._router.running[place] -= 1
+                self._router.running[index] -= 1
 
-    async def _await_restart(self, place: int, error: EngineDied) -> None:
+    async def _await_restart(self, index: int, error: EngineDied) -> None:
         """Wait until the engine is restarted; the first caller restarts it. Raises EngineDied after too many restarts."""
-        if place not in self._reviving and not self.engines[place].alive:
-            self._reviving[place] = asyncio.create_task(self._restart(place, error))
-            self._reviving[place].add_done_callback(lambda task: self._reviving.pop(place, None))
-        await self._await_usable(place)
+        if index not in self._reviving and not self.engines[index].alive:
+            self._reviving[index] = asyncio.create_task(self._restart(index, error))
+            self._reviving[index].add_done_callback(lambda task: self._reviving.pop(index, None))
+        await self._await_usable(index)
 
-    async def _await_usable(self, place: int) -> None:
+    async def _await_usable(self, index: int) -> None:
         """Wait for a restart in progress. Raises its error: a request to an engine without weights would wait forever."""
-        if (task := self._reviving.get(place)) is not None:
-            with waiting("request", on=f"restart of {self.engines[place].name}, which died"):
+        if (task := self._reviving.get(index)) is not None:
+            with waiting("request", on=f"restart of {self.engines[index].name}, which died"):
                 await asyncio.shield(task)
-        if (unfit := self._sync_errors.get(place)) is not None:
-            raise unfit
+        if (sync_error := self._sync_errors.get(index)) is not None:
+            raise sync_error
 
-    async def _restart(self, place: int, error: EngineDied) -> None:
+    async def _restart(self, index: int, error: EngineDied) -> None:
         """Restart the engine until it is alive and has weights; without weights its requests would wait."""
-        engine = self.engines[place]
+        engine = self.engines[index]
         while not engine.alive:
-            if self.restart_engine is None or self._failures[place] >= self.max_restarts:
+            if self.restart_engine is None or self._failures[index] >= self.max_restarts:
                 raise EngineDied(
-                    f"{error}; it was restarted {self._failures[place]} times without completing a request "
+                    f"{error}; it was restarted {self._failures[index]} times without completing a request "
                     "(policy.generation.vllm_cfg.max_restarts), so another restart will not help: see the engine's own output for the cause"
                 ) from error
-            self._failures[place] += 1
+            self._failures[index] += 1
             self.restarts += 1
             log.warning("%s; it is restarted, and its requests are issued again", error)
             try:
@@ -134,20 +139,20 @@ class EnginePool:
                 if not self.drop(engine):
                     raise
                 return
-            except EngineDied as again:
-                error = again
-            except Exception as unfit:
-                self._sync_errors[place] = unfit
+            except EngineDied as restart_error:
+                error = restart_error
+            except Exception as sync_error:
+                self._sync_errors[index] = sync_error
                 raise
 
     def drop(self, engine: UpdatableEngine) -> bool:
         """Drop an engine that cannot be restarted, if that is allowed and another one is left. Return whether it was dropped."""
-        place = next(place for place, other in enumerate(self.engines) if other is engine)
-        if place in self._dropped:
+        index = next(index for index, other in enumerate(self.engines) if other is engine)
+        if index in self._dropped:
             return True
         if not self.allow_shrink or len(self._dropped) + 1 >= len(self.engines):
             return False
-        self._dropped.add(place)
+        self._dropped.add(index)
         log.warning(
             "%s cannot be restarted; its requests go to the %d others", engine.name, len(self.engines) - len(self._dropped)
         )
@@ -160,26 +165,26 @@ class EnginePool:
 
     def collect_metrics(self) -> Mapping[str, float]:
         """Return rates since the previous call, and the current state of the engines."""
-        now: dict[str, float] = {}
+        counters: dict[str, float] = {}
         for name, value in itertools.chain.from_iterable(engine.counters().items() for engine in self.engines):
-            now[name] = now.get(name, 0.0) + value
-        since = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in now.items()}
-        self._last_counters = now
-        found = {
-            "generation/preemptions": since.get("preemptions", 0.0),
+            counters[name] = counters.get(name, 0.0) + value
+        deltas = {name: max(0.0, value - self._last_counters.get(name, 0.0)) for name, value in counters.items()}
+        self._last_counters = counters
+        result = {
+            "generation/preemptions": deltas.get("preemptions", 0.0),
             "generation/restarts": float(self.restarts),
             "generation/engines": float(len(self.engines) - len(self._dropped)),
         }
-        if since.get("prefix_queries"):
-            found["generation/prefix_hit_rate"] = since.get("prefix_hits", 0.0) / since["prefix_queries"]
-        if since.get("drafted_tokens"):
-            found["generation/acceptance_rate"] = since.get("accepted_tokens", 0.0) / since["drafted_tokens"]
-        return found
+        if deltas.get("prefix_queries"):
+            result["generation/prefix_hit_rate"] = deltas.get("prefix_hits", 0.0) / deltas["prefix_queries"]
+        if deltas.get("drafted_tokens"):
+            result["generation/acceptance_rate"] = deltas.get("accepted_tokens", 0.0) / deltas["drafted_tokens"]
+        return result
 
     async def close(self) -> None:
         for task in list(self._reviving.values()):
             task.cancel()
         await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
         for close in self.on_close:
-            if inspect.isawaitable(closing := close()):
-                await closing
+            if inspect.isawaitable(pending := close()):
+                await pending

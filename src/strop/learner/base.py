@@ -1,4 +1,4 @@
-"""Interfaces of the trainer: learners, scorers and sources of batch columns."""
+"""Interfaces of learners, scorers and sources of batch columns."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class ValueColumn:
 
 
 def require_token_outputs(outputs: Outputs) -> TokenOutputs:
-    """Return ``outputs`` as those of a language model. Raises TypeError for outputs of a network with a scalar head."""
+    """Return ``outputs`` if they are those of a language model. Raises TypeError for outputs of a network with a scalar head."""
     if not isinstance(outputs, TokenOutputs):
         raise TypeError(f"log-probabilities were requested from a network that returns {type(outputs).__name__}")
     return outputs
 
 
 class Learner(Scorer, Protocol):
-    """The trainer. Gradients accumulate over ``forward_backward`` calls until ``step``."""
+    """Trains a network. Gradients accumulate over ``forward_backward`` calls until ``step``."""
 
     async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         """Split the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""

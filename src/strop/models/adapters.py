@@ -44,9 +44,9 @@ class LoraLayer:
     scale: float
 
     @torch.no_grad()
-    def merged_weight(self, whole: Callable[[Tensor], Tensor] = identity) -> Tensor:
+    def merged_weight(self, gather: Callable[[Tensor], Tensor] = identity) -> Tensor:
         """Return W + scale * up down as a new tensor in at least float32, so that small changes are not lost to rounding."""
-        down, up, weight = (at_least_float32(whole(tensor)) for tensor in (self.down, self.up, self.base.weight))
+        down, up, weight = (at_least_float32(gather(tensor)) for tensor in (self.down, self.up, self.base.weight))
         change = (up @ down).mul_(self.scale)
         return weight + (change if isinstance(self.base, nn.Linear) else change.t())
 
@@ -96,14 +96,14 @@ def weights_with_layers(model: nn.Module) -> Iterator[tuple[str, Tensor, LoraLay
             yield f"{owner.name}.{inside.removeprefix('base_layer.')}", tensor, None
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor] = identity) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module, gather: Callable[[Tensor], Tensor] = identity) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's weights under their names without adapters, with adapters merged in, one at a time.
 
-    ``whole`` gathers the full tensor of a sharded one. Rounded to bfloat16, merged weights lose changes below half a unit of precision of
+    ``gather`` returns the full tensor of a sharded one. Rounded to bfloat16, merged weights lose changes below half a unit of precision of
     the weight: send the adapters beside the base instead.
     """
     for name, tensor, adapter in weights_with_layers(model):
-        yield name, whole(tensor) if adapter is None else adapter.merged_weight(whole)
+        yield name, gather(tensor) if adapter is None else adapter.merged_weight(gather)
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -123,15 +123,15 @@ def _split_name(name: str, layers: Mapping[str, LoraLayer]) -> tuple[LoraLayer |
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained weights: the adapters and a classifier's score layer, under the names of PEFT's files. No copies."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     layers = lora_layers(model)
     for layer in layers:
-        found[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
-        found[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
-    for whole in (_peft_config(model).modules_to_save or ()) if layers else ():
-        layer_state = model.get_submodule(whole).state_dict()
-        found.update({f"{_PREFIX}{whole}.{name}": tensor.detach() for name, tensor in layer_state.items()})
-    return found
+        weights[f"{_PREFIX}{layer.name}.lora_A.weight"] = layer.down.detach()
+        weights[f"{_PREFIX}{layer.name}.lora_B.weight"] = layer.up.detach()
+    for module_name in (_peft_config(model).modules_to_save or ()) if layers else ():
+        layer_state = model.get_submodule(module_name).state_dict()
+        weights.update({f"{_PREFIX}{module_name}.{name}": tensor.detach() for name, tensor in layer_state.items()})
+    return weights
 
 
 def _peft_config(model: Any) -> Any:
@@ -164,19 +164,19 @@ def save_adapters(model: Any, folder: Path, tensors: Mapping[str, Tensor] | None
 def load_adapters(model: nn.Module, folder: Path, fill: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
     """Load what ``save_adapters`` wrote into a model's adapters, in place. Raises ValueError if they do not fit.
 
-    ``fill(own, whole)`` copies a full tensor into the model's tensor, which may be a shard of it.
+    ``fill(tensor, full)`` copies a full tensor into the model's tensor, which may be a shard of it.
     """
     from safetensors.torch import load_file
 
     _check_adapter_config(model, folder)
-    stored, own = load_file(folder / WEIGHTS_FILE), adapter_weights(model)
-    odd = sorted(stored.keys() ^ own.keys()) or [name for name in own if own[name].shape != stored[name].shape]
-    if odd:
+    stored, current = load_file(folder / WEIGHTS_FILE), adapter_weights(model)
+    differing = sorted(stored.keys() ^ current.keys()) or [name for name in current if current[name].shape != stored[name].shape]
+    if differing:
         raise ValueError(
-            f"the adapters in {folder} do not fit those of this run; they differ in {', '.join(odd[:3])}; set "
+            f"the adapters in {folder} do not fit those of this run; they differ in {', '.join(differing[:3])}; set "
             "dtensor_cfg.lora_cfg as it was when they were saved, or start with another checkpointing.checkpoint_dir"
         )
-    for name, tensor in own.items():
+    for name, tensor in current.items():
         fill(tensor, stored[name])
 
 
@@ -187,16 +187,16 @@ def _check_adapter_config(model: nn.Module, folder: Path) -> None:
             f"{folder} holds no adapters (no {CONFIG_FILE}), and this run trains adapters; set "
             "dtensor_cfg.lora_cfg.enabled=false to continue it, or start with another checkpointing.checkpoint_dir"
         )
-    saved, own = read_adapter_config(folder), _peft_config(model)
+    saved, current = read_adapter_config(folder), _peft_config(model)
     for name, key in (("r", "dim"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
-        if saved.get(name) != getattr(own, name):
+        if saved.get(name) != getattr(current, name):
             raise ValueError(
-                f"the adapters in {folder} have {name} = {saved.get(name)}, and this run's have {getattr(own, name)}; set "
+                f"the adapters in {folder} have {name} = {saved.get(name)}, and this run's have {getattr(current, name)}; set "
                 f"dtensor_cfg.lora_cfg.{key} as it was when they were saved"
             )
-    if (before := saved.get("base_model_name_or_path")) != own.base_model_name_or_path:
+    if (saved_base := saved.get("base_model_name_or_path")) != current.base_model_name_or_path:
         warnings.warn(
-            f"the adapters in {folder} were trained on {before}, and this run adds them to {own.base_model_name_or_path}: "
+            f"the adapters in {folder} were trained on {saved_base}, and this run adds them to {current.base_model_name_or_path}: "
             "they are valid only if both have the same weights",
             stacklevel=3,
         )
@@ -204,8 +204,8 @@ def _check_adapter_config(model: nn.Module, folder: Path) -> None:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Read PEFT's configuration from a folder of adapters."""
-    found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text())
+    return config
 
 
 def adapter_folder(name: str) -> Path | None:
@@ -216,12 +216,12 @@ def adapter_folder(name: str) -> Path | None:
 
 def base_model_name(folder: Path) -> str:
     """Return the name of the model that the adapters in a folder were trained on. Raises ValueError if it is not recorded."""
-    found = read_adapter_config(folder).get("base_model_name_or_path")
-    if not found:
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not base:
         raise ValueError(
             f"{folder / CONFIG_FILE} does not name its base: set base_model_name_or_path in it to a hub name or a folder"
         )
-    return str(found)
+    return str(base)
 
 
 def is_classifier_adapter(folder: Path) -> bool:

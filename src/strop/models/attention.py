@@ -1,7 +1,7 @@
 """One attention function for training and generation, registered with Transformers' attention interface.
 
-A model whose attention implementation is ``strop`` passes the queries, keys and values of a flat row of tokens to the *plan* that its
-caller gave as ``model(..., plan=plan)``. The plan decides which tokens attend to which: ``TreePlan`` for packed training with shared
+A model whose attention implementation is ``strop`` passes the queries, keys and values of a flat row of tokens to the *plan* of the
+call ``model(..., plan=plan)``. The plan decides which tokens attend to which: ``TreePlan`` for packed training with shared
 prefixes, the plans of ``strop.generation.torch`` for a key-value cache. Models are not modified, and learner and engine run the same
 module.
 """
@@ -40,6 +40,8 @@ class AttentionSpec:
 
 
 class AttentionPlan(Protocol):
+    """Decides which tokens attend to which."""
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Compute attention: query [T, heads, D], key and value [T, kv_heads, D] of one flat row -> [T, heads, D]."""
         ...
@@ -126,8 +128,8 @@ def _eager_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return a [queries, keys] bool mask; queries are at the last positions of the keys and see ``window`` positions."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,17 +159,17 @@ class TreePlan:
         for segment, parent in enumerate(parents):
             if lengths[segment]:
                 members.setdefault(parent, []).append(segment)
-        places = {  # segment -> (family, first, last + 1) among the family's tokens
+        ranges = {  # segment -> (family, first, last + 1) among the family's tokens
             segment: (
                 family,
-                sum(lengths[other] for other in segments[:place]),
-                sum(lengths[other] for other in segments[: place + 1]),
+                sum(lengths[other] for other in segments[:index]),
+                sum(lengths[other] for other in segments[: index + 1]),
             )
             for family, segments in enumerate(members.values())
-            for place, segment in enumerate(segments)
+            for index, segment in enumerate(segments)
         }
         self.families = [
-            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, places), device)
+            _make_siblings([lengths[segment] for segment in segments], _ancestors(parent, parents, ranges), device)
             for parent, segments in members.items()
         ]
         self.sizes = [sum(lengths[segment] for segment in segments) for segments in members.values()]
@@ -190,12 +192,12 @@ class TreePlan:
         outputs = [
             self._attend_family(
                 family,
-                queries[place],
-                (keys[place], _gather_prefix(family, keys)),
-                (values[place], _gather_prefix(family, values)),
+                queries[index],
+                (keys[index], _gather_prefix(family, keys)),
+                (values[index], _gather_prefix(family, values)),
                 spec,
             )
-            for place, family in enumerate(self.families)
+            for index, family in enumerate(self.families)
         ]
         output: Tensor = torch.cat(outputs)
         if self.order is not None:
@@ -212,7 +214,7 @@ class TreePlan:
     ) -> Tensor:
         span = family.prefix_length + family.max_length
         spec = spec.drop_unused_window(span)
-        keys, values = (_prepend_prefix(_pad(own, family), prefix) for own, prefix in (key, value))
+        keys, values = (_prepend_prefix(_pad(tensor, family), prefix) for tensor, prefix in (key, value))
         causal = not family.prefix and spec.window is None
         mask = None if causal else self._mask(family.max_length, span, spec.window, query.device)
         output = masked_attention(_pad(query, family), keys, values, mask, spec, causal=causal)
@@ -223,23 +225,23 @@ class TreePlan:
 def _make_siblings(lengths: list[int], prefix: tuple[tuple[int, int, int], ...], device: torch.device) -> SiblingSegments:
     longest = max(lengths)
     real = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-    place = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
-    return SiblingSegments(len(lengths), longest, place, prefix)
+    padded_index = None if bool(real.all()) else real.flatten().nonzero().squeeze(1).to(device)
+    return SiblingSegments(len(lengths), longest, padded_index, prefix)
 
 
-def _ancestors(segment: int, parents: list[int], places: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+def _ancestors(segment: int, parents: list[int], ranges: dict[int, tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
     """Return the ranges of a segment and its ancestors, from the root down; empty segments are skipped."""
     path: list[tuple[int, int, int]] = []
     while segment != -1:
-        if segment in places:
-            path.insert(0, places[segment])
+        if segment in ranges:
+            path.insert(0, ranges[segment])
         segment = parents[segment]
     return tuple(path)
 
 
-def _gather_prefix(family: SiblingSegments, pieces: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
-    found = [pieces[index][first:last] for index, first, last in family.prefix]
-    return found[0] if len(found) == 1 else torch.cat(found) if found else None
+def _gather_prefix(family: SiblingSegments, tensors: Sequence[Tensor]) -> Tensor | None:  # [P, heads, D]
+    parts = [tensors[index][first:last] for index, first, last in family.prefix]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else None
 
 
 def _pad(flat: Any, family: SiblingSegments) -> Tensor:
@@ -250,11 +252,11 @@ def _pad(flat: Any, family: SiblingSegments) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def _prepend_prefix(own: Tensor, prefix: Tensor | None) -> Tensor:
+def _prepend_prefix(tensor: Tensor, prefix: Tensor | None) -> Tensor:
     """Prepend the prefix [P, heads, D], the same for all C, to [C, heads, L, D] -> [C, heads, P + L, D]."""
     if prefix is None:
-        return own
-    return torch.cat([prefix.transpose(0, 1).expand(len(own), -1, -1, -1), own], dim=2)
+        return tensor
+    return torch.cat([prefix.transpose(0, 1).expand(len(tensor), -1, -1, -1), tensor], dim=2)
 
 
 class _MoveRows(torch.autograd.Function):

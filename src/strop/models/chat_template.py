@@ -37,8 +37,10 @@ class ChatTemplate:
     """Renders prompts and observations as token ids."""
 
     def __init__(self, tokenizer: Any, *, options: Mapping[str, Any] | None = None) -> None:
-        """``options`` are passed to the template, such as ``enable_thinking``. Without a template, messages are joined as plain text and
-        a warning is issued."""
+        """``options`` are passed to the template, such as ``enable_thinking``.
+
+        Without a template, messages are joined as plain text and a warning is issued.
+        """
         self.tokenizer = tokenizer
         self.options = dict(options or {})
         self.joins_plain_text = not getattr(tokenizer, "chat_template", None)
@@ -58,17 +60,19 @@ class ChatTemplate:
         return self._encode(self._render(messages, open_turn=True))
 
     def encode_observation(self, messages: Messages, sampled: Sequence[int]) -> list[int]:
-        """Encode what to append after the policy's turn ``sampled``: the end of that turn, unless it was sampled, the messages and the
-        start of a new turn."""
+        """Encode the tokens to append to the policy's turn ``sampled``.
+
+        They are the end of that turn (unless it was sampled), the messages, and the start of a new turn.
+        """
         if self.joins_plain_text:
             return self._encode("\n" + _join_messages(messages) + "\n")
-        before = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
-        rendered = self._render([*before, *messages], open_turn=True)
-        _, found, rest = rendered.partition(_REPLY_MARKER)
-        if not found:
+        context = [Message("user", "?"), Message("assistant", _REPLY_MARKER)]
+        rendered = self._render([*context, *messages], open_turn=True)
+        _, marker, rest = rendered.partition(_REPLY_MARKER)
+        if not marker:
             raise ValueError(
-                "the chat template does not render an assistant's message as it is written, so a conversation cannot go on in tokens; "
-                "set policy.tokenizer.chat_template to one that does, or allow only one turn"
+                "the chat template does not render an assistant's message as it is written, so a conversation cannot be continued as "
+                "tokens; set policy.tokenizer.chat_template to one that does, or allow only one turn"
             )
         ids = self._encode(rest)
         return ids[1:] if sampled and ids and ids[0] == sampled[-1] else ids
@@ -86,77 +90,85 @@ class ChatTemplate:
         ends with the special token that ends a turn in the template, if there is one. The first span has exactly the tokens of the prompt
         of the first such message. Raises ConversationError if the template renders a turn differently from how it would have been sampled.
         """
-        turns = [place for place, message in enumerate(messages) if message.role == "assistant" and place >= max(loss_from, 1)]
+        turns = [index for index, message in enumerate(messages) if message.role == "assistant" and index >= max(loss_from, 1)]
         if not turns:
             raise ConversationError(
                 "the conversation has no assistant message that follows another message, so there are no loss tokens"
             )
         if self.joins_plain_text:
             return self._plain_spans(messages, turns)
-        whole = self._render(messages, open_turn=False)
-        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, whole)]
+        rendered = self._render(messages, open_turn=False)
+        cuts = [cut for turn in turns for cut in self._reply_bounds(messages, turn, rendered)]
         if any(left > right for left, right in pairwise(cuts)):
             raise ConversationError(_rewritten_message(messages, turns[0]))
-        return self._spans([whole[start:end] for start, end in pairwise([0, *cuts, len(whole)])], self._encode(whole[: cuts[0]]))
+        return self._spans(
+            [rendered[start:end] for start, end in pairwise([0, *cuts, len(rendered)])], self._encode(rendered[: cuts[0]])
+        )
 
-    def _reply_bounds(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
-        """Return where the policy's part of message ``turn`` begins and ends in the rendered text."""
-        before = self._render(messages[:turn], open_turn=True)
-        upto = whole if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
-        after, said = self._reply_suffix
-        end = len(upto) - len(after)
-        if not upto.startswith(before):
-            raise ConversationError(_opening_mismatch_message(turn, before, upto))
-        if not upto.endswith(after) or end < len(before):
+    def _reply_bounds(self, messages: Messages, turn: int, rendered: str) -> tuple[int, int]:
+        """Return where the part of message ``turn`` that the policy generates begins and ends in the rendered text."""
+        prompt = self._render(messages[:turn], open_turn=True)
+        through_reply = rendered if turn + 1 == len(messages) else self._render(messages[: turn + 1], open_turn=False)
+        suffix, generated = self._reply_suffix
+        end = len(through_reply) - len(suffix)
+        if not through_reply.startswith(prompt):
+            raise ConversationError(_opening_mismatch_message(turn, prompt, through_reply))
+        if not through_reply.endswith(suffix) or end < len(prompt):
             raise ConversationError(
-                f"the chat template ends message {turn + 1} with {upto[-40:]!r}, and other replies with {after[-40:]!r}: it is unclear "
-                "where the reply ends; set policy.tokenizer.chat_template to one that ends all replies alike"
+                f"the chat template ends message {turn + 1} with {through_reply[-40:]!r}, and other replies with {suffix[-40:]!r}: it is "
+                "unclear where the reply ends; set policy.tokenizer.chat_template to one that ends all replies alike"
             )
-        end += said
-        if not whole.startswith(upto[:end]):
+        end += generated
+        if not rendered.startswith(through_reply[:end]):
             raise ConversationError(_rewritten_message(messages, turn))
-        return len(before), end
+        return len(prompt), end
 
     @cached_property
     def _reply_suffix(self) -> tuple[str, int]:
-        """The text that the template adds after a reply, and how many of its characters the policy generates: up to and including the first
-        special token."""
+        """The text that the template adds after a reply, and the number of its characters that the policy generates.
+
+        The policy generates the text up to and including the first special token.
+        """
         rendered = self._render([user("?"), assistant(_REPLY_MARKER)], open_turn=False)
-        _, found, after = rendered.rpartition(_REPLY_MARKER)
-        if not found:
+        _, marker, suffix = rendered.rpartition(_REPLY_MARKER)
+        if not marker:
             raise ConversationError(
                 "the chat template does not render an assistant's message as it is written; "
                 "set policy.tokenizer.chat_template to one that does"
             )
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        start, length = min(((after.index(token), -len(token)) for token in special if token and token in after), default=(0, 0))
-        return after, start - length
+        start, length = min(
+            ((suffix.index(token), -len(token)) for token in special if token and token in suffix), default=(0, 0)
+        )
+        return suffix, start - length
 
     def _plain_spans(self, messages: Messages, turns: Sequence[int]) -> list[TokenSpan]:
-        """Split plain text joined as in ``encode_prompt`` and ``encode_observation``: a reply follows its prompt directly, and later
-        messages start on new lines."""
-        pieces = [_join_messages(messages[: turns[0]])]
+        """Split plain text joined as in ``encode_prompt`` and ``encode_observation``.
+
+        A reply follows its prompt directly, and later messages start on new lines.
+        """
+        texts = [_join_messages(messages[: turns[0]])]
         for turn, following in pairwise([*turns, len(messages)]):
             between = messages[turn + 1 : following]
-            pieces += [messages[turn].content, f"\n{_join_messages(between)}\n" if between or following < len(messages) else ""]
-        return self._spans(pieces, self.encode_prompt(messages[: turns[0]]))
+            texts += [messages[turn].content, f"\n{_join_messages(between)}\n" if between or following < len(messages) else ""]
+        return self._spans(texts, self.encode_prompt(messages[: turns[0]]))
 
-    def _spans(self, pieces: Sequence[str], prompt: list[int]) -> list[TokenSpan]:
-        """Return spans of the pieces. Every second piece is in the loss; an empty last piece is left out."""
-        spans = [TokenSpan(prompt, False, pieces[0])]
-        for place, (before, text) in enumerate(pairwise(pieces), start=1):
-            spans.append(TokenSpan(self._encode_continuation(before, text), place % 2 == 1, text))
-        return spans if pieces[-1] else spans[:-1]
+    def _spans(self, texts: Sequence[str], prompt: list[int]) -> list[TokenSpan]:
+        """Return the spans of ``texts``, of which every second one is in the loss. An empty last text is left out."""
+        spans = [TokenSpan(prompt, False, texts[0])]
+        for index, (preceding, text) in enumerate(pairwise(texts), start=1):
+            spans.append(TokenSpan(self._encode_continuation(preceding, text), index % 2 == 1, text))
+        return spans if texts[-1] else spans[:-1]
 
-    def _encode_continuation(self, before: str, text: str) -> list[int]:
-        """Encode ``text`` as a continuation of ``before``, or alone if the two would share a token.
+    def _encode_continuation(self, preceding: str, text: str) -> list[int]:
+        """Encode ``text`` as a continuation of ``preceding``, or alone if the two would share a token.
 
         Some tokenizers mark the start of their input as the start of a word, which is wrong for a continuation.
         """
-        before = before[-_CONTEXT_CHARACTERS:]
-        context, joined = self._encode(before), self._encode(before + text)
-        return joined[len(context) :] if joined[: len(context)] == context else self._encode(text)
+        preceding = preceding[-_CONTEXT_CHARACTERS:]
+        preceding_ids, joined = self._encode(preceding), self._encode(preceding + text)
+        return joined[len(preceding_ids) :] if joined[: len(preceding_ids)] == preceding_ids else self._encode(text)
 
     def _render(self, messages: Messages, *, open_turn: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
@@ -173,10 +185,10 @@ def _join_messages(messages: Messages) -> str:
     return "\n".join(message.content for message in messages)
 
 
-def _opening_mismatch_message(turn: int, before: str, rendered: str) -> str:
-    common = next((place for place, (left, right) in enumerate(zip(before, rendered, strict=False)) if left != right), 0)
+def _opening_mismatch_message(turn: int, prompt: str, rendered: str) -> str:
+    common = next((index for index, (left, right) in enumerate(zip(prompt, rendered, strict=False)) if left != right), 0)
     return (
-        f"the chat template opens message {turn + 1} with {before[common:][-40:]!r} when it is to be sampled, and renders it as "
+        f"the chat template opens message {turn + 1} with {prompt[common:][-40:]!r} when it is to be sampled, and renders it as "
         f"{rendered[common:][:40]!r}: the loss tokens would differ from what the policy samples there. Begin the message as the template "
         "opens it, or set policy.tokenizer.chat_template_kwargs (such as enable_thinking: false) or policy.tokenizer.chat_template"
     )

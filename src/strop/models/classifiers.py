@@ -21,12 +21,12 @@ _CLASSIFIER = "ForSequenceClassification"
 def load_classifier(
     name: str, *, overrides: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0, init_std: float | None = None
 ) -> Any:
-    """Load a Hugging Face sequence classifier with one label and float32 weights, from a saved classifier or a causal LM. Either may be a
-    folder with adapters, which are merged.
+    """Load a Hugging Face sequence classifier with one label and float32 weights, from a saved classifier or a causal LM.
 
-    A causal LM gets a new score layer whose weights are drawn from a normal distribution with ``seed`` and the standard deviation
-    ``init_std`` (None: the model's ``initializer_range``; 0: zeros, so that all initial scores are 0). A saved classifier keeps its score
-    layer. Raises ModelNotFound, and ValueError for a model with several labels or without a classifier in Transformers.
+    Either may be a folder with adapters, which are merged. A causal LM gets a new score layer whose weights are drawn from a normal
+    distribution with ``seed`` and the standard deviation ``init_std`` (None: the model's ``initializer_range``; 0: zeros, so that all
+    initial scores are 0). A saved classifier keeps its score layer. Raises ModelNotFound, and ValueError for a model with
+    several labels or without a classifier in Transformers.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -113,12 +113,12 @@ def set_pad_token(model: Any, tokenizer: Any, stop_ids: Collection[int]) -> str:
     size = int(model.get_input_embeddings().weight.shape[0])
     stops = {*stop_ids, tokenizer.eos_token_id}
     for token in _pad_token_candidates(tokenizer):
-        place = tokenizer.convert_tokens_to_ids(token)
-        if place is not None and place not in stops and place < size:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is not None and token_id not in stops and token_id < size:
             if token != tokenizer.pad_token:
                 log.warning("%r becomes the padding token: %r is a stop token or is not set", token, tokenizer.pad_token)
             tokenizer.pad_token = token
-            model.config.get_text_config().pad_token_id = model.config.pad_token_id = place
+            model.config.get_text_config().pad_token_id = model.config.pad_token_id = token_id
             return token
     raise ValueError(
         "every special token of the tokenizer ends rollouts; with one of them as padding, a classifier's score in a padded batch is read "

@@ -40,10 +40,10 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> 
     names = set(model.state_dict())
     unexpected = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
     model.tie_weights()
-    left = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if left or unexpected:
+    missing = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing or unexpected:
         raise ValueError(
-            f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {left[:3]}, unexpected {unexpected[:3]}"
+            f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {missing[:3]}, unexpected {unexpected[:3]}"
         )
     model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
     with quiet_transformers():

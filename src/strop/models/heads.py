@@ -77,9 +77,9 @@ def token_logprobs(
     target was sampled from: the distribution is then over these ids, not over those that the sampling filters keep of these logits. At
     most ``chunk`` rows of float32 logits exist at a time. All outputs are differentiable; gradients that are not needed cost nothing.
     """
-    pieces = [
-        _chunk_outputs(rows, wanted, head, sampling, others, recorded)
-        for rows, wanted, others, recorded in zip(
+    outputs = [
+        _chunk_outputs(rows, targets, head, sampling, chunk_candidates, chunk_kept)
+        for rows, targets, chunk_candidates, chunk_kept in zip(
             hidden.split(chunk),
             target.split(chunk),
             _split_optional(candidates, chunk),
@@ -87,7 +87,7 @@ def token_logprobs(
             strict=False,
         )
     ]
-    return TokenOutputs(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+    return TokenOutputs(*(torch.cat(column) for column in zip(*outputs, strict=True)))
 
 
 def _split_optional(column: Tensor | None, chunk: int) -> Iterable[Tensor | None]:
@@ -111,7 +111,7 @@ def _chunk_outputs(
 def _autograd_outputs(
     hidden: Tensor, target: Tensor, head: LMHead, sampling: Sampling, candidates: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Compute the same with autograd, for any head, filter and set of kept ids."""
+    """Compute the outputs of a chunk with autograd, for any head, filter and set of kept ids."""
     logits = head.compute_logits(hidden)
     if kept is not None:
         return _kept_outputs(logits, target, sampling, candidates, kept)
@@ -130,8 +130,8 @@ def _kept_outputs(
     outputs = logprobs, _entropy(scaled - total)
     if candidates is None:
         return outputs
-    among = (candidates[:, :, None] == kept[:, None, :]).any(-1)
-    return *outputs, (kept_logits(logits, candidates, sampling) - total).masked_fill(~among, float("-inf"))
+    is_kept = (candidates[:, :, None] == kept[:, None, :]).any(-1)
+    return *outputs, (kept_logits(logits, candidates, sampling) - total).masked_fill(~is_kept, float("-inf"))
 
 
 def _entropy(logs: Tensor) -> Tensor:
@@ -164,20 +164,20 @@ class _ChunkLogprobs(torch.autograd.Function):
         hidden, weight, bias, target, entropy = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             logits = _scaled_logits(hidden, weight, bias, ctx.dtype, ctx.temperature)
-            slope = logits.softmax(-1)
+            grad_logits = logits.softmax(-1)
             if grad_entropy is not None:
-                through_entropy = -grad_entropy[:, None] * slope * (logits.log_softmax(-1) + entropy[:, None])
+                entropy_term = -grad_entropy[:, None] * grad_logits * (logits.log_softmax(-1) + entropy[:, None])
             if grad is None:
-                slope.zero_()
+                grad_logits.zero_()
             else:
-                slope.mul_(-grad[:, None]).scatter_add_(1, target[:, None], grad[:, None])
+                grad_logits.mul_(-grad[:, None]).scatter_add_(1, target[:, None], grad[:, None])
             if grad_entropy is not None:
-                slope += through_entropy
-            slope = (slope.div_(ctx.temperature) if ctx.temperature != 1.0 else slope).to(ctx.dtype)
-            to_hidden = (slope @ weight.to(ctx.dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-            to_weight = (slope.t() @ hidden.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-            to_bias = slope.sum(0).to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        return to_hidden, to_weight, to_bias, None, None
+                grad_logits += entropy_term
+            grad_logits = (grad_logits.div_(ctx.temperature) if ctx.temperature != 1.0 else grad_logits).to(ctx.dtype)
+            grad_hidden = (grad_logits @ weight.to(ctx.dtype)).to(hidden.dtype) if ctx.needs_input_grad[0] else None
+            grad_weight = (grad_logits.t() @ hidden.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            grad_bias = grad_logits.sum(0).to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float) -> Tensor:

@@ -43,10 +43,8 @@ def load_model(name: str, *, overrides: Mapping[str, Any] | None = None, device:
     folder, gguf = locate_model(name)
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     config = apply_overrides(config or AutoConfig.from_pretrained(folder, **options), overrides)
-    with (
-        quiet_transformers(),
-        redirect_stderr(io.StringIO()) if gguf else nullcontext(),
-    ):  # the GGUF dequantizer's progress bar cannot be disabled
+    hide_progress = redirect_stderr(io.StringIO()) if gguf else nullcontext()  # the GGUF dequantizer's progress bar has no switch
+    with quiet_transformers(), hide_progress:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, **options)
     if gguf:
         _drop_quantization_config(model)
@@ -91,12 +89,14 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> Any:
 
 
 def find_stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that end a turn: the end-of-sequence ids of the tokenizer, the model's configuration and its generation
-    configuration, which a classifier lacks."""
+    """Return the ids that end a turn.
+
+    They are the end-of-sequence ids of the tokenizer, the model's configuration and its generation configuration, which a classifier lacks.
+    """
     ids: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    for found in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
-        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    for value in (tokenizer.eos_token_id, getattr(generation, "eos_token_id", None), model.config.eos_token_id):
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
@@ -140,16 +140,16 @@ def _check_hub(name: str) -> str | None:
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return None
-    if name not in _hub_answers:
+    if name not in _hub_errors:
         try:
             HfApi().model_info(name, timeout=5)
-            _hub_answers[name] = None
+            _hub_errors[name] = None
         except Exception as error:  # every kind of network, naming and permission failure ends in the same message
-            _hub_answers[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return _hub_answers[name]
+            _hub_errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return _hub_errors[name]
 
 
-_hub_answers: dict[str, str | None] = {}
+_hub_errors: dict[str, str | None] = {}
 _warned: set[str] = set()
 
 
@@ -189,7 +189,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers keep their dtype, as rotary frequencies must, and so do parameters that the model's class requires in float32.
     """
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    float32_names = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in float32_names):
             parameter.data = parameter.data.to(dtype)

@@ -39,7 +39,7 @@ INITIALISERS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Which layers get adapters, and of which form. Raises ValueError for an invalid option."""
+    """The layers that get adapters, and the form of the adapters. Raises ValueError for an invalid option."""
 
     target_modules: Sequence[str] = ()  # name patterns; empty: every linear layer of the decoder
     exclude_modules: Sequence[str] = ()  # name patterns
@@ -84,8 +84,8 @@ def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) 
     for layer in lora_layers(model):
         layer.down.requires_grad_(True)
         layer.up.requires_grad_(True)
-    for whole in _modules_to_save(model):
-        model.get_submodule(whole).requires_grad_(True)
+    for name in _modules_to_save(model):
+        model.get_submodule(name).requires_grad_(True)
 
 
 def _inject_adapters(model: Any, names: Sequence[str], options: LoraOptions, base: str) -> None:
@@ -122,17 +122,17 @@ def _init_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
     """Initialize the adapters' weights, in at least float32, and set their dropout."""
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model):
-        held: Any = layer.module
+        wrapper: Any = layer.module
         for weight in (layer.down, layer.up):
             weight.data = weight.data.to(torch.promote_types(layer.base.weight.dtype, torch.float32))
-        first = INITIALISERS[options.initialiser](torch.empty(layer.down.shape), generator=generator)
+        initial = INITIALISERS[options.initialiser](torch.empty(layer.down.shape), generator=generator)
         with torch.no_grad():
-            layer.down.copy_(first)
+            layer.down.copy_(initial)
             layer.up.zero_()
         dropout = _TrainingDropout(options.dropout) if options.dropout else nn.Identity()
-        held.lora_dropout[ADAPTER] = dropout if options.dropout_position == "pre" else nn.Identity()
+        wrapper.lora_dropout[ADAPTER] = dropout if options.dropout_position == "pre" else nn.Identity()
         if options.dropout and options.dropout_position == "post":
-            held.lora_B[ADAPTER].register_forward_hook(dropout.after)
+            wrapper.lora_B[ADAPTER].register_forward_hook(dropout.after)
 
 
 class _TrainingDropout(nn.Module):
@@ -154,12 +154,12 @@ class _TrainingDropout(nn.Module):
 
 def find_target_layers(model: Any, options: LoraOptions) -> list[str]:
     """Return the names of the layers that get adapters, in the model's order. Raises ValueError for a pattern without a match."""
-    possible = _linear_layers(model)
-    chosen = _match_layers("target_modules", options.target_modules, possible, model) if options.target_modules else set(possible)
-    chosen -= _match_layers("exclude_modules", options.exclude_modules, possible, model)
-    if not chosen:
+    linear = _linear_layers(model)
+    selected = _match_layers("target_modules", options.target_modules, linear, model) if options.target_modules else set(linear)
+    selected -= _match_layers("exclude_modules", options.exclude_modules, linear, model)
+    if not selected:
         raise ValueError(
-            f"dtensor_cfg.lora_cfg: of the {len(possible)} linear layers of {type(model).__name__} none is left for an adapter; "
+            f"dtensor_cfg.lora_cfg: of the {len(linear)} linear layers of {type(model).__name__} none is left for an adapter; "
             "list fewer in exclude_modules"
         )
     if not options.target_modules and (fused := _expert_weights(model)):
@@ -168,7 +168,7 @@ def find_target_layers(model: Any, options: LoraOptions) -> list[str]:
             "they are not trained",
             stacklevel=3,
         )
-    return [name for name in possible if name in chosen]
+    return [name for name in linear if name in selected]
 
 
 def _linear_layers(model: Any) -> list[str]:
@@ -182,17 +182,17 @@ def _linear_layers(model: Any) -> list[str]:
 
 
 def _match_layers(key: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> set[str]:
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
-        own = {name for name in names if _matches(pattern, name)}
-        if not own:
+        matched = {name for name in names if _matches(pattern, name)}
+        if not matched:
             reason = (
                 _explain_mismatch(pattern, model)
                 or f"matches nothing{suggest_names(pattern, {name.rpartition('.')[2] for name in names})}"
             )
             raise ValueError(f"dtensor_cfg.lora_cfg.{key}: {pattern!r} {reason}")
-        found |= own
-    return found
+        matches |= matched
+    return matches
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -201,7 +201,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _explain_mismatch(pattern: str, model: Any) -> str | None:
-    """Describe what a pattern matches if that cannot have an adapter."""
+    """Describe what a pattern matches if it cannot have an adapter."""
     for name, module in model.named_modules():
         if name and _matches(pattern, name):
             head = None if _is_classifier(model) else model.get_output_embeddings()
@@ -214,7 +214,7 @@ def _explain_mismatch(pattern: str, model: Any) -> str | None:
 
 
 def _expert_weights(model: nn.Module) -> list[str]:
-    """Return the names of weights that hold all experts of a layer in one tensor, one name for all layers."""
+    """Return the names of weights that hold all experts of a layer in one tensor, with ``*`` for the number of the layer."""
     convolutions = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)}
     fused = [name for name, weight in model.named_parameters() if weight.dim() == 3 and id(weight) not in convolutions]
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in fused))
@@ -246,13 +246,13 @@ class ParameterCount:
     adapted_layers: int
 
     def __str__(self) -> str:
-        share = f"{self.trained:,} of {self.total:,} parameters are trained ({self.trained / self.total:.2%})"
-        return f"{share}, in adapters on {self.adapted_layers} layers" if self.adapted_layers else share
+        text = f"{self.trained:,} of {self.total:,} parameters are trained ({self.trained / self.total:.2%})"
+        return f"{text}, in adapters on {self.adapted_layers} layers" if self.adapted_layers else text
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    trained = sum(size for size, counts in sizes if counts)
+    trained = sum(size for size, trainable in sizes if trainable)
     return ParameterCount(trained, sum(size for size, _ in sizes), len(lora_layers(model)))
 
 
@@ -279,9 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
     merge = commands.add_parser("merge", help="write base and adapters as one ordinary Hugging Face folder")
     merge.add_argument("adapters", type=Path, help="a folder with adapters, such as step_100/policy/weights of a checkpoint")
     merge.add_argument("target", type=Path, help="the folder to write")
-    given = parser.parse_args(arguments)
-    export_merged_model(given.adapters, given.target)
-    return f"{given.target} holds the merged model"
+    options = parser.parse_args(arguments)
+    export_merged_model(options.adapters, options.target)
+    return f"{options.target} holds the merged model"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,6 @@ def reuse_freed_memory() -> bool:
 
 
 def trim_freed_memory() -> None:
-    """Return free memory to the system. Call it now and then: blocks of varying sizes leave fragments that add up to gigabytes."""
+    """Return free memory to the system. Call it periodically: blocks of varying sizes leave fragments that add up to gigabytes."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

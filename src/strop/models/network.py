@@ -110,11 +110,14 @@ class Network:
         return disable_adapters(self.model)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> TokenOutputs:
-        """Return log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device, and log-probabilities
-        [N, K] of a column ``candidates``. With a column ``kept_tokens`` the distribution is restricted to that set."""
-        asked = (batch.columns.get(CANDIDATES), batch.columns.get(KEPT_TOKENS))
+        """Return log-probabilities and entropies of the batch's predicted tokens, [N] each, on the network's device.
+
+        With a column ``candidates``, also return the log-probabilities [N, K] of these token ids. With a column ``kept_tokens``, the
+        distribution is restricted to these token ids.
+        """
+        columns = (batch.columns.get(CANDIDATES), batch.columns.get(KEPT_TOKENS))
         candidates, kept = (
-            None if column is None else self.token_sharding.shard_predictions(column).to(self.device) for column in asked
+            None if column is None else self.token_sharding.shard_predictions(column).to(self.device) for column in columns
         )
         target = self.token_sharding.shard_predictions(batch.target).to(self.device)
         with self.autocast():
@@ -143,9 +146,9 @@ class Network:
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row)] = row
-            mask[place, : len(row)] = 1
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+            mask[index, : len(row)] = 1
         output = self.decoder(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False)
         column = batch.positions[batch.source]
         hidden: Tensor = output.last_hidden_state
@@ -155,12 +158,12 @@ class Network:
     def _probe(self) -> bool:
         """Return whether packed rows yield the same log-probabilities as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
-        own = _native_attention(self.model)
+        native = _native_attention(self.model)
         try:
-            self.model.set_attn_implementation(own)
-            wanted = _compute_logprobs(self, self._hidden_padded(batch), batch, direct=True)
+            self.model.set_attn_implementation(native)
+            expected = _compute_logprobs(self, self._hidden_padded(batch), batch, direct=True)
             padded = _compute_logprobs(self, self._hidden_padded(batch), batch)
-            if not torch.allclose(padded, wanted, atol=1e-3, rtol=1e-3):
+            if not torch.allclose(padded, expected, atol=1e-3, rtol=1e-3):
                 raise ValueError(
                     f"{type(self.model).__name__} transforms its logits after the output layer in a way that Strop does not support"
                 )
@@ -191,11 +194,11 @@ def _rollout_paths(batch: Batch) -> list[list[Tensor]]:
     starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
     paths: list[list[Tensor]] = []
     for leaf in batch.leaf.tolist():
-        pieces: list[Tensor] = []
+        path: list[Tensor] = []
         while leaf != -1:
-            pieces.insert(0, batch.tokens[starts[leaf] : starts[leaf] + lengths[leaf]])
+            path.insert(0, batch.tokens[starts[leaf] : starts[leaf] + lengths[leaf]])
             leaf = parents[leaf]
-        paths.append(pieces)
+        paths.append(path)
     return paths
 
 
@@ -203,12 +206,12 @@ def _compute_logprobs(network: Network, hidden: Tensor, batch: Batch, *, direct:
     """Compute log-probabilities with Strop's LM head, or with ``direct`` through the model's own forward pass."""
     if not direct:
         return token_logprobs(hidden, batch.target.to(network.device), network.head, Sampling(), network.chunk).logprobs
-    found: list[Tensor] = []
+    logprobs: list[Tensor] = []
     rows = [torch.cat(path) for path in _rollout_paths(batch)]
     logits = [network.model(input_ids=row[None].to(network.device), use_cache=False).logits[0] for row in rows]
     for sequence, source, target in zip(batch.sequence.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
-        found.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])
-    return torch.stack(found)
+        logprobs.append(at_least_float32(logits[sequence][int(batch.positions[source])]).log_softmax(-1)[target])
+    return torch.stack(logprobs)
 
 
 def probe_batch(vocabulary: int) -> Batch:
@@ -219,8 +222,8 @@ def probe_batch(vocabulary: int) -> Batch:
     positions: list[int] = []
     columns: dict[str, list[int]] = {name: [] for name in ("start", "parent", "source", "target", "sequence", "leaf", "group")}
 
-    def token(place: int) -> int:
-        return (place * 7919 + 13) % vocabulary
+    def token(seed: int) -> int:
+        return (seed * 7919 + 13) % vocabulary
 
     def segment(length: int, parent: int, position: int) -> int:
         columns["start"].append(len(tokens))
@@ -263,11 +266,11 @@ def probe_batch(vocabulary: int) -> Batch:
 
 def disable_dropout(model: nn.Module) -> Sequence[str]:
     """Disable dropout and return where it was active: probability ratios under two dropout masks would measure the masks."""
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if getattr(module, "attention_dropout", 0):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-            found.append("attention_dropout")
-    return found
+            names.append("attention_dropout")
+    return names

@@ -1,4 +1,4 @@
-"""A reward model that takes one conversation at a time and batches the requests of a few milliseconds.
+"""A reward model that batches concurrent requests, each with one conversation.
 
 score(tokens) --+
 score(tokens) --+--> queue --> one thread: a padded batch -> scores [B] --> one score per caller
@@ -67,8 +67,8 @@ class RewardScorer:
         lengths = torch.tensor([len(row) for row in rows])
         padding = int(getattr(self.model.config, "pad_token_id", None) or 0)
         tokens = torch.full((len(rows), int(lengths.max())), padding)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row)] = torch.tensor(list(row))
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = torch.tensor(list(row))
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == torch.bfloat16):
             return self._forward(tokens.to(self.device), mask.to(self.device), lengths.to(self.device) - 1).float().cpu()
@@ -111,24 +111,25 @@ class RewardScorer:
         return len(waiting)
 
     def _score_requests(self, requests: Sequence[ScoreRequest]) -> None:
-        wanted = [request for request in requests if request.future.set_running_or_notify_cancel()]
-        if not wanted:
+        active = [request for request in requests if request.future.set_running_or_notify_cancel()]
+        if not active:
             return
         try:
-            scores = self.score_batch([request.tokens for request in wanted]).tolist()
+            scores = self.score_batch([request.tokens for request in active]).tolist()
         except Exception as error:  # every caller gets the error; the thread continues
-            for request in wanted:
+            for request in active:
                 request.future.set_exception(error)
             return
         self.batches += 1
-        for request, score in zip(wanted, scores, strict=True):
+        for request, score in zip(active, scores, strict=True):
             request.future.set_result(score)
 
 
 def load_reward_scorer(name: str, *, device: str, precision: torch.dtype, limits: ScorerLimits | None = None) -> RewardScorer:
     """Load a trained sequence classifier with one label: a folder of ``strop rm``, or a Hugging Face model.
 
-    Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer."""
+    Raises ModelNotFound, and ValueError for several labels or a model without a trained score layer.
+    """
     model = load_classifier(name, init_std=0.0)  # a score layer that is missing in the files becomes all zeros
     if not get_score_layer(model).weight.any():
         raise ValueError(

@@ -20,6 +20,8 @@ from strop.models.value_network import apply_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch
 
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "value_head.json"
+
 
 class ScalarHead(nn.Module):
     """H -> 1, initialized to zero: at first every value is 0, and advantages are plain rewards."""
@@ -51,9 +53,6 @@ class ScalarHead(nn.Module):
 
     def gradient_checkpointing_enable(self, **_: Any) -> None:
         """Do nothing: the trunk runs without gradient and keeps no activations."""
-
-
-WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "value_head.json"
 
 
 class ValueHead:

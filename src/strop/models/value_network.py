@@ -38,17 +38,17 @@ class ValueNetwork(Network):
         """Return whether packed rows yield the same hidden states as single sequences with the model's native attention."""
         batch = probe_batch(int(self.model.get_input_embeddings().weight.shape[0]))
         self.use_native_attention()
-        wanted = self._hidden_padded(batch)
+        expected = self._hidden_padded(batch)
         self.use_plan_attention()
         try:
-            found = self._hidden_packed(batch)
+            packed = self._hidden_packed(batch)
         except (TypeError, RuntimeError, KeyError, AttributeError, IndexError, AssertionError) as error:
             self.fallback = f"{type(error).__name__}: {error}"
         else:
-            error_size = ((found - wanted).abs().max() / wanted.abs().max()).item()
-            if error_size < 1e-3:
+            relative_error = ((packed - expected).abs().max() / expected.abs().max()).item()
+            if relative_error < 1e-3:
                 return True
-            self.fallback = f"its hidden states differ by {error_size:.2g} of their size when sequences share a row"
+            self.fallback = f"its hidden states differ by {relative_error:.2g} of their size when sequences share a row"
         warnings.warn(
             f"{type(self.model).__name__} cannot read packed rows ({self.fallback}); it reads padded rows instead", stacklevel=3
         )
@@ -70,6 +70,5 @@ def apply_score_layer(layer: nn.Linear, hidden: Tensor) -> Tensor:
     """Apply the score layer, [N, H] -> [N], in at least float32: differences between scores are small relative to the scores."""
     weight, bias = at_least_float32(layer.weight), layer.bias
     with torch.autocast(hidden.device.type, enabled=False):
-        return nn.functional.linear(at_least_float32(hidden), weight, None if bias is None else at_least_float32(bias)).squeeze(
-            -1
-        )
+        scores = nn.functional.linear(at_least_float32(hidden), weight, None if bias is None else at_least_float32(bias))
+        return scores.squeeze(-1)

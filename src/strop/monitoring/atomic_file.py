@@ -12,14 +12,14 @@ from pathlib import Path
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, then rename it to ``path``. File and rename are flushed to disk (fsync)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        yield draft
-        _fsync(draft)
-        os.replace(draft, path)
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
         _fsync(path.parent)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:

@@ -30,7 +30,7 @@ PHASE_COLOURS = {
 SPARE_COLOURS = (YELLOW, "#777777", "#000000")
 INK, PALE = "#333333", "#DDDDDD"
 SMOOTH_ABOVE = 12  # series with more points are smoothed
-MAX_BARS = 200  # at most; longer runs average several steps per bar
+MAX_BARS = 200  # longer runs average several steps per bar
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ def find_metrics(run: Path) -> Path:
         return run
     if (run / METRICS_FILE).exists():
         return run / METRICS_FILE
-    below = sorted(run.glob(f"*/{METRICS_FILE}"))
-    if len(below) == 1:
-        return below[0]
-    if below:
-        folders = ", ".join(path.parent.name for path in below)
-        raise NothingToPlot(f"{run} contains {len(below)} runs ({folders}); name one of them, such as {below[-1].parent}")
+    files = sorted(run.glob(f"*/{METRICS_FILE}"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        folders = ", ".join(path.parent.name for path in files)
+        raise NothingToPlot(f"{run} contains {len(files)} runs ({folders}); name one of them, such as {files[-1].parent}")
     raise NothingToPlot(
         f"there is no {METRICS_FILE} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
         "not its checkpoint folder"
@@ -97,8 +97,8 @@ def find_metrics(run: Path) -> Path:
 
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the centred moving average over about a tenth of the curve. The window is truncated at both ends."""
-    reach = max(1, len(values) // 20)
-    windows = [values[max(place - reach, 0) : place + reach + 1] for place in range(len(values))]
+    radius = max(1, len(values) // 20)
+    windows = [values[max(i - radius, 0) : i + radius + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
@@ -107,13 +107,13 @@ def _plot(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
     from matplotlib.figure import Figure
 
     panels = len(curves) + bool(timed)
-    across = min(panels, 3)
-    down = -(-panels // across)
-    figure = Figure(figsize=(4.4 * across, 2.9 * down + 0.5))
+    num_columns = min(panels, 3)
+    num_rows = -(-panels // num_columns)
+    figure = Figure(figsize=(4.4 * num_columns, 2.9 * num_rows + 0.5))
     FigureCanvasAgg(figure)  # needs no display and none of pyplot's global state
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
     limits = _step_limits(steps)
     for axis, curve in zip(axes, curves, strict=False):
         _style_axis(axis, curve.title, limits)
@@ -123,7 +123,7 @@ def _plot(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) ->
         _plot_phases(axes[panels - 1], timed)
     for axis in axes[panels:]:
         axis.remove()
-    for axis in axes[max(panels - across, 0) : panels]:
+    for axis in axes[max(panels - num_columns, 0) : panels]:
         axis.set_xlabel("step", fontsize=9, color=INK)
     return figure
 
@@ -170,16 +170,16 @@ def _plot_curve(axis: Axes, curve: Curve, steps: Steps) -> None:
 
 def _plot_phases(axis: Axes, timed: Steps) -> None:
     """Plot one stacked bar per step, or per several steps of a long run. Missing steps stay empty."""
-    each = -(-len(timed) // MAX_BARS)
-    rows = [_mean_phases(timed[start : start + each]) for start in range(0, len(timed), each)]
-    xs, floor = [step for step, _ in rows], [0.0] * len(rows)
+    steps_per_bar = -(-len(timed) // MAX_BARS)
+    rows = [_mean_phases(timed[start : start + steps_per_bar]) for start in range(0, len(timed), steps_per_bar)]
+    xs, bottoms = [step for step, _ in rows], [0.0] * len(rows)
     spare = iter(SPARE_COLOURS * 100)
-    for name in [part.name for part in phase_times(_longest_phases(timed))]:
+    for name in [phase.name for phase in phase_times(_longest_phases(timed))]:
         heights = [row.get(name, 0.0) for _, row in rows]
         colour = PHASE_COLOURS.get(name) or next(spare)
-        axis.bar(xs, heights, bottom=floor, width=float(each), color=colour, linewidth=0, label=name)
-        floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    axis.set_ylim(0, max(floor) * 1.35)  # room for the legend
+        axis.bar(xs, heights, bottom=bottoms, width=float(steps_per_bar), color=colour, linewidth=0, label=name)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axis.set_ylim(0, max(bottoms) * 1.35)  # room for the legend
     axis.legend(
         loc="upper left", ncols=3, fontsize=7.5, frameon=False, handlelength=0.8, handletextpad=0.4,
         columnspacing=1.0, borderaxespad=0.1, labelcolor=INK,
@@ -190,18 +190,18 @@ def _mean_phases(timed: Steps) -> tuple[float, dict[str, float]]:
     """Return the midpoint of these steps and the mean seconds of each phase."""
     sums: dict[str, float] = {}
     for _, values in timed:
-        for part in phase_times(values):
-            sums[part.name] = sums.get(part.name, 0.0) + part.seconds
+        for phase in phase_times(values):
+            sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
     return (timed[0][0] + timed[-1][0]) / 2, {name: seconds / len(timed) for name, seconds in sums.items()}
 
 
 def _longest_phases(timed: Steps) -> dict[str, float]:
     """Return the maximum time of each phase over all steps, so that the legend lists every phase in the usual order."""
-    seen: dict[str, float] = {}
+    longest: dict[str, float] = {}
     for _, values in timed:
         for tag, value in values.items():
             if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME:
-                seen[tag] = max(value, seen.get(tag, 0.0))
-    if any(part.name == "other" for _, values in timed for part in phase_times(values)):
-        seen[TOTAL_TIME] = 2 * sum(seen.values()) + 1.0
-    return seen
+                longest[tag] = max(value, longest.get(tag, 0.0))
+    if any(phase.name == "other" for _, values in timed for phase in phase_times(values)):
+        longest[TOTAL_TIME] = 2 * sum(longest.values()) + 1.0
+    return longest

@@ -30,8 +30,8 @@ class RewardScaling:
 
     def __call__(self, reward: float) -> float:
         clipped = min(max(reward, self.source_min), self.source_max)
-        share = (clipped - self.source_min) / (self.source_max - self.source_min)
-        return self.target_min + share * (self.target_max - self.target_min)
+        fraction = (clipped - self.source_min) / (self.source_max - self.source_min)
+        return self.target_min + fraction * (self.target_max - self.target_min)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +170,12 @@ def _start_rollout(rollout: Rollout, messages: Messages, template: ChatTemplate,
 
 
 async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
-    room = rules.max_length - rollout.length
+    remaining = rules.max_length - rollout.length
     turn_number = len(rollout.policy_turns)
     with waiting(f"sample {rollout.sample}", on=f"engine, turn {turn_number + 1}", kind="generation"):
         completion = await generator.generate(
             rollout.tokens().tolist(),
-            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, remaining)),
             seed=mix_seed(rollout.seed, turn_number),
             session=f"{rollout.seed:x}" if rules.max_turns > 1 else "",
         )

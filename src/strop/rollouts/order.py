@@ -40,7 +40,7 @@ class GroupOrder(Protocol):
 
 @dataclass(frozen=True)
 class Fifo:
-    """In the order in which groups were started: a run is reproducible, but a slow group delays those after it."""
+    """Returns groups in the order in which they were started: runs are reproducible, but a slow group delays those after it."""
 
     drops_stale: ClassVar[bool] = False
 
@@ -53,7 +53,7 @@ class Fifo:
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed:
-    """The oldest finished group among the ``window`` oldest, as long as all others can still meet their deadlines.
+    """Returns the oldest finished group among the ``window`` oldest, as long as all others can still meet their deadlines.
 
     The oldest group may always be chosen, so the stream never deadlocks; its deadline bounds how far a slow group can be overtaken.
     """
@@ -68,14 +68,14 @@ class Windowed:
         """Return the oldest finished group of the window that may overtake those of older versions.
 
         Until the end of step now + j, (j + 1) x groups_per_step - taken more groups can be trained on. Every deadline can be met if, for
-        every j, at most that many groups are due by then. Choosing a group uses up one of these places, but reduces the number of due
-        groups only from its own deadline on. So one place must be free at each deadline before that.
+        every j, at most that many groups are due by then. Choosing a group uses up one of these positions, but reduces the number of
+        due groups only from its own deadline on. So at each earlier deadline, one position must be left over.
         """
         oldest = self.sort(pending)
-        for place, group in enumerate(oldest[: self.window]):
-            if place and oldest[place - 1].version < group.version:  # the ``place`` groups before it are due before it
-                deadline = oldest[place - 1].version + self.max_staleness
-                if place >= (deadline - now + 1) * self.groups_per_step - taken:
+        for position, group in enumerate(oldest[: self.window]):
+            if position and oldest[position - 1].version < group.version:  # the ``position`` groups before it are due earlier
+                deadline = oldest[position - 1].version + self.max_staleness
+                if position >= (deadline - now + 1) * self.groups_per_step - taken:
                     return None
             if group.finish_rank is not None:
                 return group
@@ -87,7 +87,7 @@ class Windowed:
 
 @dataclass(frozen=True)
 class DropTooOld:
-    """In the order in which groups finished; the training loop drops those that are too old by then."""
+    """Returns groups in the order in which they finished; the training loop drops those that are too old by then."""
 
     drops_stale: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Groups from recorded data, which supervised and preference training use in place of sampled rollouts.
+"""Groups from recorded data, for supervised and preference training.
 
 A recorded rollout has the form of a sampled one. Its policy turns are the assistant's messages in the data. They were not sampled, so
 their log-probabilities are zeros and their versions -1.
@@ -69,36 +69,36 @@ def preference_group(index: int, name: str, example: Preference, template: ChatT
 def unpaired_preference_group(
     index: int, name: str, example: UnpairedPreference, other: UnpairedPreference, template: ChatTemplate, rules: RecordedRules
 ) -> Group:
-    """Return a group of two rollouts: the completion, with reward 1 if desirable, else 0, and the completion of ``other`` after its prompt.
+    """Return a group of two rollouts after the example's prompt: its completion, with reward 1 if desirable, else 0, and that of ``other``.
 
-    The second is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
+    The second completion is unrelated to the prompt; KTO (arXiv 2402.01306) estimates its reference point from such rollouts.
     """
 
     def make() -> tuple[Rollout, ...]:
-        own = _make_completion(example, example.prompt, example.completion, template, rules)
+        completion = _make_completion(example, example.prompt, example.completion, template, rules)
         unrelated = _make_completion(example, example.prompt, other.completion, template, rules)
-        return replace(own, reward=float(example.desirable)), _as_second(own, unrelated)
+        return replace(completion, reward=float(example.desirable)), _as_second(completion, unrelated)
 
     return _make_group(index, name, example, make)
 
 
 def _make_group(index: int, name: str, task: Task, make: Callable[[], tuple[Rollout, ...]]) -> Group:
-    """Return a group of the rollouts that ``make`` returns, or of one rollout with the error it raised (law 7).
+    """Return a group of the rollouts that ``make`` returns, or of one rollout with the error that it raised (law 7).
 
-    Every exception is caught, because a template may raise any.
+    All exceptions are caught, because a chat template may raise any.
     """
     try:
         rollouts = make()
     except Exception as error:
         log.debug("example %s cannot be used for training", task.id, exc_info=error)
         reason = f"example {task.id!r}: {type(error).__name__}: {error}"
-        nothing = torch.zeros(0, dtype=torch.int64)
-        rollouts = (Rollout(task=task, sample=0, seed=0, messages=(), prompt=nothing, ending=Ending.ERROR, error=reason),)
+        empty = torch.zeros(0, dtype=torch.int64)
+        rollouts = (Rollout(task=task, sample=0, seed=0, messages=(), prompt=empty, ending=Ending.ERROR, error=reason),)
     return Group(index=index, environment=name, version=-1, rollouts=rollouts)
 
 
 def _as_second(first: Rollout, second: Rollout) -> Rollout:
-    """Make ``second`` the second rollout of a pair. It gets the prompt tensor of ``first`` if equal, so that the packer stores it once."""
+    """Make ``second`` the second rollout of a pair. It shares the prompt tensor of ``first`` if equal, so that it is packed once."""
     prompt = first.prompt if torch.equal(first.prompt, second.prompt) else second.prompt
     return replace(second, sample=1, prompt=prompt)
 
@@ -106,8 +106,8 @@ def _as_second(first: Rollout, second: Rollout) -> Rollout:
 def _make_completion(
     task: Task, prompt: Sequence[Message], completion: Sequence[Message], template: ChatTemplate, rules: RecordedRules
 ) -> Rollout:
-    taught_from = len(prompt) + (len(completion) - 1 if rules.final_turn_only else 0)
-    return _make_rollout(task, (*prompt, *completion), template, rules, loss_from=taught_from)
+    loss_from = len(prompt) + (len(completion) - 1 if rules.final_turn_only else 0)
+    return _make_rollout(task, (*prompt, *completion), template, rules, loss_from=loss_from)
 
 
 def _make_rollout(
@@ -145,13 +145,13 @@ def _make_rollout(
 
 
 def _move_stop_tokens(spans: Sequence[TokenSpan], stops: Sequence[int]) -> list[TokenSpan]:
-    """Move a stop token from the start of the span after a reply to the reply: in some templates the next turn's opening ends it (GLM)."""
+    """Move a stop token that starts the span after a reply into the reply. In some templates (GLM) the next turn's opening ends it."""
     spans = list(spans)
-    for place, (reply, following) in enumerate(pairwise(spans)):
-        opens = bool(following.tokens) and following.tokens[0] in stops
-        if reply.in_loss and opens and (not reply.tokens or reply.tokens[-1] not in stops):
-            spans[place] = replace(reply, tokens=[*reply.tokens, following.tokens[0]])
-            spans[place + 1] = replace(following, tokens=following.tokens[1:])
+    for index, (reply, following) in enumerate(pairwise(spans)):
+        starts_with_stop = bool(following.tokens) and following.tokens[0] in stops
+        if reply.in_loss and starts_with_stop and (not reply.tokens or reply.tokens[-1] not in stops):
+            spans[index] = replace(reply, tokens=[*reply.tokens, following.tokens[0]])
+            spans[index + 1] = replace(following, tokens=following.tokens[1:])
     return spans
 
 

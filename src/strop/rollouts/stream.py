@@ -42,12 +42,12 @@ def requeue_stale(
     order = order or Fifo()
     if order.drops_stale:
         return state
-    held = [PendingGroup(index, step, None) for index in state.unfinished]
-    held += [PendingGroup(group.index, group.version, place) for place, group in enumerate(state.finished)]
-    turn = {group.index: step + place // groups_per_step for place, group in enumerate(order.sort(held))}
-    fresh = tuple(group for group in state.finished if turn[group.index] - group.version <= max_staleness)
-    again = tuple(sorted({*turn} - {group.index for group in fresh}))
-    return StreamState(next_index=state.next_index, unfinished=again, finished=fresh)
+    pending = [PendingGroup(index, step, None) for index in state.unfinished]
+    pending += [PendingGroup(group.index, group.version, rank) for rank, group in enumerate(state.finished)]
+    trained_at = {group.index: step + position // groups_per_step for position, group in enumerate(order.sort(pending))}
+    finished = tuple(group for group in state.finished if trained_at[group.index] - group.version <= max_staleness)
+    restarted = tuple(sorted({*trained_at} - {group.index for group in finished}))
+    return StreamState(next_index=state.next_index, unfinished=restarted, finished=finished)
 
 
 class EndOfTasks(Exception):
@@ -106,7 +106,7 @@ class RolloutStream:
         self._running: dict[int, asyncio.Task[Group]] = {}  # running, or finished in this process
         self._restored = {group.index: group for group in state.finished} if state else {}
         self._pending = {
-            index: PendingGroup(index, group.version, place) for place, (index, group) in enumerate(self._restored.items())
+            index: PendingGroup(index, group.version, rank) for rank, (index, group) in enumerate(self._restored.items())
         }
         self._finished_count = len(self._pending)
         self._finish_event = asyncio.Event()
@@ -153,12 +153,12 @@ class RolloutStream:
     async def _choose(self) -> int:
         """Wait for the group to return next, and return its index."""
         while True:
-            held = [self._pending[index] for index in sorted(self._pending)]
-            chosen = self._order.choose(held, now=self._version(), taken=self._taken)
+            pending = [self._pending[index] for index in sorted(self._pending)]
+            chosen = self._order.choose(pending, now=self._version(), taken=self._taken)
             if chosen is not None:
                 return chosen.index
-            if all(group.finish_rank is not None for group in held):
-                raise RuntimeError(f"{type(self._order).__name__} chose none of {len(held)} groups, although all are finished")
+            if all(group.finish_rank is not None for group in pending):
+                raise RuntimeError(f"{type(self._order).__name__} chose none of {len(pending)} groups, although all are finished")
             self._finish_event.clear()
             await self._finish_event.wait()
 
@@ -186,8 +186,8 @@ class RolloutStream:
         return StreamState(next_index=self._next, unfinished=unfinished, finished=tuple(finished))
 
     def _finish_order(self, group: Group) -> tuple[int, int]:
-        finished = self._pending[group.index].finish_rank
-        return (self._finished_count if finished is None else finished, group.index)
+        rank = self._pending[group.index].finish_rank
+        return (self._finished_count if rank is None else rank, group.index)
 
     async def close(self) -> None:
         """Cancel the running groups."""

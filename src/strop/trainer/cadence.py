@@ -1,4 +1,4 @@
-"""What follows a step: store rollouts, validate, stop, save."""
+"""The work after a step: store rollouts, validate, stop, save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.types import Batch, Group
 
 
 def rollout_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
-    """Return the records of this step's rollouts to store, including dropped ones; none for recorded data, which is stored already."""
+    """Return the records to store of this step's rollouts, including dropped ones; none for recorded data, which is stored already."""
     if run.algorithm.recorded_data:
         return []
     learner_logprobs = require_token_outputs(old_outputs).logprobs
@@ -38,6 +38,7 @@ async def validate_at_start(run: Run) -> None:
 
 
 async def validate_if_due(run: Run) -> dict[str, float]:
+    """Validate the policy, if due after this step, and return the metrics; empty if not due."""
     options = run.options
     periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
     last = options.val_at_end and run.finished
@@ -47,6 +48,7 @@ async def validate_if_due(run: Run) -> dict[str, float]:
 
 
 def save_if_due(run: Run, stream: StreamState) -> None:
+    """Save a checkpoint with this state of the stream, if due after this step or because the run ends."""
     period = run.options.save_period
     if run.checkpoints is None or not period or not (run.step % period == 0 or run.should_stop):
         return
@@ -62,15 +64,15 @@ def check_early_stop(run: Run, logged: Mapping[str, float]) -> bool:
     check_stop_request(run)
     if run.early_stop is None:
         return False
-    before, run.early_stop = run.early_stop, run.early_stop.update(logged)
-    if run.early_stop.reason is None or run.early_stop is before:
+    previous, run.early_stop = run.early_stop, run.early_stop.update(logged)
+    if run.early_stop.reason is None or run.early_stop is previous:
         return False
     run.tracker.note(f"{run.early_stop.reason}: training ends")
     return True
 
 
 def check_stop_request(run: Run) -> bool:
-    """Return whether a stop was requested, and log it once. The run then stops without what is due after the last step."""
+    """Return whether a stop was requested, and log it once. The run then ends without the validation that is due after the last step."""
     if not run.stopping and (reason := run.stop_request.check()) is not None:
         run.stopping = True
         run.tracker.note(f"{reason}: this run ends after step {run.step}")

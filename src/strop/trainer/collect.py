@@ -10,15 +10,16 @@ from strop.types import Group
 
 
 async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
-    """Collect the groups for one step. Drop groups that failed or do not pass the algorithm's filter, and release their slots at once.
+    """Collect the groups for one step and return them with their metrics. Raises TooManyDropped.
 
-    Returns the groups and their metrics; fewer groups than a step needs only when no tasks are left. Raises TooManyDropped.
+    Groups that failed, are too old or do not pass the algorithm's filter are dropped, and their slots are released at once. There are fewer
+    groups than a step needs only if no tasks are left.
     """
-    wanted = run.options.groups_per_step
+    required = run.options.groups_per_step
     kept: list[Group] = []
     run.dropped.clear()
-    while len(kept) < wanted:
-        run.tracker.progress(f"generating: {len(kept)} of {wanted} groups")
+    while len(kept) < required:
+        run.tracker.progress(f"generating: {len(kept)} of {required} groups")
         try:
             group = await run.stream.next()
         except EndOfTasks:
@@ -50,23 +51,25 @@ def _check_drop_limits(run: Run, kept: int) -> None:
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(
-            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{_describe_drops(run)}"
+            f"{run.errors_in_a_row} groups in a row failed ({options.section}.max_errors_in_a_row); the last reasons:{describe_drops(run)}"
         )
     dropped = [group for group, reason in run.dropped if reason != "stale"]
     if kept < options.groups_per_step and kept + len(dropped) >= options.max_groups_per_step:
-        mean = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
+        reward = sum(float(group.rewards.mean()) for group in dropped) / max(len(dropped), 1)
         raise TooManyDropped(
             f"{kept + len(dropped)} groups were generated and only {kept} of the {options.groups_per_step} wanted passed the "
-            f"filter; the mean reward of the dropped ones is {mean:.3g}: at the lowest reward, the task is too hard or the reward is "
+            f"filter; the mean reward of the dropped ones is {reward:.3g}: at the lowest reward, the task is too hard or the reward is "
             f"broken; at the highest, it is too easy. Change the task, or raise {options.section}.dynamic_sampling_max_gen_batches"
         )
 
 
-def _describe_drops(run: Run) -> str:
-    """Describe why groups of this step were dropped, one reason per line: the last three distinct errors, then the number of groups that
-    did not pass the filter and of those that were too old."""
+def describe_drops(run: Run) -> str:
+    """Describe why groups of this step were dropped, one reason per line.
+
+    First the last three distinct errors, then the number of groups that did not pass the filter, and of those that were too old.
+    """
     errors = dict.fromkeys(error for group, reason in run.dropped if reason == "error" for error in group.errors)
-    why = [reason for _, reason in run.dropped]
-    counts = {"did not pass the algorithm's filter": why.count("filtered"), "were too old": why.count("stale")}
-    lines = [*list(errors)[-3:], *(f"{count} {what}" for what, count in counts.items() if count)]
+    reasons = [reason for _, reason in run.dropped]
+    counts = {"did not pass the algorithm's filter": reasons.count("filtered"), "were too old": reasons.count("stale")}
+    lines = [*list(errors)[-3:], *(f"{count} {description}" for description, count in counts.items() if count)]
     return "".join(f"\n  {line}" for line in lines)

@@ -61,15 +61,15 @@ class TaskResult:
 def summarize_results(results: Sequence[TaskResult], ks: Sequence[int], voters: Sequence[int] = ()) -> dict[str, float]:
     """Return means over tasks: accuracy (avg@n), pass@k for each of ``ks``, and cons@k for each of ``voters`` if there are answers."""
     count, samples = len(results), len(results[0].accuracies)
-    found = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
+    means = {"accuracy": sum(sum(result.accuracies) / samples for result in results) / count}
     if ks or voters:
-        found[f"avg@{samples}"] = found["accuracy"]
+        means[f"avg@{samples}"] = means["accuracy"]
     for k in ks:
-        found[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
+        means[f"pass@{k}"] = sum(pass_at_k(samples, result.correct, k) for result in results) / count
     if any(answer is not None for result in results for answer in result.answers):
         for k in voters:
-            found[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
-    return found
+            means[f"cons@{k}"] = sum(result.consensus(k) for result in results) / count
+    return means
 
 
 class Validator(Protocol):
@@ -107,12 +107,12 @@ class Evaluator:
         groups = self.last_groups = await self._sample_groups()
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
         results = await asyncio.gather(*(_grade_group(group, environments[group.environment]) for group in groups))
-        several = self.samples > 1
-        powers = tuple(1 << power for power in range(self.samples.bit_length())) if several else ()
-        ks = powers if self.ks is None else self.ks
-        voters = ((self.samples,) if several else ()) if self.voters is None else self.voters
+        multiple = self.samples > 1
+        powers_of_two = tuple(1 << power for power in range(self.samples.bit_length())) if multiple else ()
+        ks = powers_of_two if self.ks is None else self.ks
+        voters = ((self.samples,) if multiple else ()) if self.voters is None else self.voters
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        found = {
+        metrics = {
             **summarize_results(results, ks, voters),
             "reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
             "avg_length": sum(rollout.sampled_tokens for rollout in rollouts) / len(rollouts),
@@ -120,21 +120,21 @@ class Evaluator:
             "errors": float(sum(rollout.error is not None for rollout in rollouts)),
         }
         for name in environments if len(environments) > 1 else ():
-            own = summarize_results([result for result in results if result.environment == name], ks, voters)
-            found |= {f"{name}/{key}": value for key, value in own.items()}
+            means = summarize_results([result for result in results if result.environment == name], ks, voters)
+            metrics |= {f"{name}/{key}": value for key, value in means.items()}
         if self.folder is not None:
-            self._write_samples(self.folder / f"step_{step:06d}.json", step, found, groups, results)
+            self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics, groups, results)
         if tracker is not None:
             self._print_samples(tracker, groups, results)
-        found["seconds"] = time.perf_counter() - started
-        return {f"validation/{name}": value for name, value in found.items()}
+        metrics["seconds"] = time.perf_counter() - started
+        return {f"validation/{name}": value for name, value in metrics.items()}
 
     async def _sample_groups(self) -> list[Group]:
-        """Sample every task, ``at_once`` tasks at a time."""
+        """Sample every task, ``concurrent_tasks`` at a time."""
         groups: list[Group] = []
         for start in range(0, self.size, self.concurrent_tasks or self.size):
-            part = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
-            groups += await asyncio.gather(*(self._sample_group(index) for index in part))
+            indices = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
+            groups += await asyncio.gather(*(self._sample_group(index) for index in indices))
         return groups
 
     async def _sample_group(self, index: int) -> Group:
@@ -157,11 +157,11 @@ class Evaluator:
         )
 
     def _write_samples(
-        self, path: Path, step: int, found: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
+        self, path: Path, step: int, metrics: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
     ) -> None:
         tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
         with atomic_write(path) as draft:
-            draft.write_text(json.dumps({"step": step, "metrics": found, "tasks": tasks}, ensure_ascii=False, indent=1))
+            draft.write_text(json.dumps({"step": step, "metrics": metrics, "tasks": tasks}, ensure_ascii=False, indent=1))
 
     def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
         for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
@@ -171,13 +171,13 @@ class Evaluator:
 
 def _last_question(group: Group) -> str:
     messages = group.rollouts[0].messages
-    asked = [message.content for message in messages if message.role != "assistant"]
-    return asked[-1] if asked else group.task.question
+    questions = [message.content for message in messages if message.role != "assistant"]
+    return questions[-1] if questions else group.task.question
 
 
 async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResult:
-    judged = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
-    return TaskResult(group.environment, tuple(own.accuracy for own in judged), tuple(own.answer for own in judged))
+    grades = await asyncio.gather(*(_grade(rollout, environment) for rollout in group.rollouts))
+    return TaskResult(group.environment, tuple(grade.accuracy for grade in grades), tuple(grade.answer for grade in grades))
 
 
 async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:

@@ -16,10 +16,10 @@ from strop.types import Batch, Group
 
 @dataclass(kw_only=True)
 class LossValidator:
-    """Computes the algorithm's loss and metrics on fixed groups, as means over all of them that do not depend on the micro-batches.
+    """Computes the algorithm's loss and metrics on fixed groups, as means over all of them, independent of the micro-batches.
 
-    The groups are packed once and the required columns are computed once, so the models that compute them must be frozen, as a reference
-    is. Groups with errors are left out and counted. Raises ValueError if no group is left.
+    The groups are packed once and the required columns are computed once, so the models that compute them must be frozen, such as a
+    reference policy. Groups with errors are left out and counted. Raises ValueError if no group is left.
     """
 
     groups: Sequence[Group]
@@ -45,13 +45,13 @@ class LossValidator:
             tracker.progress(f"validating on {len(self.usable_groups)} examples")
         batch = await self._prepare_step(await self._prepare_batch())
         result = await self.learner.evaluate_loss(batch, self.algorithm.losses(step)["policy"])
-        found = {
+        logged = {
             **metrics.to_floats(result.metrics),
             "examples": float(len(self.usable_groups)),
             "examples_left_out": float(len(self.groups) - len(self.usable_groups)),
             "seconds": time.perf_counter() - started,
         }
-        return {f"validation/{name}": value for name, value in found.items()}
+        return {f"validation/{name}": value for name, value in logged.items()}
 
     async def _prepare_batch(self) -> Batch:
         """Pack the groups, with columns and credit; done once, at the first call."""

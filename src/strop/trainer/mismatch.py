@@ -1,6 +1,6 @@
 """Mismatch between sampler and learner: overall, by position and by age of the weights, with limits that warn or stop the run.
 
-    d = learner's log-probability before this step's updates - sampler's log-probability, for each counted token
+    d = learner's log-probability before this step's updates - sampler's log-probability, of each counted token
 
 d has two causes: the sampler computes another distribution than the learner with the same weights (a bug, rounding, a quantized
 engine), or the policy has changed since the rollout was sampled. Only the first is an error. The limits therefore apply to the tokens
@@ -44,7 +44,7 @@ class MismatchReport:
     overall: MismatchStats
     # Position among the rollout's sampled tokens, as "1", "2_16", "17_64", ..; empty buckets are left out.
     by_position: Mapping[str, MismatchStats]
-    # Steps between the weights that sampled a token and the weights before the update; OLDEST includes all older ones.
+    # Steps between the weights that sampled a token and the weights before the update; MAX_AGE includes all older ones.
     by_age: Mapping[int, MismatchStats]
     checked_age: int  # the lowest age with enough tokens; the limits apply to it
 
@@ -54,20 +54,20 @@ class MismatchReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics under ``train/``. Those by position or age are left out if there is only one bucket."""
-        whole = self.overall
+        overall = self.overall
         logged = {
-            "train/token_mult_prob_error": whole.error,
-            "train/token_mult_prob_error_max": whole.max_error,
-            "train/gen_kl_error": whole.kl,
-            "train/gen_kl_error_reverse": whole.reverse_kl,
-            "train/token_ratio_above_2": whole.above_2,
+            "train/token_mult_prob_error": overall.error,
+            "train/token_mult_prob_error_max": overall.max_error,
+            "train/gen_kl_error": overall.kl,
+            "train/gen_kl_error_reverse": overall.reverse_kl,
+            "train/token_ratio_above_2": overall.above_2,
         }
-        parts = {f"position_{name}": part for name, part in self.by_position.items()} if len(self.by_position) > 1 else {}
+        buckets = {f"position_{name}": stats for name, stats in self.by_position.items()} if len(self.by_position) > 1 else {}
         if len(self.by_age) > 1:
-            parts |= {f"age_{age}" + ("_on" if age == MAX_AGE else ""): part for age, part in self.by_age.items()}
-        for name, part in parts.items():
-            logged[f"train/mismatch/{name}/token_mult_prob_error"] = part.error
-            logged[f"train/mismatch/{name}/gen_kl_error"] = part.kl
+            buckets |= {f"age_{age}" + ("_on" if age == MAX_AGE else ""): stats for age, stats in self.by_age.items()}
+        for name, stats in buckets.items():
+            logged[f"train/mismatch/{name}/token_mult_prob_error"] = stats.error
+            logged[f"train/mismatch/{name}/gen_kl_error"] = stats.kl
         return logged
 
 
@@ -82,12 +82,12 @@ def measure_mismatch(batch: Batch, logprobs: Tensor, version: int) -> MismatchRe
     ages = (version - batch.versions[counted].cpu()).clamp(0, MAX_AGE)
     bucket = torch.bucketize(positions, torch.tensor(POSITION_BUCKETS))
     by_age = {int(age): mismatch_stats(difference[ages == age]) for age in ages.unique()}
-    enough = [age for age, part in by_age.items() if part.tokens >= MIN_SHARE * len(difference)]
+    checkable = [age for age, stats in by_age.items() if stats.tokens >= MIN_SHARE * len(difference)]
     return MismatchReport(
         overall=mismatch_stats(difference),
-        by_position={_bucket_name(int(place)): mismatch_stats(difference[bucket == place]) for place in bucket.unique()},
+        by_position={_bucket_name(int(index)): mismatch_stats(difference[bucket == index]) for index in bucket.unique()},
         by_age=by_age,
-        checked_age=min(enough, default=0),
+        checked_age=min(checkable, default=0),
     )
 
 
@@ -96,13 +96,13 @@ def mismatch_stats(difference: Tensor) -> MismatchStats:
     if not len(difference):
         return MismatchStats(tokens=0, error=1.0, max_error=1.0, kl=0.0, reverse_kl=0.0, above_2=0.0)
     factor, ratio = difference.abs().exp(), difference.exp()
-    weighed = torch.where(ratio == 0, 0.0, ratio * difference)  # a token with probability 0 under the learner adds 0 to its KL
+    weighted = torch.where(ratio == 0, 0.0, ratio * difference)  # a token with probability 0 under the learner adds 0 to its KL
     return MismatchStats(
         tokens=len(difference),
         error=float(factor.mean()),
         max_error=float(factor.max()),
         kl=float((torch.expm1(difference) - difference).mean()),
-        reverse_kl=float((weighed - torch.expm1(difference)).mean()),
+        reverse_kl=float((weighted - torch.expm1(difference)).mean()),
         above_2=float((factor > 2).double().mean()),
     )
 
@@ -112,9 +112,9 @@ def positions_in_rollout(batch: Batch) -> Tensor:
     order = torch.argsort(batch.sequence, stable=True)
     counts = torch.bincount(batch.sequence, minlength=batch.num_sequences)
     first = torch.cumsum(counts, 0) - counts
-    places = torch.empty_like(batch.sequence)
-    places[order] = torch.arange(len(order), device=order.device) - first[batch.sequence[order]] + 1
-    return places
+    positions = torch.empty_like(batch.sequence)
+    positions[order] = torch.arange(len(order), device=order.device) - first[batch.sequence[order]] + 1
+    return positions
 
 
 def _bucket_name(bucket: int) -> str:
@@ -139,7 +139,7 @@ class MismatchGuard:
     """Checks each step against the limits."""
 
     limits: MismatchLimits = field(default_factory=MismatchLimits)
-    steps_above_stop: int = 0  # steps above ``stop``
+    steps_above_stop: int = 0  # consecutive steps above ``stop``
     last_warning: int | None = None  # the step of the last warning
 
     def check(self, step: int, report: MismatchReport) -> str | None:
@@ -148,10 +148,9 @@ class MismatchGuard:
         self.steps_above_stop = self.steps_above_stop + 1 if _exceeds(error, limits.stop) else 0
         if self.steps_above_stop >= limits.stop_after:
             raise MismatchTooLarge(
-                f"step {step}: {_describe(report)}. That is above policy.generation.mismatch.stop = "
-                f"{limits.stop:g} for {self.steps_above_stop} steps "
-                "in a row. The learner's policy is not the one that sampled these rollouts, so training on them is meaningless. "
-                f"{_suggest_causes(report)}"
+                f"step {step}: {_describe(report)}. That is above policy.generation.mismatch.stop = {limits.stop:g} for "
+                f"{self.steps_above_stop} steps in a row. The learner's policy is not the one that sampled these rollouts, so training on "
+                f"them is meaningless. {_suggest_causes(report)}"
             )
         if not _exceeds(error, limits.warn) or (self.last_warning is not None and step < self.last_warning + limits.warn_every):
             return None
@@ -163,21 +162,21 @@ class MismatchGuard:
 
 
 def _exceeds(error: float, limit: float | None) -> bool:
-    """NaN exceeds every limit: values that cannot be compared do not match."""
+    """Return whether the error exceeds the limit. NaN exceeds every limit."""
     return limit is not None and (math.isnan(error) or error > limit)
 
 
 def _describe(report: MismatchReport) -> str:
-    part = report.checked
-    whose = (
-        f"on {part.tokens} tokens that the current weights sampled"
+    checked = report.checked
+    tokens = (
+        f"on {checked.tokens} tokens that the current weights sampled"
         if report.checked_age == 0
-        else f"on {part.tokens} tokens of weights {report.checked_age} steps old (too few tokens have newer weights, so part of the "
+        else f"on {checked.tokens} tokens of weights {report.checked_age} steps old (too few tokens have newer weights, so part of the "
         "difference is the policy's own change)"
     )
     return (
-        f"sampler and learner differ by a factor of {part.error:.3f} (train/token_mult_prob_error), at most {part.max_error:.3g}, {whose}; "
-        f"KL(sampler, learner) {part.kl:.3g} nats per token"
+        f"sampler and learner differ by a factor of {checked.error:.3f} (train/token_mult_prob_error), "
+        f"at most {checked.max_error:.3g}, {tokens}; KL(sampler, learner) {checked.kl:.3g} nats per token"
     )
 
 

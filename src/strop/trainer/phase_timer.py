@@ -21,7 +21,7 @@ PHASE_KINDS: Mapping[str, WaitKind] = {
 
 
 class PhaseTimer:
-    """Measures the seconds that each phase of a step takes, and registers the phase with the watchdog while it runs."""
+    """Measures the seconds of each phase of a step, and registers a phase with the watchdog while it runs."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -35,18 +35,15 @@ class PhaseTimer:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def metrics(self, run: Run, batch: Batch) -> dict[str, float]:
+        """Return the seconds of each phase, and tokens per second of the step, of generation and of training."""
         total = time.perf_counter() - self.started
         timing = {f"timing/train/{phase}": seconds for phase, seconds in self.seconds.items()}
         sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
         busy = total - self.seconds.get("validation", 0.0)
+        logged = {**timing, "timing/train/total_step_time": total, "performance/tokens_per_sec": len(batch.tokens) / busy}
+        if not run.algorithm.recorded_data:
+            logged["performance/generation_tokens_per_sec"] = sampled / max(self.seconds["generation"], 1e-9)
         return {
-            **timing,
-            "timing/train/total_step_time": total,
-            "performance/tokens_per_sec": len(batch.tokens) / busy,
-            **(
-                {}
-                if run.algorithm.recorded_data
-                else {"performance/generation_tokens_per_sec": sampled / max(self.seconds["generation"], 1e-9)}
-            ),
+            **logged,
             "performance/training_tokens_per_sec": len(batch.tokens) / max(self.seconds["policy_training"], 1e-9),
         }

@@ -32,8 +32,8 @@ def group_metrics(
     sampled = [rollout.sampled_tokens for rollout in rollouts]
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
     for name in names:
-        found = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
-        logged[f"train/rewards/{name}"] = sum(found) / len(found)
+        values = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+        logged[f"train/rewards/{name}"] = sum(values) / len(values)
     for environment in sorted({group.environment for group in kept}):
         rewards = torch.cat([group.rewards for group in kept if group.environment == environment])
         logged[f"train/environments/{environment}/reward"] = float(rewards.mean())

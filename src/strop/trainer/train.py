@@ -1,7 +1,7 @@
 """The training loop: collect groups, fill columns, update, publish, release; then validate, save and log.
 
 All training goes through it: synchronous and asynchronous, every algorithm and every backend. The stream decides how far rollouts may run
-ahead (``strop.rollouts.stream``); the build decides where things run.
+ahead (``strop.rollouts.stream``); the components of the run decide on which devices they run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from strop import metrics
 from strop.data.packing import pack
 from strop.rollouts.stream import StreamState
 from strop.trainer.cadence import check_early_stop, rollout_records, save_if_due, validate_at_start, validate_if_due
-from strop.trainer.collect import _describe_drops, collect
+from strop.trainer.collect import collect, describe_drops
 from strop.trainer.phase_timer import PhaseTimer
 from strop.trainer.run import DrainBefore, Run, TooFewTasks
 from strop.trainer.update import update
@@ -22,11 +22,11 @@ async def train(run: Run) -> None:
     await validate_at_start(run)
     while not run.should_stop:
         clock = PhaseTimer()
-        begun = run.stream.state()
+        stream_state = run.stream.state()
         with clock("generation"):
             groups, logged = await collect(run)
         if len(groups) < run.options.groups_per_step:
-            await handle_end_of_tasks(run, len(groups), begun)
+            await handle_end_of_tasks(run, len(groups), stream_state)
             break
         with clock("drain"):
             await drain_if_due(run, before="training")
@@ -38,7 +38,7 @@ async def train(run: Run) -> None:
                 batch = batch.with_columns(await run.scorers[required].columns(batch, groups))
         batch = run.algorithm.token_credit(batch)
         with clock("policy_training"):
-            before, trained = await update(run, batch)
+            old_outputs, trained = await update(run, batch)
         with clock("drain"):
             await drain_if_due(run, before="publishing")
         run.step += 1
@@ -46,7 +46,7 @@ async def train(run: Run) -> None:
             synced = await run.weights.publish(run.step)
         run.stream.release(len(groups))
         with clock("storing"):
-            run.rollouts.write(run.step, rollout_records(run, groups, batch, before))
+            run.rollouts.write(run.step, rollout_records(run, groups, batch, old_outputs))
         run.last_metrics = {**logged, **trained, **metrics.to_floats(synced)}
         run.done = check_early_stop(run, run.last_metrics)
         with clock("validation"):
@@ -59,18 +59,18 @@ async def train(run: Run) -> None:
 
 
 async def drain_if_due(run: Run, *, before: DrainBefore) -> None:
-    """Wait for the groups in flight if ``drain_before`` asks for it here. Then all tokens of a rollout have the same weight version."""
+    """Wait for the groups in flight if ``drain_before`` says so. Then all tokens of a rollout have the same weight version."""
     if run.options.drain_before == before:
         run.tracker.progress(f"finishing the groups in flight before {before}")
         await run.stream.drain()
 
 
-async def handle_end_of_tasks(run: Run, left_over_groups: int, begun: StreamState) -> None:
+async def handle_end_of_tasks(run: Run, left_over_groups: int, stream_state: StreamState) -> None:
     """Validate, save and log as after the last step, because no tasks are left. Raises TooFewTasks if no step was trained.
 
     The checkpoint stores the stream's state from before the leftover tasks were started, so that a run with more epochs trains on them.
     """
-    dropped = f"; {len(run.dropped)} groups were dropped:{_describe_drops(run)}" if run.dropped else ""
+    dropped = f"; {len(run.dropped)} groups were dropped:{describe_drops(run)}" if run.dropped else ""
     if run.step == 0:
         raise TooFewTasks(
             f"the tasks are used up and nothing was trained: {left_over_groups} groups are left, and one step needs "
@@ -81,10 +81,10 @@ async def handle_end_of_tasks(run: Run, left_over_groups: int, begun: StreamStat
         f"the tasks are used up after step {run.step}: {left_over_groups} groups left over are not trained on{dropped}"
     )
     run.done = True
-    known = any(name.startswith("validation/") for name in run.last_metrics)
-    validated = {} if known else await validate_if_due(run)
+    already_validated = any(name.startswith("validation/") for name in run.last_metrics)
+    validated = {} if already_validated else await validate_if_due(run)
     run.last_metrics = {**run.last_metrics, **validated}
     if run.saved_step < run.step:
-        save_if_due(run, begun)
+        save_if_due(run, stream_state)
     if validated:
         run.tracker.log(run.step, validated)

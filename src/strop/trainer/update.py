@@ -20,30 +20,30 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
     Returns the policy's outputs for the batch from before the first optimizer step, and metrics.
     """
     options, losses = run.options, run.algorithm.losses(run.step)
-    several = options.steps_per_batch * options.update_epochs > 1
-    before = await run.learners["policy"].score(batch) if several or "policy" not in losses else None
-    if isinstance(before, TokenOutputs):
-        batch = batch.with_column("policy_logprobs", before.logprobs)
+    multiple_steps = options.steps_per_batch * options.update_epochs > 1
+    old_outputs = await run.learners["policy"].score(batch) if multiple_steps or "policy" not in losses else None
+    if isinstance(old_outputs, TokenOutputs):
+        batch = batch.with_column("policy_logprobs", old_outputs.logprobs)
     logged: list[metrics.Metrics] = []
     steps = 0
     for _ in range(options.update_epochs):
-        for part in split_mini_batches(batch, options.steps_per_batch):
+        for mini_batch in split_mini_batches(batch, options.steps_per_batch):
             steps += 1
             run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
-            surveyed = await prepare_step(run, part.batch)
+            prepared = await prepare_step(run, mini_batch.batch)
             for name, loss in losses.items():
-                seen = replace(surveyed, zero_gradient=run.algorithm.zero_gradient(surveyed, name))
-                result = await run.learners[name].forward_backward(seen, loss)
+                inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
+                result = await run.learners[name].forward_backward(inputs, loss)
                 prefix = "" if name == "policy" else f"{name}_"
-                measured = {**result.metrics, **await run.learners[name].step()}
-                logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in measured.items()})
-                if name == "policy" and before is None:
-                    before = result.outputs
-    assert before is not None
+                step_metrics = {**result.metrics, **await run.learners[name].step()}
+                logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in step_metrics.items()})
+                if name == "policy" and old_outputs is None:
+                    old_outputs = result.outputs
+    assert old_outputs is not None
     trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
     recorded = bool(run.algorithm.recorded_data)
-    described = {**batch_metrics(batch, before, recorded=recorded), **check_mismatch(run, batch, before)}
-    return before, {**trained, **run.algorithm.report(batch), **described}
+    measured = {**batch_metrics(batch, old_outputs, recorded=recorded), **check_mismatch(run, batch, old_outputs)}
+    return old_outputs, {**trained, **run.algorithm.report(batch), **measured}
 
 
 def check_mismatch(run: Run, batch: Batch, old_outputs: Outputs) -> dict[str, float]:

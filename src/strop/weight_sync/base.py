@@ -44,7 +44,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -56,7 +56,7 @@ class Manifest:
 
     @cached_property
     def nbytes(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
@@ -66,7 +66,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """LoRA adapters in PEFT's format, small enough to be sent whole."""
+    """LoRA adapters in PEFT's format, small enough to be sent in one message."""
 
     weights: bytes  # adapter_model.safetensors
     config: str  # adapter_config.json
@@ -132,7 +132,7 @@ class TensorFingerprint:
     """The fingerprint of one tensor, or of one process's shard of it, in the memory that an engine computes with."""
 
     value: int
-    region: tuple[int, int, int, int]  # first row, rows, first column, columns in the whole tensor; equal regions are replicas
+    region: tuple[int, int, int, int]  # first row, rows, first column, columns in the full tensor; equal regions are replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class CanarySample:
     tokens: Tensor  # [L] int64
     logprobs: Tensor  # [L] float32
     cached: int  # number of prompt tokens found in the prefix cache
-    kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; None unless ``sampling.records``
+    kept: Tensor | None = None  # [L, K] int32, ids that each token was sampled from; with ``records_sampling_mask``
 
 
 class UpdatableEngine(Protocol):

@@ -26,14 +26,9 @@ from strop.weight_sync.weight_source import (
 )
 
 MakeSender = Callable[[int], Sender]
-
-
 """Create a sender for a number of receivers."""
 
-
 TransferContent = Literal["weights", "last", "base"]
-
-
 """The learner's current weights, those of the last publish again, or the base weights of LoRA adapters."""
 
 
@@ -110,8 +105,16 @@ class BlockingExporter:
         adapters: AdapterSource | None = None,
         is_sender: bool = True,
     ) -> None:
-        """``dtype``: the data type of the engines' weights. ``keep_snapshot``: keep a copy of the last publish, for engines that restart
-        after the learner has moved on. ``is_sender`` False: another rank sends; this one only takes part in gathering."""
+        """Create an exporter.
+
+        Args:
+            weights: Returns the learner's current weights.
+            make_sender: Creates a sender for a number of receivers.
+            dtype: Data type of the engines' weights.
+            keep_snapshot: Keep a copy of the last publish, for engines that restart after the learner has moved on.
+            adapters: The LoRA adapters of a learner that trains only adapters.
+            is_sender: False: another rank sends, and this one only takes part in gathering.
+        """
         self.make_sender = make_sender
         self.is_sender = is_sender
         self.keep_snapshot = keep_snapshot
@@ -132,14 +135,14 @@ class BlockingExporter:
         if content == "base":
             assert self._adapters is not None
             return remove_tied(self._adapters.base_weights())
-        found = remove_tied(self._weights())
-        ordered = tuple(move_large_to_middle(found.weights))
+        untied = remove_tied(self._weights())
+        ordered = tuple(move_large_to_middle(untied.weights))
         if self._snapshot is None:
-            return UntiedWeights(ordered, found.aliases)
+            return UntiedWeights(ordered, untied.aliases)
         if self.is_sender:
-            return UntiedWeights(tuple(self._snapshot.update(ordered, self._dtype)), found.aliases)
+            return UntiedWeights(tuple(self._snapshot.update(ordered, self._dtype)), untied.aliases)
         _gather_all(ordered)
-        return UntiedWeights((), found.aliases)
+        return UntiedWeights((), untied.aliases)
 
     def _manifest(self) -> Manifest:
         return build_manifest(((weight.name, weight.spec) for weight in self._prepared.weights), self._dtype)
@@ -240,14 +243,14 @@ def read_adapter_files(folder: Path) -> AdapterFiles:
 
 
 def fingerprint_adapters(layers: Iterable[tuple[LoraLayer, Tensor, Tensor]], dtype: torch.dtype) -> Mapping[str, int]:
-    """Return fingerprints of adapters, given as (layer, whole A, whole B), by ``<layer>.A`` and ``<layer>.B``.
+    """Return fingerprints of adapters, given as (layer, full A, full B), by ``<layer>.A`` and ``<layer>.B``.
 
     B is multiplied by the scale, as engines store it.
     """
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for layer, down, up in layers:
         up = up.detach().to(dtype)
         up = up if layer.scale == 1 else up * layer.scale
         for side, matrix in (("A", down.detach().to(dtype)), ("B", up)):
-            found[f"{layer.name}.{side}"] = fingerprint(normalize_zeros(matrix))
-    return found
+            result[f"{layer.name}.{side}"] = fingerprint(normalize_zeros(matrix))
+    return result

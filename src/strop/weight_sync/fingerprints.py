@@ -5,7 +5,7 @@ element per row, a scalar is one row). With a coefficient for each global row an
 
     F = sum over i, k of a(i) b(k) byte(i, k)   modulo 2^64,   bytes from -128 to 127.
 
-The fingerprints of shards (rows, columns, or both) add up to that of the whole tensor, if each is computed with its offsets. All
+The fingerprints of shards (rows, columns, or both) add up to that of the full tensor, if each is computed with its offsets. All
 coefficients are odd and pseudo-random: a single changed byte always changes F, and any other change goes undetected with a probability of
 about 2^-56. F is a sum of integers, so it does not depend on device, number of threads or order of addition. It is not a cryptographic
 signature: anyone who knows the coefficients can forge one.
@@ -49,7 +49,7 @@ def normalize_zeros(tensor: Tensor) -> Tensor:
 
 
 def combine_fingerprints(parts: Iterable[int]) -> int:
-    """Return the fingerprint of a whole tensor from those of its shards, each computed with its offsets."""
+    """Return the fingerprint of a full tensor from those of its shards, each computed with its offsets."""
     return sum(parts) % MODULUS
 
 
@@ -67,15 +67,15 @@ def _byte_table(tensor: Tensor) -> Tensor:
 
 def _fingerprint_table(table: Tensor, rows: int, start: int) -> int:
     """Return the fingerprint of bytes [R, K]; the first one has the global index (rows, start)."""
-    by_matrix_product = table.device.type == "cpu" and table.shape[1] >= _MIN_MATMUL_COLUMNS and _has_exact_int8_matmul()
+    use_matmul = table.device.type == "cpu" and table.shape[1] >= _MIN_MATMUL_COLUMNS and _has_exact_int8_matmul()
     step = min(_MAX_ROWS, max(1, (_CUDA_CHUNK if table.is_cuda else _CHUNK) // max(1, table.shape[1])))
-    if by_matrix_product and table.is_contiguous():
+    if use_matmul and table.is_contiguous():
         step = max(step, 4096)  # no copy is made here: only eight sums per row need memory
     total = 0
     for top in range(0, table.shape[0], step):
         part = table[top : top + step]
         coefficients = _row_coefficients(rows + top, len(part), table.device)
-        total += _sum_by_matmul(part, start, coefficients) if by_matrix_product else _sum_by_definition(part, start, coefficients)
+        total += _sum_by_matmul(part, start, coefficients) if use_matmul else _sum_by_definition(part, start, coefficients)
     return total
 
 
@@ -89,7 +89,7 @@ def _sum_by_matmul(part: Tensor, start: int, coefficients: Tensor) -> int:
     """Compute the same by an int8 matrix product with the digits of b, which reads the bytes in place at memory bandwidth."""
     sums = torch._int_mm(part.contiguous(), _column_digits(start, part.shape[1]))  # [R, digits] int32, exact
     digits: list[int] = torch.mv(sums.long().t(), coefficients).tolist()
-    return sum(value << 8 * place for place, value in enumerate(digits))
+    return sum(value << 8 * index for index, value in enumerate(digits))
 
 
 @lru_cache(maxsize=1)
@@ -108,10 +108,10 @@ def _has_exact_int8_matmul() -> bool:
 
 def _splitmix64(index: Tensor, seed: int) -> Tensor:
     """Return splitmix64 of each index, in wrapping int64 arithmetic."""
-    found = (index + seed) * -7046029254386353131
-    found = (found ^ _shift_right(found, 30)) * -4658895280553007687
-    found = (found ^ _shift_right(found, 27)) * -7723592293110705685
-    return found ^ _shift_right(found, 31)
+    mixed = (index + seed) * -7046029254386353131
+    mixed = (mixed ^ _shift_right(mixed, 30)) * -4658895280553007687
+    mixed = (mixed ^ _shift_right(mixed, 27)) * -7723592293110705685
+    return mixed ^ _shift_right(mixed, 31)
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:

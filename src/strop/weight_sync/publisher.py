@@ -25,12 +25,12 @@ from strop.weight_sync.verification import (
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
+    """How to publish and verify weights."""
+
     separate_devices: bool = False  # engines have their own devices, and keep sampling while the learner trains
     in_flight: bool = False  # running requests are suspended, and continue with the new weights
     recompute: bool = False  # with in_flight: suspended requests recompute their keys and values
-    async_training: bool = (
-        False  # the learner trains while engines sample; a restarted engine gets the weights of the last publish
-    )
+    async_training: bool = False  # the learner trains while engines sample; a restarted engine gets the last published weights
     adapters: bool = False  # send only LoRA adapters, over base weights that are sent once
     proof: VerificationSchedule = field(default_factory=VerificationSchedule)
     attempts: int = 4  # per publish; dead engines are restarted before each
@@ -40,12 +40,12 @@ class PublishOptions:
 class _PublishStats:
     """Cost of one publish, and how much of it was verified."""
 
-    send_seconds: float = 0.0  # seconds
-    verify_seconds: float = 0.0  # seconds
-    bytes_sent: int = 0  # bytes sent, to all engines
-    read_back: int = 0  # tensors
-    unread: int = 0  # tensors
-    canary: float | None = None  # mean difference, in nats
+    send_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    bytes_sent: int = 0  # to all engines together
+    read_back: int = 0  # tensors verified by reading them back
+    unread: int = 0  # tensors that cannot be read back
+    canary: float | None = None  # mean absolute difference of log-probabilities, in nats
 
     def __str__(self) -> str:
         canary = "" if self.canary is None else f", and the canary differs by {self.canary:.2g} nats"
@@ -54,7 +54,7 @@ class _PublishStats:
         )
 
     def to_metrics(self, total: float) -> dict[str, metrics.Metric]:
-        found = {
+        values = {
             "weights/publish_seconds": total,
             "weights/send_seconds": self.send_seconds,
             "weights/proof_seconds": self.verify_seconds,
@@ -63,8 +63,8 @@ class _PublishStats:
             "weights/tensors_not_read_back": float(self.unread),
         }
         if self.canary is not None:
-            found["weights/canary_error"] = self.canary
-        return {name: metrics.total(value) for name, value in found.items()}
+            values["weights/canary_error"] = self.canary
+        return {name: metrics.total(value) for name, value in values.items()}
 
 
 class WeightPublisher:
@@ -81,8 +81,17 @@ class WeightPublisher:
         drop_engine: Callable[[UpdatableEngine], bool] = lambda engine: False,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``exporter`` is the learner's end. ``on_published`` is called with each version that all engines hold. ``drop_engine`` drops an
-        engine that cannot be restarted, and returns False if that is not allowed. ``note`` logs a line for the user."""
+        """Create a publisher.
+
+        Args:
+            exporter: The learner's end.
+            engines: The engines to publish to.
+            options: How to publish and verify.
+            canary: Compares log-probabilities of engine and learner; None: no such check.
+            on_published: Called with each version that all engines hold.
+            drop_engine: Drops an engine that cannot be restarted; returns False if that is not allowed.
+            note: Logs a line for the user.
+        """
         self.engines = tuple(engines)
         self._drop_engine = drop_engine
         self.options = options
@@ -116,8 +125,8 @@ class WeightPublisher:
         async with self._lock:
             if self._verification_error is not None:  # verification failed for a restarted engine, and so did its requests
                 raise self._verification_error
-            tally = await self._publish_with_retries(version)
-        return tally.to_metrics(time.perf_counter() - started)
+            stats = await self._publish_with_retries(version)
+        return stats.to_metrics(time.perf_counter() - started)
 
     async def _publish_with_retries(self, version: int) -> _PublishStats:
         """Publish, and retry if an engine dies."""
@@ -136,15 +145,15 @@ class WeightPublisher:
             for engine in self.engines:
                 await engine.wake()
             self._asleep = False  # only after all are awake: if one dies here, the retry must still wake the others
-        tally = _PublishStats()
-        await self._deliver(self.engines, version, tally, verify=self.options.proof.is_due(self.publishes))
+        stats = _PublishStats()
+        await self._deliver(self.engines, version, stats, verify=self.options.proof.is_due(self.publishes))
         await asyncio.gather(*(engine.resume(version) for engine in self.engines))
         self.version = version
         if self.publishes == 0:
-            self._note(f"weights: version {version} is in {', '.join(engine.name for engine in self.engines)}: {tally}")
+            self._note(f"weights: version {version} is in {', '.join(engine.name for engine in self.engines)}: {stats}")
         self.publishes += 1
         self._on_published(version)
-        return tally
+        return stats
 
     async def _restart_dead_engines(self) -> None:
         """Restart dead engines, and drop those that cannot be restarted. Raises EngineLost if dropping is not allowed."""
@@ -182,72 +191,70 @@ class WeightPublisher:
             await engine.start()
 
     async def _deliver(
-        self, engines: Sequence[UpdatableEngine], version: int, tally: _PublishStats, *, verify: bool, resend: bool = False
+        self, engines: Sequence[UpdatableEngine], version: int, stats: _PublishStats, *, verify: bool, resend: bool = False
     ) -> None:
         """Send the weights or adapters to ``engines`` and verify them. ``resend``: send those of the last publish."""
         if self.options.adapters:
-            await self._send_adapters(engines, version, tally, resend=resend)
+            await self._send_adapters(engines, version, stats, resend=resend)
         else:
-            await self._send_weights(engines, version, tally, verify=verify, content="last" if resend else "weights")
+            await self._send_weights(engines, version, stats, verify=verify, content="last" if resend else "weights")
         if self.options.in_flight:  # before the canary, since sampling it also resumes the suspended requests
             for engine in engines:
                 await engine.reset_prefix_cache(running=self.options.recompute)
-        silent = (
-            resend and self.options.async_training
-        )  # the learner no longer has the weights of the last publish to compare with
-        if verify and self._canary is not None and not silent:
+        # With async training the learner no longer has the weights of the last publish to compare with.
+        skip_canary = resend and self.options.async_training
+        if verify and self._canary is not None and not skip_canary:
             started = time.perf_counter()
             with waiting("weight sync", on="canary samples", kind="weight_sync"):
                 reports = [await self._canary.check(engine) for engine in engines]
-            tally.canary = max(report.mean for report in reports)
-            tally.verify_seconds += time.perf_counter() - started
+            stats.canary = max(report.mean for report in reports)
+            stats.verify_seconds += time.perf_counter() - started
 
     async def _send_adapters(
-        self, engines: Sequence[UpdatableEngine], version: int, tally: _PublishStats, *, resend: bool
+        self, engines: Sequence[UpdatableEngine], version: int, stats: _PublishStats, *, resend: bool
     ) -> None:
-        bare = [engine for engine in engines if id(engine) not in self._with_base]
-        if bare:
-            await self._send_weights(bare, version, tally, verify=True, content="base")
-            self._with_base |= {id(engine) for engine in bare}
+        without_base = [engine for engine in engines if id(engine) not in self._with_base]
+        if without_base:
+            await self._send_weights(without_base, version, stats, verify=True, content="base")
+            self._with_base |= {id(engine) for engine in without_base}
         started = time.perf_counter()
         adapters = await self.exporter.export_adapters(resend=resend)
         for engine in engines:
             receipt = await engine.load_adapter(adapters.files, version)
             verify_version(engine.name, receipt, version)
             verify_arrival(engine.name, adapters.fingerprints, receipt)
-        tally.bytes_sent += len(adapters.files.weights) * len(engines)
-        tally.send_seconds += time.perf_counter() - started
+        stats.bytes_sent += len(adapters.files.weights) * len(engines)
+        stats.send_seconds += time.perf_counter() - started
 
     async def _send_weights(
-        self, engines: Sequence[UpdatableEngine], version: int, tally: _PublishStats, *, verify: bool, content: TransferContent
+        self, engines: Sequence[UpdatableEngine], version: int, stats: _PublishStats, *, verify: bool, content: TransferContent
     ) -> None:
         started = time.perf_counter()
-        shipment = await self.exporter.prepare(content)
+        plan = await self.exporter.prepare(content)
         names = ", ".join(engine.name for engine in engines)
         with waiting("weight sync", on=f"{names} to take version {version}", kind="weight_sync"):
-            marks, receipts = await self.channel.transfer(engines, version, shipment.manifest, read_back=verify)
-        tally.send_seconds += time.perf_counter() - started
-        tally.bytes_sent += shipment.manifest.nbytes * len(engines)
+            fingerprints, receipts = await self.channel.transfer(engines, version, plan.manifest, read_back=verify)
+        stats.send_seconds += time.perf_counter() - started
+        stats.bytes_sent += plan.manifest.nbytes * len(engines)
         for engine, receipt in zip(engines, receipts, strict=True):
             verify_version(engine.name, receipt, version)
-            verify_arrival(engine.name, marks.sent, receipt)
+            verify_arrival(engine.name, fingerprints.sent, receipt)
         if verify:
             started = time.perf_counter()
             for engine in engines:
                 report = verify_fingerprints(
-                    engine.name, marks.read_back, shipment.aliases, await engine.read_back_fingerprints()
+                    engine.name, fingerprints.read_back, plan.aliases, await engine.read_back_fingerprints()
                 )
-                tally.read_back, tally.unread = report.verified, len(report.unread)
+                stats.read_back, stats.unread = report.verified, len(report.unread)
                 self._report_unread(engine, report.unread, report.verified)
-            tally.verify_seconds += time.perf_counter() - started
+            stats.verify_seconds += time.perf_counter() - started
 
     def _report_unread(self, engine: UpdatableEngine, unread: Sequence[str], verified: int) -> None:
         if unread and not self._reported_unread:
             self._reported_unread = True
             self._note(
-                f"weights: {verified} of {verified + len(unread)} tensors are verified by reading them back "
-                f"from {engine.name}; the others, "
-                f"such as {unread[0]}, by their arrival and by the canary"
+                f"weights: {verified} of {verified + len(unread)} tensors are verified by reading them back from "
+                f"{engine.name}; the others, such as {unread[0]}, by their arrival and by the canary"
             )
 
     async def close(self) -> None:

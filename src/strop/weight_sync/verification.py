@@ -47,14 +47,14 @@ def verify_version(name: str, receipt: LoadReceipt, version: int) -> None:
 
 def verify_arrival(name: str, sent: Mapping[str, int], receipt: LoadReceipt) -> None:
     """Raises VerificationFailed unless every process of the engine received every tensor as it was sent."""
-    for tensor, mark in sent.items():
+    for tensor, expected in sent.items():
         arrived = receipt.fingerprints.get(tensor, ())
         if not arrived:
             raise VerificationFailed(f"{name} did not load {tensor}, which was sent")
-        for place, found in enumerate(arrived):
-            if found != mark:
+        for process, value in enumerate(arrived):
+            if value != expected:
                 raise VerificationFailed(
-                    f"{name}: {tensor} did not arrive as it was sent, in its process {place}{_describe_origin(found, sent)}"
+                    f"{name}: {tensor} did not arrive as it was sent, in its process {process}{_describe_origin(value, sent)}"
                 )
 
 
@@ -74,30 +74,29 @@ def verify_fingerprints(
     ``sent`` are the fingerprints of the sent tensors with -0.0 replaced by 0.0. ``aliases`` maps the names of tied tensors to the names
     that they were sent under. Raises VerificationFailed.
     """
-    proven: set[str] = set()
-    for tensor, parts in held.items():
+    verified: set[str] = set()
+    for tensor, shards in held.items():
         source = aliases.get(tensor, tensor)
         if source not in sent:
             continue
-        whole = combine_fingerprints({part.region: part.value for part in parts}.values())
-        if not _replicas_agree(parts) or whole != sent[source]:
+        combined = combine_fingerprints({shard.region: shard.value for shard in shards}.values())
+        if not _replicas_agree(shards) or combined != sent[source]:
             tied = f" (tied to {source})" if source != tensor else ""
             raise VerificationFailed(
-                f"{name} does not compute with the {tensor}{tied} that was sent{_describe_origin(whole, sent)}: "
-                f"the update did not reach the "
-                "layer, or its processes differ"
+                f"{name} does not compute with the {tensor}{tied} that was sent{_describe_origin(combined, sent)}: "
+                "the update did not reach the layer, or its processes differ"
             )
-        proven.add(source)
-    return ReadBackReport(len(proven), tuple(sorted(sent.keys() - proven)))
+        verified.add(source)
+    return ReadBackReport(len(verified), tuple(sorted(sent.keys() - verified)))
 
 
-def _replicas_agree(parts: Sequence[TensorFingerprint]) -> bool:
+def _replicas_agree(shards: Sequence[TensorFingerprint]) -> bool:
     """Whether all processes that hold the same region have the same fingerprint."""
-    return len({part.region for part in parts}) == len(set(parts))
+    return len({shard.region for shard in shards}) == len(set(shards))
 
 
-def _describe_origin(found: int, sent: Mapping[str, int]) -> str:
-    others = [name for name, mark in sent.items() if mark == found]
+def _describe_origin(value: int, sent: Mapping[str, int]) -> str:
+    others = [name for name, expected in sent.items() if expected == value]
     return f"; it has the values of {others[0]}" if others else ""
 
 
@@ -127,17 +126,19 @@ class Canary:
 
         The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights were kept.
         """
-        answers = []
-        for place, prompt in enumerate(self.prompts):
-            answer = await engine.sample_canary(prompt, sampling=self.sampling, seed=mix_seed(self.seed, place))
-            if answer.cached:
+        samples = []
+        for index, prompt in enumerate(self.prompts):
+            sample = await engine.sample_canary(prompt, sampling=self.sampling, seed=mix_seed(self.seed, index))
+            if sample.cached:
                 raise VerificationFailed(
-                    f"{engine.name} found {answer.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
+                    f"{engine.name} found {sample.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
                     "computed with older weights"
                 )
-            answers.append(answer)
-        learner = await self.score(self.prompts, answers)
-        differences = torch.cat([(mine - its.logprobs).abs() for mine, its in zip(learner, answers, strict=True)])
+            samples.append(sample)
+        learner_logprobs = await self.score(self.prompts, samples)
+        differences = torch.cat(
+            [(logprobs - other.logprobs).abs() for logprobs, other in zip(learner_logprobs, samples, strict=True)]
+        )
         report = CanaryReport(float(differences.mean()), float(differences.max()), len(differences))
         if not report.mean <= self.tolerance:
             raise VerificationFailed(

@@ -18,7 +18,7 @@ class Weight:
 
     name: str  # canonical
     spec: Tensor  # has its global shape and data type; may be on the meta device
-    gather: Callable[[], Tensor]  # returns the whole tensor; a collective of all ranks if it is sharded
+    gather: Callable[[], Tensor]  # returns the full tensor; a collective of all ranks if it is sharded
     storage_key: tuple[int, ...]  # equal for tied weights
 
 
@@ -44,15 +44,15 @@ class UntiedWeights:
 
 def remove_tied(weights: Iterable[Weight]) -> UntiedWeights:
     first: dict[tuple[int, ...], str] = {}
-    kept: list[Weight] = []
+    untied: list[Weight] = []
     aliases: dict[str, str] = {}
     for weight in weights:
         if weight.spec.numel() and weight.storage_key in first:
             aliases[weight.name] = first[weight.storage_key]
             continue
         first[weight.storage_key] = weight.name
-        kept.append(weight)
-    return UntiedWeights(tuple(kept), aliases)
+        untied.append(weight)
+    return UntiedWeights(tuple(untied), aliases)
 
 
 @dataclass
@@ -67,10 +67,10 @@ class OutgoingWeights:
     num_gathered: int = 0  # number of weights gathered so far
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        types = {entry.name: entry.dtype for entry in self.manifest.entries}
+        dtypes = {entry.name: entry.dtype for entry in self.manifest.entries}
         for weight in self.weights:
             self.num_gathered += 1
-            cast = weight.gather().detach().to(types[weight.name])
+            cast = weight.gather().detach().to(dtypes[weight.name])
             self.sent_fingerprints[weight.name] = fingerprint(cast)
             if self.read_back:
                 self.read_back_fingerprints[weight.name] = fingerprint(normalize_zeros(cast))
@@ -87,8 +87,8 @@ class WeightSnapshot:
     def update(self, weights: Sequence[Weight], dtype: torch.dtype) -> list[Weight]:
         """Copy ``weights`` into the snapshot, reusing its memory, in the data types they are sent in. Return the copies."""
         for weight in weights:
-            wanted = dtype if weight.spec.is_floating_point() else weight.spec.dtype
+            sent_dtype = dtype if weight.spec.is_floating_point() else weight.spec.dtype
             if weight.name not in self._tensors:
-                self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=wanted, device="cpu")
+                self._tensors[weight.name] = torch.empty(weight.spec.shape, dtype=sent_dtype, device="cpu")
             self._tensors[weight.name].copy_(weight.gather())
         return local_weights(self._tensors.items())

@@ -137,7 +137,7 @@ def test_advantages_are_whitened_over_counted_tokens_and_returns_are_not() -> No
     assert float(counted.mean()) == pytest.approx(0, abs=1e-6)
     assert float(counted.std(correction=0)) == pytest.approx(1, abs=1e-5)
     assert torch.equal(Gae().returns(batch), Gae(whiten=False).returns(batch))
-    other = batch.with_column(VALUES, batch.extra(VALUES).where(batch.mask > 0, torch.tensor(1e6)))
+    other = batch.with_column(VALUES, batch.column(VALUES).where(batch.mask > 0, torch.tensor(1e6)))
     assert torch.equal(Gae().token_advantages(other)[batch.mask > 0], Gae().token_advantages(batch)[batch.mask > 0])
 
 

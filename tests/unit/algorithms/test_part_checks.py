@@ -10,9 +10,9 @@ from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
 from strop.algorithms.policy_gradient.advantages.remax import GreedyBaseline
 from strop.algorithms.policy_gradient.base import PolicyGradient
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
-from strop.algorithms.policy_gradient.objectives.clip import Clip
 from strop.algorithms.policy_gradient.objectives.dppo import DivergenceMask
 from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 from strop.algorithms.policy_gradient.objectives.kl_cov import CovarianceKl

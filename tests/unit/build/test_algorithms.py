@@ -22,12 +22,12 @@ from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import ReinforcePP
 from strop.algorithms.policy_gradient.advantages.rloo import LeaveOneOut
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.corrections.icepop import Icepop
 from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.algorithms.policy_gradient.corrections.sequence_mask import SequenceMaskTis
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.cispo import ClippedWeight
-from strop.algorithms.policy_gradient.objectives.clip import Clip
 from strop.algorithms.policy_gradient.objectives.gspo import GSPO, SequenceClip
 from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.algorithms.policy_gradient.top_entropy import TopEntropy

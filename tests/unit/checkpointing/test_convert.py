@@ -21,7 +21,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from support.models import build
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "converters" / "convert_dcp_to_hf.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "converters" / "convert_dcp_to_hf.py"
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def all_parts(division: BatchPartition) -> list[tuple[int, ...]]:
 
 def with_idle(batch: Batch, seed: int) -> Batch:
     chosen = torch.rand(batch.num_sequences, generator=torch.Generator().manual_seed(seed)) < 0.4
-    return replace(batch, idle=chosen) if seed else batch
+    return replace(batch, zero_gradient=chosen) if seed else batch
 
 
 @settings(max_examples=60, deadline=None)

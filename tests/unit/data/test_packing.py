@@ -138,7 +138,7 @@ def test_idle_groups_are_read_apart_from_those_with_a_gradient() -> None:
     from dataclasses import replace
 
     batch = pack(simple_groups((4, (3, 3)), (4, (3, 3)), (4, (2,))), grpo())
-    batch = replace(batch, idle=torch.tensor([False, False, True, True, True]))
+    batch = replace(batch, zero_gradient=torch.tensor([False, False, True, True, True]))
     parts = split_micro_batches(batch, 1000)
     assert len(parts) == 2
     assert [part.batch.zero_gradient.tolist() for part in parts if part.batch.zero_gradient is not None] == [

@@ -53,7 +53,7 @@ def survey(*nodes: NodeReport, **changes: Any) -> ClusterSurvey:
         "nodes": nodes,
         "devices": 8,
         "on_cpu": True,
-        "written": {FOLDER: frozenset(range(len(nodes)))},
+        "visible_files": {FOLDER: frozenset(range(len(nodes)))},
         "folder_keys": {FOLDER: "checkpointing.checkpoint_dir"},
     }
     return ClusterSurvey(**settings | changes)
@@ -101,13 +101,13 @@ def test_a_folder_that_is_not_shared_names_its_key_and_the_node() -> None:
 
 def test_a_folder_that_a_node_only_reads_is_a_problem() -> None:
     other = node(1, facts(folders={FOLDER: FolderStatus(True, "", 100.0, "Read-only file system")}))
-    finding = only(find_problems(survey(node(0), other, written={FOLDER: frozenset({0})})))
+    finding = only(find_problems(survey(node(0), other, visible_files={FOLDER: frozenset({0})})))
     assert "the driver does not see the files that it writes there (Read-only file system)" in finding.problem
 
 
 def test_a_folder_that_the_driver_cannot_write_is_one_problem() -> None:
     nodes = [node(number, facts(folders={})) for number in range(3)]
-    finding = only(find_problems(survey(*nodes, unwritable={FOLDER: "Permission denied"}, written={})))
+    finding = only(find_problems(survey(*nodes, unwritable={FOLDER: "Permission denied"}, visible_files={})))
     assert finding.where == "checkpointing.checkpoint_dir" and "Permission denied" in finding.problem
 
 

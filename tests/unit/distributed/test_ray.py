@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.cluster.things import AsyncThing, Thing
+from tests.unit.distributed.things import AsyncThing, Thing
 
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
@@ -38,7 +38,7 @@ class Room:
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     room = Room(tmp_path_factory.mktemp("workers"))
     yield room
-    processes = [room.thing(n).process for n in (90, 91)]
+    processes = [room.thing(n).pid for n in (90, 91)]
     room.run(room.cluster.close())
     assert not any(is_process_alive(process) for process in processes), "a closed cluster leaves no process behind"
 
@@ -46,7 +46,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
 def test_an_object_answers_from_a_process_of_its_own_with_its_environment(room: Room) -> None:
     thing = room.thing(5, environment={"GREETING": "good day"})
     assert room.run(thing.call("add", 3)) == 8
-    assert room.run(thing.call("process")) == thing.process and is_process_alive(thing.process)
+    assert room.run(thing.call("process")) == thing.pid and is_process_alive(thing.pid)
     assert room.run(thing.call("environment", "GREETING")) == "good day"
 
 
@@ -116,7 +116,7 @@ def test_a_group_that_loses_a_member_ends_and_names_it(room: Room) -> None:
 
     with pytest.raises(ActorGroupDied, match="thing-21"):
         room.run(lose())
-    assert not any(is_process_alive(member.process) for member in members), "the others would have waited for ever"
+    assert not any(is_process_alive(member.pid) for member in members), "the others would have waited for ever"
     with pytest.raises(ActorGroupDied):
         room.run(group.call_all("add", 1))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.unit.cluster.things import Thing
+from tests.unit.distributed.things import Thing
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 

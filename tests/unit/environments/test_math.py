@@ -125,7 +125,7 @@ from strop.environments.sandbox.scoring_pool import get_scoring_pool
 pool = get_scoring_pool(2)
 async def main():
     a = pool.call("math_verify", 60.0, reference="2x", answer="\\\\boxed{x+x}")
-    print((await a).value, pool._idle.queue[0].pid, flush=True)
+    print((await a).value, pool._idle_workers.queue[0].pid, flush=True)
     if END == "kill":
         asyncio.ensure_future(pool.call("math_verify", 2.0, reference="2x", answer="\\\\boxed{9^{9^{9^{9^9}}}}"))
         await asyncio.sleep(0.3)

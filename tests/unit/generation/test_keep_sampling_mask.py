@@ -59,7 +59,7 @@ def batch_of(found: Sequence[tuple[list[int], Completion]]) -> Batch:
 
 
 def without_sets(batch: Batch) -> Batch:
-    return replace(batch, extras={name: column for name, column in batch.columns.items() if name != KEPT_TOKENS})
+    return replace(batch, columns={name: column for name, column in batch.columns.items() if name != KEPT_TOKENS})
 
 
 def score(network: Network, batch: Batch, sampling: Sampling) -> TokenOutputs:

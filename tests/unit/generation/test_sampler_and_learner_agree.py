@@ -24,6 +24,8 @@ from support.models import FAMILIES, VOCABULARY, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
 SAMPLINGS = {

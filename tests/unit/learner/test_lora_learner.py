@@ -33,6 +33,8 @@ from support.lora import build_with_adapters, copy_base_weights, copy_weights, w
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(temperature=0.8)
 EXACT = 1e-9
 SCHEDULE = ({"name": "cosine", "kwargs": {"warmup_steps": 2, "total_steps": 8}},)

@@ -35,6 +35,8 @@ from support.algorithms import grpo
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-9
 OPTIONS: dict[str, dict[str, Any]] = {
     "token_mean": {},
@@ -229,7 +231,7 @@ def test_reading_idle_rollouts_without_a_backward_pass_changes_nothing(
     algorithm = grpo(**options)
     batch = bench.batch(groups, algorithm)
     wanted, result = bench.gradient(batch, algorithm, budget=budget)
-    found, other = bench.gradient(replace(batch, idle=algorithm.zero_gradient(batch)), algorithm, budget=budget)
+    found, other = bench.gradient(replace(batch, zero_gradient=algorithm.zero_gradient(batch)), algorithm, budget=budget)
     assert largest_difference(found, wanted) < EXACT
     assert torch.allclose(other.outputs.logprobs, result.outputs.logprobs, atol=1e-6)
     for name, metric in result.metrics.items():
@@ -243,7 +245,7 @@ def test_a_batch_that_is_all_idle_has_a_gradient_of_zero_and_still_steps_the_opt
     ]
     algorithm = grpo()
     batch = bench.batch(groups, algorithm)
-    found, result = bench.gradient(replace(batch, idle=algorithm.zero_gradient(batch)), algorithm)
+    found, result = bench.gradient(replace(batch, zero_gradient=algorithm.zero_gradient(batch)), algorithm)
     assert all(float(tensor.abs().max()) == 0 for tensor in found.values())
     assert all(parameter.grad is not None for parameter in bench.model.parameters())
     assert result.metrics["loss"].value == 0

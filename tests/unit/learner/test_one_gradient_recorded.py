@@ -40,6 +40,8 @@ from support.models import build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier, pair_shapes, recorded_group
 from support.rollouts import GroupShape, make_groups, with_columns
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-9
 ALGORITHMS: dict[str, Algorithm] = {
     "sft": SFT(),
@@ -102,7 +104,11 @@ class Bench:
         columns = [with_columns(batch, outputs.logprobs) for batch in (shared, alone)]
         prepared = [algorithm.prepare_step(algorithm.token_credit(batch), outputs) for batch in columns]
         return dict(
-            zip(("shared", "alone"), (replace(batch, idle=algorithm.zero_gradient(batch)) for batch in prepared), strict=True)
+            zip(
+                ("shared", "alone"),
+                (replace(batch, zero_gradient=algorithm.zero_gradient(batch)) for batch in prepared),
+                strict=True,
+            )
         )
 
     def outputs(self, batch: Batch, algorithm: Algorithm) -> TokenOutputs:

@@ -30,6 +30,8 @@ from strop.sampling import Sampling
 from support.models import build
 from support.recorded import build_classifier, make_learner, random_groups, train_steps
 
+pytestmark = pytest.mark.slow
+
 PAIRS = random_groups(8)
 
 

@@ -72,7 +72,9 @@ def loaded_by(module: str) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["base", "console", "jsonl", "plot", "tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    "module", ["trackers.base", "console.console", "trackers.jsonl", "plot", "trackers.tensorboard", "trackers.wandb"]
+)
 def test_importing_a_tracker_loads_no_heavy_library(module: str) -> None:
     heavy = {"torch", "numpy", "rich", "tensorboard", "wandb", "matplotlib", "pyarrow"}
     assert loaded_by(f"strop.monitoring.{module}") & heavy == set()

@@ -104,7 +104,7 @@ def assert_the_oldest_feasible_group_is_chosen(moment):
         rest = [group.version for group in groups if group is not gone]
         return can_all_be_trained(rest, now=now, taken=taken + 1, per_step=windowed.groups_per_step, k=windowed.max_staleness)
 
-    allowed = [group for group in oldest if group.finished is not None and feasible(group)]
+    allowed = [group for group in oldest if group.finish_rank is not None and feasible(group)]
     assert windowed.choose(groups, now=now, taken=taken) is (allowed[0] if allowed else None)
     assert feasible(oldest[0]), "the oldest may always go: nothing is stuck"
 

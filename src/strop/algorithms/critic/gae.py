@@ -42,9 +42,9 @@ class Gae(Advantage):
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lambda_policy", "lambda_value"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}; it discounts the credit of later tokens and must lie in [0, 1]")
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; it discounts the credit of later tokens and must lie in [0, 1]")
         if self.length_adaptive_alpha < 0:
             raise ValueError(f"length_adaptive_alpha is {self.length_adaptive_alpha}; set it above 0, or to 0 for a fixed lambda")
 
@@ -59,9 +59,9 @@ class Gae(Advantage):
 
     def returns(self, batch: Batch) -> Tensor:
         """Compute the critic's targets, [N] float32, from the same columns."""
-        share = self.lambda_policy if self.lambda_value is None else self.lambda_value
-        same = torch.full((len(batch.target),), share, dtype=torch.float64)
-        return (batch.column(VALUES).double() + self._discounted_errors(batch, same)).float()
+        lambda_value = self.lambda_policy if self.lambda_value is None else self.lambda_value
+        lambdas = torch.full((len(batch.target),), lambda_value, dtype=torch.float64)
+        return (batch.column(VALUES).double() + self._discounted_errors(batch, lambdas)).float()
 
     def lambdas(self, batch: Batch) -> Tensor:
         """Return the lambda of the policy's advantages for each token, [N] float64; it is the same for all tokens of a rollout."""
@@ -73,10 +73,10 @@ class Gae(Advantage):
 
     def _discounted_errors(self, batch: Batch, lambdas: Tensor) -> Tensor:  # [N] float64
         values = batch.column(VALUES).double()
-        following = torch.zeros_like(values)
-        goes_on = batch.sequence[1:] == batch.sequence[:-1]
-        following[:-1] = values[1:].where(goes_on, 0.0)
-        errors = batch.column(TOKEN_REWARDS) + self.gamma * following - values
+        next_values = torch.zeros_like(values)
+        same_rollout = batch.sequence[1:] == batch.sequence[:-1]
+        next_values[:-1] = values[1:].where(same_rollout, 0.0)
+        errors = batch.column(TOKEN_REWARDS) + self.gamma * next_values - values
         return discounted_sums(errors, self.gamma * lambdas, batch)
 
 
@@ -89,8 +89,8 @@ def discounted_sums(values: Tensor, decay: Tensor, batch: Batch) -> Tensor:
     sums, factor, span = values, decay, 1
     longest = int(torch.bincount(batch.sequence).max())
     while span < longest:
-        reaches = batch.sequence[span:] == batch.sequence[:-span]
-        later = (factor[:-span] * sums[span:]).where(reaches, 0.0)
+        same_rollout = batch.sequence[span:] == batch.sequence[:-span]
+        later = (factor[:-span] * sums[span:]).where(same_rollout, 0.0)
         sums = torch.cat([sums[:-span] + later, sums[-span:]])
         factor, span = factor.square(), 2 * span
     return sums
@@ -103,9 +103,9 @@ def place_at_last_token(rewards: Tensor, batch: Batch) -> Tensor:
     """
     count = len(batch.target)
     last = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence, torch.arange(count), "amax")
-    placed = torch.zeros(count, dtype=torch.float64)
-    placed[last[last >= 0]] = rewards.double()[last >= 0]
-    return placed
+    token_rewards = torch.zeros(count, dtype=torch.float64)
+    token_rewards[last[last >= 0]] = rewards.double()[last >= 0]
+    return token_rewards
 
 
 def _whiten_or_zero(advantages: Tensor, batch: Batch) -> Tensor:

@@ -1,7 +1,7 @@
 """Proximal policy optimization with a critic (arXiv 1707.06347), as used for language models (InstructGPT, 2203.02155).
 
 policy: the loss of a policy gradient, with GAE's credit for each token
-value:  value_scale x mean over tokens of max((V - R)^2, (clip(V, V_before +- value_clip) - R)^2) / 2
+value:  value_scale x mean over tokens of max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.functional import aggregate, varies
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Objective
 from strop.metrics import Metrics
 from strop.types import Batch
@@ -61,10 +61,10 @@ class PPO(PolicyGradient):
         kl = self.kl if self.kl is not None and self.kl.weight else None
         if kl is not None and kl.place == "reward":
             return place_at_last_token(batch.rewards - kl.weight * kl.sum_per_rollout(batch), batch)
-        earned = place_at_last_token(batch.rewards, batch)
+        rewards = place_at_last_token(batch.rewards, batch)
         if kl is not None and kl.place == "token_reward":
-            earned = earned - kl.weight * kl.estimate(batch.rollout_logprobs, batch).double()
-        return earned
+            rewards = rewards - kl.weight * kl.estimate(batch.rollout_logprobs, batch).double()
+        return rewards
 
     def token_credit(self, batch: Batch) -> Batch:
         batch = batch.with_column(TOKEN_REWARDS, self.token_rewards(batch))
@@ -77,14 +77,14 @@ class PPO(PolicyGradient):
     def value_loss(self, outputs: ValueOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         values, returns = outputs.values, batch.column(RETURNS)
         errors = (values - returns).square()
-        clipped = torch.zeros_like(errors)
+        is_clipped = torch.zeros_like(errors)
         if self.value_clip is not None:
-            before = batch.column(VALUES)
-            held = (before + (values - before).clamp(-self.value_clip, self.value_clip) - returns).square()
-            clipped = ((values - before).abs() > self.value_clip).to(errors.dtype) * (held > errors)
-            errors = torch.maximum(errors, held)
+            old_values = batch.column(VALUES)
+            clipped_errors = (old_values + (values - old_values).clamp(-self.value_clip, self.value_clip) - returns).square()
+            is_clipped = ((values - old_values).abs() > self.value_clip).to(errors.dtype) * (clipped_errors > errors)
+            errors = torch.maximum(errors, clipped_errors)
         loss = self.value_scale * aggregate(errors, batch) / 2
-        logged = {"clipped": clipped, "error": (values - returns).abs()}
+        logged = {"clipped": is_clipped, "error": (values - returns).abs()}
         return loss, {
             **{name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in logged.items()},
             "loss": metrics.total(loss.item()),

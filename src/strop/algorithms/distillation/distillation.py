@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.algorithms.base import Plan
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.types import Batch
 
@@ -41,8 +41,8 @@ class ReverseKl(Advantage):
         return self.reward.rollout_advantages(group) if self.reward_weight else torch.zeros_like(group.rewards)
 
     def token_advantages(self, batch: Batch) -> Tensor:
-        toward = batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs
-        return toward + self.reward_weight * self.reward.token_advantages(batch) if self.reward_weight else toward
+        advantages = batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs
+        return advantages + self.reward_weight * self.reward.token_advantages(batch) if self.reward_weight else advantages
 
     def validate(self, plan: Plan) -> Iterator[str]:
         if self.reward_weight < 0:
@@ -79,5 +79,5 @@ class Distillation(PolicyGradient):
 
     def report(self, batch: Batch) -> dict[str, float]:
         counted = batch.mask > 0
-        apart = (batch.rollout_logprobs - batch.column(TEACHER_LOGPROBS))[counted].double()
-        return {"train/teacher_kl": float(apart.mean())} if len(apart) else {}
+        log_ratio = (batch.rollout_logprobs - batch.column(TEACHER_LOGPROBS))[counted].double()
+        return {"train/teacher_kl": float(log_ratio.mean())} if len(log_ratio) else {}

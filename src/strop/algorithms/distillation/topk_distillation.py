@@ -107,8 +107,9 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
 
 
 def complete_distribution(logs: Tensor, outside: Literal["bucket", "renormalise"]) -> Tensor:
-    """Turn log-probabilities of K tokens [N, K] into a distribution: renormalized, [N, K], or with the other tokens as one event,
-    [N, K + 1].
+    """Turn log-probabilities of K tokens [N, K] into a distribution.
+
+    Renormalized, [N, K], or with all other tokens as one more event, [N, K + 1].
     """
     logs = logs.clamp(min=LOG_ZERO)
     mass = logs.logsumexp(-1, keepdim=True)

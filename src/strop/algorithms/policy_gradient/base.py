@@ -41,8 +41,8 @@ class PolicyGradient(Composition):
 
     def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
         """Return the rollouts with all advantages 0, [S] bool, mostly of groups that do not vary; none if the loss has other terms."""
-        in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
-        if in_loss or self.entropy_bonus or self.positive_nll or not self.objective.zero_gradient_without_advantage:
+        kl_in_loss = self.kl is not None and self.kl.weight and self.kl.place == "loss"
+        if kl_in_loss or self.entropy_bonus or self.positive_nll or not self.objective.zero_gradient_without_advantage:
             return super().zero_gradient(batch, learner)
         return sequence_sum(batch.advantages.abs(), batch) == 0
 
@@ -61,9 +61,9 @@ class PolicyGradient(Composition):
         return (batch.rollout_logprobs if self.ratio_to == "sampler" else learner), learner
 
     def policy_tokens(self, outputs: TokenOutputs, batch: Batch) -> PolicyTokens:
-        before, _ = self.old_logprobs(outputs.logprobs, batch)
+        old_logprobs, _ = self.old_logprobs(outputs.logprobs, batch)
         return PolicyTokens(
-            logprobs=outputs.logprobs, old_logprobs=before, rollout_logprobs=batch.rollout_logprobs, entropy=outputs.entropy,
+            logprobs=outputs.logprobs, old_logprobs=old_logprobs, rollout_logprobs=batch.rollout_logprobs, entropy=outputs.entropy,
             advantages=batch.advantages, batch=batch,
         )  # fmt: skip
 
@@ -76,8 +76,8 @@ class PolicyGradient(Composition):
             advantages=batch.advantages, batch=batch,
         )  # fmt: skip
         for correction in self.corrections:
-            weights, cut = correction.weights(mismatch)
-            objective, columns = objective * weights, {**columns, **cut}
+            weights, correction_columns = correction.weights(mismatch)
+            objective, columns = objective * weights, {**columns, **correction_columns}
         if "selected" in batch.columns:
             objective, columns = objective * batch.column("selected"), {**columns, "tokens_selected": batch.column("selected")}
         loss = -self._aggregate(objective, batch)
@@ -88,8 +88,8 @@ class PolicyGradient(Composition):
             if self.kl.place == "loss":
                 loss = loss + self.kl.weight * self._aggregate(kl * tokens.ratio if self.kl.unbiased else kl, batch)
         if self.entropy_bonus:
-            paid = batch.columns.get("entropy_bonus", batch.mask)
-            loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * paid, batch)
+            bonus_mask = batch.columns.get("entropy_bonus", batch.mask)
+            loss = loss - self.entropy_bonus * self._aggregate(outputs.entropy * bonus_mask, batch)
         if self.positive_nll:
             loss = loss - self.positive_nll * aggregate(outputs.logprobs * batch.column("positive"), batch)
         logged = {name: metrics.total(aggregate(column.detach(), batch).item()) for name, column in columns.items()}

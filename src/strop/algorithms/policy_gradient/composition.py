@@ -1,4 +1,4 @@
-"""The parts of a policy gradient, and which of them fit together: checked when a run starts."""
+"""The composition of a policy gradient from parts, and the checks that its parts fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.algorithms.policy_gradient.parts import Correction, Objective, Select
 
 @dataclass(frozen=True, kw_only=True)
 class Composition(GroupCredit):
-    """A policy gradient as the parts that it is composed of."""
+    """The parts and options of a policy gradient."""
 
     objective: Objective
     corrections: tuple[Correction, ...] = ()
@@ -29,7 +29,7 @@ class Composition(GroupCredit):
     positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
 
     def validate(self, plan: Plan) -> Iterator[str]:
-        """Yield a message for each problem of the composition: what was found, why it cannot work, and what to set instead."""
+        """Yield a message for each problem of the composition: what is set, why it cannot work, and what to set instead."""
         for part in (self.advantage, self.objective, *self.corrections, self.selection, self.shaping):
             if part is not None:
                 yield from part.validate(plan)
@@ -106,10 +106,10 @@ def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
             "of them"
         )
     objective = type(algorithm.objective).__name__
-    asked = "on_policy_ratio" if algorithm.on_policy_ratio else f"ratio_to {algorithm.ratio_to}"
-    if not algorithm.objective.uses_ratio_to and asked != "ratio_to learner":
+    setting = "on_policy_ratio" if algorithm.on_policy_ratio else f"ratio_to {algorithm.ratio_to}"
+    if not algorithm.objective.uses_ratio_to and setting != "ratio_to learner":
         yield (
-            f"{objective} has no ratio, or defines its own, so {asked} would change nothing; remove it, or change the objective"
+            f"{objective} has no ratio, or defines its own, so {setting} would change nothing; remove it, or change the objective"
         )
     if not 0 <= algorithm.proximal_weight <= 1:
         yield f"proximal_weight is {algorithm.proximal_weight}, not between 0 (sampler) and 1 (policy); set for example 0.5"

@@ -59,17 +59,17 @@ class GroupCredit(Algorithm):
         return self.shaping.shape(rewards, lengths, torch.tensor([rollout.truncated for rollout in rollouts]))
 
     def advantages(self, group: Group) -> Tensor:
-        parts = _rewards_by_name(group) if self.advantage.needs_named_rewards else {}
-        greedy = None if group.baseline is None else float(self._shape_rewards([group.baseline]))
+        by_name = _rewards_by_name(group) if self.advantage.needs_named_rewards else {}
+        greedy_reward = None if group.baseline is None else float(self._shape_rewards([group.baseline]))
         return self.advantage.rollout_advantages(
-            GroupRewards(rewards=self.rewards(group), lengths=group.lengths, by_name=parts, greedy_reward=greedy)
+            GroupRewards(rewards=self.rewards(group), lengths=group.lengths, by_name=by_name, greedy_reward=greedy_reward)
         )
 
     def token_credit(self, batch: Batch) -> Batch:
-        seen = batch
+        adjusted = batch
         if self.kl is not None and self.kl.weight and self.kl.place != "loss":
-            seen = self._with_kl_in_reward(self.kl, batch)
-        advantages = self.advantage.token_advantages(seen)
+            adjusted = self._with_kl_in_reward(self.kl, batch)
+        advantages = self.advantage.token_advantages(adjusted)
         if self.advantage_low is not None or self.advantage_high is not None:
             advantages = advantages.clamp(self.advantage_low, self.advantage_high)
         return replace(batch, advantages=advantages)

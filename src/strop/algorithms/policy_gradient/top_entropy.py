@@ -12,10 +12,10 @@ from strop.algorithms.policy_gradient.parts import PolicyTokens, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TopEntropy(Selection):
-    """Selects the ``share`` of counted tokens with the largest entropy over the whole optimizer step, at least one, and all tokens that tie
-    with the last of them.
+    """Selects the ``share`` of counted tokens with the largest entropy over the whole optimizer step.
 
-    The others still count in every total, as in the paper. TRL computes the quantile over each micro-batch. Logs tokens_selected.
+    Selects at least one token, and all tokens that tie with the last selected one. The others still count in every total, as in the paper.
+    TRL computes the quantile over each micro-batch. Logs tokens_selected.
     """
 
     share: float = 0.2

@@ -11,10 +11,10 @@ from strop.algorithms.preference.base import ReferencedPreference
 
 @dataclass(frozen=True, kw_only=True)
 class APODown(ReferencedPreference):
-    """sigmoid(beta h(chosen)) + 1 - sigmoid(beta (h(chosen) - h(rejected))): both completions become less likely, the rejected one
-    more so.
+    """sigmoid(beta h(chosen)) + 1 - sigmoid(beta (h(chosen) - h(rejected))).
 
-    The loss is 1 at the reference policy, where its gradient in h(chosen) is 0.
+    Both completions become less likely, the rejected one more so. The loss is 1 at the reference policy, where its gradient in h(chosen)
+    is 0.
     """
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:

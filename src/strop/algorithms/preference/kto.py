@@ -58,8 +58,8 @@ class KTO(Algorithm):
     def prepare_step(self, batch: Batch, outputs: TokenOutputs | None) -> Batch:
         if outputs is None:
             raise ValueError("KTO's reference point needs the log-probabilities of the whole optimizer step, but none were given")
-        everything = replace(batch, mask=torch.ones_like(batch.mask))
-        unrelated = view_as_pairs(_completion_log_ratios(outputs, everything), batch)[:, 1]
+        unmasked = replace(batch, mask=torch.ones_like(batch.mask))
+        unrelated = view_as_pairs(_completion_log_ratios(outputs, unmasked), batch)[:, 1]
         return batch.with_column(REFERENCE_POINT, unrelated.mean().clamp(min=0).expand(len(batch.target)))
 
     def zero_gradient(self, batch: Batch, learner: str = "policy") -> Tensor:
@@ -68,15 +68,15 @@ class KTO(Algorithm):
     def loss(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         counted = batch.sequence_lengths > 0
         log_ratio = _completion_log_ratios(outputs, batch)
-        point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.column(REFERENCE_POINT))
-        gain = self.beta * (log_ratio - point)
+        reference_point = torch.zeros_like(log_ratio).scatter(0, batch.sequence, batch.column(REFERENCE_POINT))
+        gain = self.beta * (log_ratio - reference_point)
         desirable = batch.rewards > 0.5
         losses = torch.where(desirable, self.desirable_weight * (-gain).sigmoid(), self.undesirable_weight * gain.sigmoid())
         loss = (losses * counted).sum() / max(batch.totals.sequences, 1)
-        logged = {"loss": metrics.total(loss.item()), "reference_point": metrics.maximum(point.max().item())}
-        for name, kind in (("desirable", desirable & counted), ("undesirable", ~desirable & counted)):
-            if count := int(kind.sum()):
-                logged[f"rewards_{name}"] = metrics.mean(self.beta * log_ratio[kind].mean().item(), count)
+        logged = {"loss": metrics.total(loss.item()), "reference_point": metrics.maximum(reference_point.max().item())}
+        for name, selected in (("desirable", desirable & counted), ("undesirable", ~desirable & counted)):
+            if count := int(selected.sum()):
+                logged[f"rewards_{name}"] = metrics.mean(self.beta * log_ratio[selected].mean().item(), count)
         return loss, logged
 
 

@@ -19,5 +19,5 @@ class RobustDPO(NoisyPreference):
 
     def pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         scaled = self.beta * (chosen - rejected)
-        kept, flipped = -logsigmoid(scaled), -logsigmoid(-scaled)
-        return ((1 - self.label_smoothing) * kept - self.label_smoothing * flipped) / (1 - 2 * self.label_smoothing)
+        loss, flipped_loss = -logsigmoid(scaled), -logsigmoid(-scaled)
+        return ((1 - self.label_smoothing) * loss - self.label_smoothing * flipped_loss) / (1 - 2 * self.label_smoothing)

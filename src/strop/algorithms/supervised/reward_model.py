@@ -57,9 +57,9 @@ class RewardModel(Algorithm):
         loss, logged = (
             self._bradley_terry_loss(scores, batch) if self.kind == "bradley_terry" else self._regression_loss(scores, batch)
         )
-        seen = scores.detach() / max(batch.totals.sequences, 1)
-        logged = {"loss": loss.item(), "scores_mean": seen.sum().item(), **logged}
-        logged["scores_mean_square"] = (seen * scores.detach()).sum().item()
+        weighted = scores.detach() / max(batch.totals.sequences, 1)
+        logged = {"loss": loss.item(), "scores_mean": weighted.sum().item(), **logged}
+        logged["scores_mean_square"] = (weighted * scores.detach()).sum().item()
         return loss, {name: metrics.total(value) for name, value in logged.items()}
 
     def _bradley_terry_loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, float]]:

@@ -40,22 +40,22 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
     for key in kwargs:
         if key not in known:
             raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{suggest_names(key, known)}")
-    given = {
+    options = {
         key: parse_option(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", known[key])
         for key, value in kwargs.items()
     }
-    missing = [key for key, item in known.items() if key not in given and _is_required(item)]
+    missing = [key for key, item in known.items() if key not in options and _is_required(item)]
     if missing:
         raise ValueError(f"algorithm.kwargs: {name} needs {', '.join(missing)}")
-    algorithm: Algorithm = _construct(kind, given, "algorithm.kwargs")
-    unread = []
+    algorithm: Algorithm = _construct(kind, options, "algorithm.kwargs")
+    unused = []
     for setting in settings:
         if ":" in name and setting.field.partition(".")[0] not in known:
-            unread.append(setting.key)
+            unused.append(setting.key)
         else:
             algorithm = _apply_setting(algorithm, setting, name)
-    if unread:
-        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unread)}; these keys have no effect", stacklevel=2)
+    if unused:
+        warnings.warn(f"algorithm.name: {name} does not use {', '.join(unused)}; these keys have no effect", stacklevel=2)
     return algorithm
 
 
@@ -68,8 +68,8 @@ def find_algorithm(name: str) -> type[Algorithm]:
         )
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ValueError(f"algorithm.name: {name!r} is not a subclass of strop.algorithms.base.Algorithm")
-    if unwritten := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise ValueError(f"algorithm.name: {name} does not define {', '.join(unwritten)}, which every algorithm must define")
+    if undefined := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ValueError(f"algorithm.name: {name} does not define {', '.join(undefined)}, which every algorithm must define")
     if "__dataclass_fields__" not in vars(kind) and vars(kind).get("__annotations__"):
         raise ValueError(f"algorithm.name: {name} has options but is not decorated with @dataclass(frozen=True, kw_only=True)")
     return kind
@@ -78,16 +78,16 @@ def find_algorithm(name: str) -> type[Algorithm]:
 def format_algorithm(name: str, algorithm: Algorithm) -> str:
     """Format an algorithm and its parts on one line: all options of each part, and the algorithm's own options that differ from their
     defaults."""
-    shown = []
+    parts = []
     for item in fields(algorithm):
         value = getattr(algorithm, item.name)
         if isinstance(value, Part | Kl):
-            shown.append(f"{item.name} {_format_part(value)}")
-        elif isinstance(value, tuple) and any(isinstance(one, Part) for one in value):
-            shown.append(f"{item.name} {', '.join(_format_part(one) for one in value)}")
+            parts.append(f"{item.name} {_format_part(value)}")
+        elif isinstance(value, tuple) and any(isinstance(part, Part) for part in value):
+            parts.append(f"{item.name} {', '.join(_format_part(part) for part in value)}")
         elif value != item.default or item.name == "aggregation":
-            shown.append(f"{item.name} {value}")
-    return f"{name}: {'; '.join(shown)}" if shown else name
+            parts.append(f"{item.name} {value}")
+    return f"{name}: {'; '.join(parts)}" if parts else name
 
 
 def _format_part(part: Part | Kl) -> str:
@@ -119,30 +119,30 @@ def infer_section(algorithm: Algorithm) -> str:
 
 def check_section(name: str, algorithm: Algorithm, section: str) -> None:
     """Raise ValueError if an algorithm belongs to another kind of run."""
-    if (wanted := infer_section(algorithm)) != section:
+    if (expected := infer_section(algorithm)) != section:
         raise ValueError(
-            f"algorithm.name: {name} {SECTION_DESCRIPTIONS[wanted]}, so it belongs to strop {wanted}; an algorithm of strop {section} "
-            f"{SECTION_DESCRIPTIONS[section]}. Choose another algorithm, or run strop {wanted}"
+            f"algorithm.name: {name} {SECTION_DESCRIPTIONS[expected]}, so it belongs to strop {expected}; an algorithm of strop {section} "
+            f"{SECTION_DESCRIPTIONS[section]}. Choose another algorithm, or run strop {expected}"
         )
 
 
 def check_algorithm(algorithm: Algorithm, plan: Plan) -> None:
     """Raise ValueError with every problem that the algorithm finds in the plan of the run."""
-    if found := list(algorithm.validate(plan)):
-        raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(found))
+    if problems := list(algorithm.validate(plan)):
+        raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(problems))
 
 
 def parse_option(annotation: Any, value: Any, where: str, field: Field[Any] | None = None) -> Any:
     """Convert a YAML value to the type of its field. A part is ``name`` or ``{name: .., option: ..}``; several parts are a list.
 
     Raises ValueError."""
-    base, several = _find_part_type(annotation)
+    base, is_list = _find_part_type(annotation)
     if base is None:
         return _parse_plain(annotation, value, where)
-    if several:
+    if is_list:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}: found {value!r}; give a list of parts, such as [{{name: tis}}]")
-        return tuple(_parse_part(base, item, f"{where}.{place}") for place, item in enumerate(value))
+        return tuple(_parse_part(base, item, f"{where}.{index}") for index, item in enumerate(value))
     return None if value is None else _parse_part(base, value, where, _default_value(field))
 
 
@@ -178,10 +178,10 @@ def _parse_options(kind: type, options: Mapping[str, Any], where: str, *, comple
 
 def find_part(base: type, name: str, where: str) -> type[Part]:
     """Return the subclass of ``base`` with this name, or the one at ``module:Class``. Raises ValueError."""
-    found = import_attribute(name) if ":" in name else _parts_of_type(base).get(name)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    part = import_attribute(name) if ":" in name else _parts_of_type(base).get(name)
+    if not (isinstance(part, type) and issubclass(part, base)):
         raise ValueError(f"{where}: {name!r} is not a known {base.__name__.lower()}{suggest_names(name, _parts_of_type(base))}")
-    return cast("type[Part]", found)
+    return cast("type[Part]", part)
 
 
 def _parts_of_type(base: type) -> dict[str, type[Part]]:
@@ -203,9 +203,9 @@ def _apply_setting(algorithm: Any, setting: AlgorithmSetting, name: str) -> Any:
     if part is None and head == "kl":
         part = Kl(weight=0.0)  # a key that only shapes the KL term does not enable it
     if part is None or rest not in {item.name for item in fields(part)}:
-        what = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
+        kind = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
         raise ValueError(
-            f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {what}, which has no option {rest}. Remove the key, or "
+            f"{setting.key}: found {setting.value!r}, but the {head} of {name} is {kind}, which has no option {rest}. Remove the key, or "
             f"choose another {head} (algorithm.kwargs.{head})"
         )
     return _replace_fields(algorithm, {head: _replace_fields(part, {rest: setting.value}, setting.key)}, setting.key)

@@ -44,15 +44,15 @@ def _dpo_settings(dpo: DpoConfig) -> Iterator[AlgorithmSetting]:
 
 
 def _ppo_settings(ppo: PpoConfig, loss: LossConfig, value: ValueLossConfig) -> Iterator[AlgorithmSetting]:
-    gae, own = ppo.adv_estimator, "ppo.adv_estimator"
+    gae, key = ppo.adv_estimator, "ppo.adv_estimator"
     yield from _make_settings(
-        (f"{own}.gae_lambda", "advantage.lambda_policy", gae.gae_lambda),
-        (f"{own}.gae_lambda_policy", "advantage.lambda_policy", gae.gae_lambda_policy),
-        (f"{own}.gae_lambda", "advantage.lambda_value", gae.gae_lambda if gae.gae_lambda_policy is not None else None),
-        (f"{own}.gae_lambda_value", "advantage.lambda_value", gae.gae_lambda_value),
-        (f"{own}.gae_gamma", "advantage.gamma", gae.gae_gamma),
-        (f"{own}.normalize_advantages", "advantage.whiten", gae.normalize_advantages),
-        (f"{own}.length_adaptive_alpha", "advantage.length_adaptive_alpha", gae.length_adaptive_alpha),
+        (f"{key}.gae_lambda", "advantage.lambda_policy", gae.gae_lambda),
+        (f"{key}.gae_lambda_policy", "advantage.lambda_policy", gae.gae_lambda_policy),
+        (f"{key}.gae_lambda", "advantage.lambda_value", gae.gae_lambda if gae.gae_lambda_policy is not None else None),
+        (f"{key}.gae_lambda_value", "advantage.lambda_value", gae.gae_lambda_value),
+        (f"{key}.gae_gamma", "advantage.gamma", gae.gae_gamma),
+        (f"{key}.normalize_advantages", "advantage.whiten", gae.normalize_advantages),
+        (f"{key}.length_adaptive_alpha", "advantage.length_adaptive_alpha", gae.length_adaptive_alpha),
         ("ppo.advantage_clip_low", "advantage_low", ppo.advantage_clip_low),
         ("ppo.advantage_clip_high", "advantage_high", ppo.advantage_clip_high),
         ("ppo.policy_training_start_step", "policy_training_start_step", ppo.policy_training_start_step),
@@ -75,8 +75,8 @@ def _distillation_settings(
             ("loss_fn.beta", "beta", loss.beta),
             ("loss_fn.zero_outside_topk", "outside", "bucket" if loss.zero_outside_topk else "renormalise"),
         )
-    asked = _filter_settings("distillation", distillation)
-    yield from asked if name != "topk_distillation" else (setting for setting in asked if setting.value)
+    settings = _filter_settings("distillation", distillation)
+    yield from settings if name != "topk_distillation" else (setting for setting in settings if setting.value)
 
 
 _SFT_AGGREGATION = {True: "sequence_mean", False: "sequence_sum", None: None}
@@ -150,15 +150,15 @@ ADVANTAGE_NAMES = {"grpo": "group_relative"}  # NeMo-RL's name -> Strop's name, 
 
 
 def _objective_settings(loss: LossConfig) -> Iterator[AlgorithmSetting]:
-    chosen = {
+    objectives = {
         "sequence_level_importance_ratios": ("sequence_clip", loss.sequence_level_importance_ratios),
         "use_cispo": ("cispo", loss.use_cispo),
         "disable_ppo_ratio": ("reinforce", loss.disable_ppo_ratio),
     }
-    asked = [(key, name) for key, (name, on) in chosen.items() if on]
-    if len(asked) > 1:
-        raise ValueError(f"loss_fn: {' and '.join(key for key, _ in asked)} each choose the objective; set only one of them")
-    for key, name in asked:
+    requested = [(key, name) for key, (name, enabled) in objectives.items() if enabled]
+    if len(requested) > 1:
+        raise ValueError(f"loss_fn: {' and '.join(key for key, _ in requested)} each choose the objective; set only one of them")
+    for key, name in requested:
         yield AlgorithmSetting(f"loss_fn.{key}", "objective", name)
     yield from _make_settings(
         ("loss_fn.ratio_clip_min", "objective.low", loss.ratio_clip_min),

@@ -73,17 +73,17 @@ def check_cluster(config: TrainingRunConfig) -> int:
 
 async def _check(config: TrainingRunConfig) -> int:
     try:
-        async with _connect(config) as joined:
-            survey = await _inspect_cluster(config, joined)
-            _print_survey(config, joined, survey)
-            found = find_problems(survey)
+        async with _connect(config) as connected:
+            survey = await _inspect_cluster(config, connected)
+            _print_survey(config, connected, survey)
+            findings = find_problems(survey)
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)
         return 1
-    if joined.placement_error:
-        found.insert(0, Finding("cluster", joined.placement_error, "The nodes above are the ones in the cluster."))
-    found += list(_check_layout(config, joined))
-    return _print_findings(found)
+    if connected.placement_error:
+        findings.insert(0, Finding("cluster", connected.placement_error, "The nodes above are the ones in the cluster."))
+    findings += list(_check_layout(config, connected))
+    return _print_findings(findings)
 
 
 # --- connecting ------------------------------------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ async def _check(config: TrainingRunConfig) -> int:
 
 @asynccontextmanager
 async def _connect(config: TrainingRunConfig) -> AsyncIterator[ConnectedCluster]:
-    """Connect as a run would. If the cluster cannot satisfy the run, connect without its requirements to inspect what is there.
+    """Connect as a run would. If the cluster cannot satisfy the run, connect without its requirements to inspect the nodes.
 
     Raises ConnectionError, PlacementError, ImportError, RuntimeError."""
     from strop.distributed.ray import ClusterOptions, connect, list_nodes
 
     devices = count_devices(config)
-    wanted = ClusterOptions(
+    options = ClusterOptions(
         num_nodes=devices.nodes,
         devices_per_node=devices.per_node,
         on_cpu={"cpu": True, "auto": None}.get(config.policy.device, False),
@@ -107,16 +107,16 @@ async def _connect(config: TrainingRunConfig) -> AsyncIterator[ConnectedCluster]
         cpus_per_node=compute_reserved_cpus(config),
     )
     try:
-        cluster, refusal = await connect(wanted), ""
+        cluster, placement_error = await connect(options), ""
     except PlacementError as error:
-        cluster, refusal = await connect(_without_requirements(wanted)), str(error)
+        cluster, placement_error = await connect(_without_requirements(options)), str(error)
     try:
-        nodes = list_nodes() if refusal else cluster.members
-        on_cpu = wanted.on_cpu if wanted.on_cpu is not None else not any(node.gpus for node in list_nodes())
+        nodes = list_nodes() if placement_error else cluster.members
+        on_cpu = options.on_cpu if options.on_cpu is not None else not any(node.gpus for node in list_nodes())
         yield ConnectedCluster(
             nodes=nodes,
-            cluster=None if refusal else cluster,
-            placement_error=refusal,
+            cluster=None if placement_error else cluster,
+            placement_error=placement_error,
             started_here=cluster.started_here,
             on_cpu=bool(on_cpu),
         )
@@ -132,22 +132,24 @@ def _without_requirements(options: ClusterOptions) -> ClusterOptions:
 # --- inspecting nodes ------------------------------------------------------------------------------------------------------------------
 
 
-async def _inspect_cluster(config: TrainingRunConfig, joined: ConnectedCluster) -> ClusterSurvey:
+async def _inspect_cluster(config: TrainingRunConfig, connected: ConnectedCluster) -> ClusterSurvey:
     keys = _shared_folders(config)
     with _write_tokens(keys) as token:
-        asked = tuple(folder for folder in keys if folder not in token.unwritable)
-        question = ProbeRequest(packages=_required_packages(config), models=_model_names(config), folders=asked, token=token.name)
-        answers = await _probe_nodes(question)
-        skews = await _measure_clock_skew(joined.nodes)
-        reports = [_make_node_report(number, node, answers, skews) for number, node in enumerate(joined.nodes)]
-        written = {folder: await _wait_for_node_files(folder, token, reports) for folder in asked}
-    links, failure = await _try_measure_links(config, joined)
+        writable = tuple(folder for folder in keys if folder not in token.unwritable)
+        request = ProbeRequest(
+            packages=_required_packages(config), models=_model_names(config), folders=writable, token=token.name
+        )
+        results = await _probe_nodes(request)
+        skews = await _measure_clock_skew(connected.nodes)
+        reports = [_make_node_report(number, node, results, skews) for number, node in enumerate(connected.nodes)]
+        visible = {folder: await _wait_for_node_files(folder, token, reports) for folder in writable}
+    links, failure = await _try_measure_links(config, connected)
     return ClusterSurvey(
-        driver=get_versions(question.packages),
+        driver=get_versions(request.packages),
         nodes=reports,
         devices=config.cluster.gpus_per_node,
-        on_cpu=joined.on_cpu,
-        visible_files=written,
+        on_cpu=connected.on_cpu,
+        visible_files=visible,
         unwritable=token.unwritable,
         folder_keys=keys,
         links=links,
@@ -171,46 +173,46 @@ def _model_names(config: TrainingRunConfig) -> tuple[str, ...]:
 
 def _shared_folders(config: TrainingRunConfig) -> dict[str, str]:
     """Return the folders that all nodes must share, each with the key that sets it."""
-    named = {str(Path(config.logger.log_dir).resolve()): "logger.log_dir"}
+    folders = {str(Path(config.logger.log_dir).resolve()): "logger.log_dir"}
     if config.checkpointing.enabled:
-        named[str(Path(config.checkpointing.checkpoint_dir).resolve())] = "checkpointing.checkpoint_dir"
-    return named
+        folders[str(Path(config.checkpointing.checkpoint_dir).resolve())] = "checkpointing.checkpoint_dir"
+    return folders
 
 
-async def _probe_nodes(question: ProbeRequest) -> dict[str, NodeInfo | BaseException]:
+async def _probe_nodes(request: ProbeRequest) -> dict[str, NodeInfo | BaseException]:
     from strop.distributed.ray import run_on_every_node
 
-    return {node.id: answer for node, answer in await run_on_every_node(probe_node, question)}
+    return {node.id: result for node, result in await run_on_every_node(probe_node, request)}
 
 
 async def _measure_clock_skew(nodes: Sequence[Node]) -> dict[str, tuple[float, float]]:
     """Return by node id (seconds its clock is ahead of the driver's, error of this estimate): the most exact of three tries."""
     from strop.distributed.ray import run_on_every_node
 
-    found: dict[str, tuple[float, float]] = {}
+    skews: dict[str, tuple[float, float]] = {}
     for _ in range(3):
-        before = time.time()
-        answers = await run_on_every_node(get_time)
-        after = time.time()
-        for node, there in answers:
-            error = (after - before) / 2
-            if isinstance(there, float) and error < found.get(node.id, (0.0, float("inf")))[1]:
-                found[node.id] = there - (before + after) / 2, error
-    return found
+        sent = time.time()
+        results = await run_on_every_node(get_time)
+        received = time.time()
+        for node, node_time in results:
+            error = (received - sent) / 2
+            if isinstance(node_time, float) and error < skews.get(node.id, (0.0, float("inf")))[1]:
+                skews[node.id] = node_time - (sent + received) / 2, error
+    return skews
 
 
 def _make_node_report(
-    number: int, node: Node, answers: Mapping[str, NodeInfo | BaseException], skews: Mapping[str, tuple[float, float]]
+    number: int, node: Node, results: Mapping[str, NodeInfo | BaseException], skews: Mapping[str, tuple[float, float]]
 ) -> NodeReport:
-    answer = answers.get(node.id, RuntimeError("the node has left the cluster"))
+    result = results.get(node.id, RuntimeError("the node has left the cluster"))
     skew, error = skews.get(node.id, (None, 0.0))
     return NodeReport(
         number=number,
         address=node.address,
         cpus=node.cpus,
         gpus=node.gpus,
-        info=None if isinstance(answer, BaseException) else answer,
-        failure=f"{type(answer).__name__}: {_first_line(answer)}" if isinstance(answer, BaseException) else "",
+        info=None if isinstance(result, BaseException) else result,
+        failure=f"{type(result).__name__}: {_first_line(result)}" if isinstance(result, BaseException) else "",
         skew=skew,
         skew_error=error,
     )
@@ -227,37 +229,37 @@ def _first_line(error: object) -> str:
 def _write_tokens(folders: Mapping[str, str]) -> Iterator[FolderToken]:
     """Write a token to each folder; on exit, remove it and the folders made for it."""
     token = FolderToken(f".strop-check-{uuid.uuid4().hex}", {})
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         for folder in folders:
-            inside = Path(folder) / token.name
+            subfolder = Path(folder) / token.name
             try:
-                made += [path for path in (inside, *inside.parents) if not path.exists()]
-                inside.mkdir(parents=True)
-                (inside / TOKEN_FILE).write_text(token.name)
+                created += [path for path in (subfolder, *subfolder.parents) if not path.exists()]
+                subfolder.mkdir(parents=True)
+                (subfolder / TOKEN_FILE).write_text(token.name)
             except OSError as error:
                 token.unwritable[folder] = format_os_error(error)
         yield token
     finally:
         for folder in folders:
             shutil.rmtree(Path(folder) / token.name, ignore_errors=True)
-        for path in sorted(made, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # another process has written to it meanwhile, or it was never created
+        for path in sorted(created, key=lambda path: -len(path.parts)):
+            with suppress(OSError):  # not empty: another process wrote to it; or it was never created
                 path.rmdir()
 
 
 async def _wait_for_node_files(folder: str, token: FolderToken, reports: Sequence[NodeReport]) -> frozenset[int]:
     """Return the nodes whose files the driver sees. Wait up to ``FOLDER_TIMEOUT``: network file systems show new files late."""
     files = {
-        node.number: Path(folder) / token.name / seen.file
+        node.number: Path(folder) / token.name / status.file
         for node in reports
-        if (seen := _folder_status(node, folder)) and seen.file
+        if (status := _folder_status(node, folder)) and status.file
     }
     deadline = time.monotonic() + FOLDER_TIMEOUT
     while True:
-        here = frozenset(number for number, file in files.items() if file.exists())
-        if len(here) == len(files) or time.monotonic() > deadline:
-            return here
+        visible = frozenset(number for number, file in files.items() if file.exists())
+        if len(visible) == len(files) or time.monotonic() > deadline:
+            return visible
         await asyncio.sleep(0.2)
 
 
@@ -268,43 +270,43 @@ def _folder_status(node: NodeReport, folder: str) -> FolderStatus | None:
 # --- links -----------------------------------------------------------------------------------------------------------------------------
 
 
-async def _try_measure_links(config: TrainingRunConfig, joined: ConnectedCluster) -> tuple[LinkSpeeds | None, str]:
+async def _try_measure_links(config: TrainingRunConfig, connected: ConnectedCluster) -> tuple[LinkSpeeds | None, str]:
     """Measure links with one rank on each node, or on each device of a single node. Return (links, why they could not be measured)."""
-    if joined.cluster is None:
+    if connected.cluster is None:
         return None, ""
-    places = [(node, 0) for node in range(len(joined.nodes))]
-    if len(places) == 1:
-        places = [(0, device) for device in range(config.cluster.gpus_per_node)]
-    if len(places) < 2:
+    ranks = [(node, 0) for node in range(len(connected.nodes))]
+    if len(ranks) == 1:
+        ranks = [(0, device) for device in range(config.cluster.gpus_per_node)]
+    if len(ranks) < 2:
         return None, ""
     try:
-        return await asyncio.wait_for(_measure_links(config, joined, joined.cluster, places), LINK_TIMEOUT), ""
+        return await asyncio.wait_for(_measure_links(config, connected, connected.cluster, ranks), LINK_TIMEOUT), ""
     except TimeoutError:
         return (
             None,
-            f"a process group of {len(places)} ranks did not finish within {LINK_TIMEOUT:g} s: the nodes cannot reach each other",
+            f"a process group of {len(ranks)} ranks did not finish within {LINK_TIMEOUT:g} s: the nodes cannot reach each other",
         )
     except (ActorGroupDied, ActorDied, RuntimeError) as error:
-        return None, f"a process group of {len(places)} ranks failed: {_first_line(error)}"
+        return None, f"a process group of {len(ranks)} ranks failed: {_first_line(error)}"
 
 
 async def _measure_links(
-    config: TrainingRunConfig, joined: ConnectedCluster, cluster: RayCluster, places: Sequence[tuple[int, int]]
+    config: TrainingRunConfig, connected: ConnectedCluster, cluster: RayCluster, ranks: Sequence[tuple[int, int]]
 ) -> LinkSpeeds:
-    world, size = len(places), CPU_BYTES if joined.on_cpu else GPU_BYTES
+    world, size = len(ranks), CPU_BYTES if connected.on_cpu else GPU_BYTES
     environment = {"OMP_NUM_THREADS": "1", **config.cluster.roles.learner.env_vars}
-    hosts = await asyncio.gather(
+    actors = await asyncio.gather(
         *(
             cluster.spawn(
                 ActorOptions(name=f"check-{rank}", node=node, devices=(device,), environment=environment),
-                *(LinkProbe, rank, world, joined.on_cpu),
+                *(LinkProbe, rank, world, connected.on_cpu),
             )
-            for rank, (node, device) in enumerate(places)
+            for rank, (node, device) in enumerate(ranks)
         )
     )
-    group = ActorGroup("check", hosts)
-    port = await group.call_one(0, "open_store", hosts[0].address)
-    await group.call_all("init_process_group", hosts[0].address, port, LINK_TIMEOUT)
+    group = ActorGroup("check", actors)
+    port = await group.call_one(0, "open_store", actors[0].address)
+    await group.call_all("init_process_group", actors[0].address, port, LINK_TIMEOUT)
     latency = max(await group.call_all("measure_latency", 50))
     bandwidth = min(await group.call_all("measure_bandwidth", size, 3))
     ring = (
@@ -312,8 +314,8 @@ async def _measure_links(
     )
     await group.close()
     return LinkSpeeds(
-        backend="gloo" if joined.on_cpu else "nccl",
-        nodes=tuple(node for node, _ in places),
+        backend="gloo" if connected.on_cpu else "nccl",
+        nodes=tuple(node for node, _ in ranks),
         latency=latency,
         size=size,
         bandwidth=bandwidth,
@@ -324,8 +326,8 @@ async def _measure_links(
 # --- printing --------------------------------------------------------------------------------------------------------------------------
 
 
-def _print_survey(config: TrainingRunConfig, joined: ConnectedCluster, survey: ClusterSurvey) -> None:
-    if joined.started_here:
+def _print_survey(config: TrainingRunConfig, connected: ConnectedCluster, survey: ClusterSurvey) -> None:
+    if connected.started_here:
         print("No Ray cluster is running: one was started on this machine for the check, as a run would do.\n")
     print("\n".join(format_nodes(survey)), "\n", sep="")
     rows = [("versions", ", ".join(f"{name} {version or 'not installed'}" for name, version in survey.driver.items()))]
@@ -337,12 +339,12 @@ def _print_survey(config: TrainingRunConfig, joined: ConnectedCluster, survey: C
     if survey.links is not None:
         rows += [("interconnect", row) for row in format_links(survey.links)]
     elif not survey.links_failure:
-        rows.append(("interconnect", "not measured: there is only one device" if joined.cluster else "not measured"))
+        rows.append(("interconnect", "not measured: there is only one device" if connected.cluster else "not measured"))
     print("\n".join(align_columns(rows)))
 
 
 def _format_folder(survey: ClusterSurvey, folder: str) -> str:
-    free = [seen.free for node in survey.nodes if (seen := _folder_status(node, folder)) and seen.shared]
+    free = [status.free for node in survey.nodes if (status := _folder_status(node, folder)) and status.shared]
     return f": shared by {len(free)} of {len(survey.nodes)} nodes" + (f", {min(free):.0f} GiB free" if free else "")
 
 
@@ -350,26 +352,26 @@ def _count_readers(survey: ClusterSurvey, name: str) -> int:
     return sum(node.info is not None and node.info.models.get(name) == "" for node in survey.nodes)
 
 
-def _check_layout(config: TrainingRunConfig, joined: ConnectedCluster) -> Iterator[Finding]:
+def _check_layout(config: TrainingRunConfig, connected: ConnectedCluster) -> Iterator[Finding]:
     """Print which devices train and which generate; yield a finding if the layout does not fit."""
     if not count_devices(config).uses_ray:
         print("\nThis configuration trains on one device, in one process, without Ray (cluster.backend).")
         return
     try:
-        lines = format_placement(config, on_cpu=joined.on_cpu)
-        rows = format_device_rows(make_device_plan(config, on_cpu=joined.on_cpu), config.cluster.num_nodes)
+        lines = format_placement(config, on_cpu=connected.on_cpu)
+        rows = format_device_rows(make_device_plan(config, on_cpu=connected.on_cpu), config.cluster.num_nodes)
     except ValueError as error:
         yield Finding("layout", str(error), "The run's own command with `--dry-run` reports the same without a cluster.")
         return
     print("", *lines, "", *align_columns([("node", "devices that train", "devices that generate"), *rows]), sep="\n")
 
 
-def _print_findings(found: Sequence[Finding]) -> int:
-    grave = sum(finding.fatal for finding in found)
-    ordered = sorted(found, key=lambda finding: not finding.fatal)
+def _print_findings(findings: Sequence[Finding]) -> int:
+    fatal = sum(finding.fatal for finding in findings)
+    ordered = sorted(findings, key=lambda finding: not finding.fatal)
     print("", *format_findings(ordered), sep="\n")
-    if grave:
-        print(f"\n{grave} problem{'s' if grave > 1 else ''}: a run would fail or misbehave.")
+    if fatal:
+        print(f"\n{fatal} problem{'s' if fatal > 1 else ''}: a run would fail or misbehave.")
         return 1
-    print("no problems found" if not found else "\nno problems that would stop a run")
+    print("no problems found" if not findings else "\nno problems that would stop a run")
     return 0

@@ -21,7 +21,7 @@ RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
 
 @asynccontextmanager
 async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIterator[Cluster | None]:
-    """Connect to the nodes that the run is configured for; yield None for a run in this process alone.
+    """Connect to the nodes that the run is configured for; yield None for a run in this process only.
 
     Raises PlacementError, ConnectionError, ValueError."""
     devices = count_devices(config)
@@ -32,9 +32,8 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
         from strop.distributed.ray import ClusterOptions, connect
     except ImportError as error:
         raise ValueError(
-            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), "
-            f"which takes Ray, and Ray cannot be "
-            f"imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
+            f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and "
+            f"Ray cannot be imported here ({error}): pip install 'strop[ray]', or set cluster.backend=local and one device"
         ) from error
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(
@@ -50,9 +49,10 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
         )
     )
     try:
-        where = ", ".join(node.address for node in cluster.members)
+        addresses = ", ".join(node.address for node in cluster.members)
         tracker.note(
-            f"cluster: {cluster.num_nodes} nodes ({where}), {devices.per_node} devices on each; output of processes in {folder / 'workers'}"
+            f"cluster: {cluster.num_nodes} nodes ({addresses}), {devices.per_node} devices on each; "
+            f"output of processes in {folder / 'workers'}"
         )
         yield cluster
     finally:
@@ -62,13 +62,13 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
 def compute_reserved_cpus(config: TrainingRunConfig) -> float:
     """Return how many CPUs to reserve on each node: the sum over the processes on it, at least 1."""
     roles, devices = config.cluster.roles, count_devices(config)
-    wanted = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
+    cpus = devices.per_node * roles.learner.num_cpus + (devices.engines or 1) * roles.generator.num_cpus
     if isinstance(config, RolloutRunConfig):
-        wanted += len(config.env) * _max_per_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
+        cpus += len(config.env) * _max_per_node(config.cluster.environment_hosts, devices) * roles.environment.num_cpus
     if isinstance(config, DistillationRunConfig):
-        hosts = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
-        wanted += _max_per_node(hosts, devices) * roles.teacher.num_cpus
-    return max(1.0, wanted)
+        teacher_processes = sum(teacher.hosts for teacher in (config.teacher, *config.teachers.values()))
+        cpus += _max_per_node(teacher_processes, devices) * roles.teacher.num_cpus
+    return max(1.0, cpus)
 
 
 def _max_per_node(processes: int, devices: DeviceCounts) -> int:
@@ -79,29 +79,28 @@ def _max_per_node(processes: int, devices: DeviceCounts) -> int:
 async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[None]]) -> None:
     """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times.
 
-    The count starts over whenever an attempt saves a later step than all attempts before it. Raises the last error when no restart is
-    left.
+    The count starts over whenever an attempt saves a later step than all earlier ones. Raises the last error when no restart is left.
     """
-    left = allowed = config.cluster.max_restarts
+    remaining = allowed = config.cluster.max_restarts
     furthest = find_newest_step(config)
     while True:
         try:
             return await run_attempt()
-        except RECOVERABLE_ERRORS as death:
-            now = find_newest_step(config)
-            if now > furthest:
-                left, furthest = allowed, now
-            if left == 0:
-                raise type(death)(
-                    f"{death}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
+        except RECOVERABLE_ERRORS as error:
+            newest = find_newest_step(config)
+            if newest > furthest:
+                remaining, furthest = allowed, newest
+            if remaining == 0:
+                raise type(error)(
+                    f"{error}; the run was restarted {allowed} times without saving another step (cluster.max_restarts), so another "
                     f"restart is unlikely to help: see the output of the process in {Path(config.logger.log_dir) / 'workers'}"
-                ) from death
-            left -= 1
-            again = f"from the checkpoint of step {now}" if now >= 0 else "from the beginning: there is no checkpoint yet"
+                ) from error
+            remaining -= 1
+            origin = f"from the checkpoint of step {newest}" if newest >= 0 else "from the beginning: there is no checkpoint yet"
             tracker.note(
-                f"warning: {death}. The learner restarts {again}; {left} more restarts are allowed until another step is saved"
+                f"warning: {error}. The learner restarts {origin}; {remaining} more restarts are allowed until another step is saved"
             )
-            log.debug("where the error was raised", exc_info=death)
+            log.debug("where the error was raised", exc_info=error)
 
 
 def find_newest_step(config: TrainingRunConfig) -> int:

@@ -32,9 +32,9 @@ class GroupRange:
         return self.start == self.stop
 
     def select(self, batch: Batch) -> SubBatch:
-        """Return the batch of these groups alone. The range must not be empty."""
-        own = ((batch.group >= self.start) & (batch.group < self.stop)).nonzero().flatten().tolist()
-        return select_rollouts(batch, own)
+        """Return the batch of these groups only. The range must not be empty."""
+        rollouts = ((batch.group >= self.start) & (batch.group < self.stop)).nonzero().flatten().tolist()
+        return select_rollouts(batch, rollouts)
 
 
 def split_groups(groups: int, rank: int, count: int) -> GroupRange:
@@ -42,11 +42,11 @@ def split_groups(groups: int, rank: int, count: int) -> GroupRange:
     return GroupRange(rank * groups // count, (rank + 1) * groups // count)
 
 
-def merge_columns(answers: Sequence[ColumnShard], length: int) -> dict[str, Tensor]:
+def merge_columns(shards: Sequence[ColumnShard], length: int) -> dict[str, Tensor]:
     """Merge columns with disjoint indices into columns of the whole batch, [N] or [N, K] with N = ``length``."""
-    found: dict[str, Tensor] = {}
-    for name, example in answers[0].columns.items():
-        found[name] = torch.zeros(length, *example.shape[1:], dtype=example.dtype)
-        for answer in answers:
-            found[name][answer.index] = answer.columns[name]
-    return found
+    merged: dict[str, Tensor] = {}
+    for name, example in shards[0].columns.items():
+        merged[name] = torch.zeros(length, *example.shape[1:], dtype=example.dtype)
+        for shard in shards:
+            merged[name][shard.index] = shard.columns[name]
+    return merged

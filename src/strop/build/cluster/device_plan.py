@@ -12,16 +12,16 @@ from strop.learner.parallel.parallel_dims import ParallelDims
 
 def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
     """Return the device plan of a run on a cluster. Raises PlacementError."""
-    found = count_devices(config)
-    engines = found.engines if found.engines is not None else 1 if on_cpu else None
+    counts = count_devices(config)
+    engines = counts.engines if counts.engines is not None else 1 if on_cpu else None
     return plan_devices(
-        found.nodes,
-        found.per_node,
-        engine_size=found.engine_size,
+        counts.nodes,
+        counts.per_node,
+        engine_size=counts.engine_size,
         engines=engines,
         colocated=config.policy.generation.colocated.enabled or engines == 0,
-        engine_devices=found.engine_devices,
-        engine_nodes=found.engine_nodes,
+        engine_devices=counts.engine_devices,
+        engine_nodes=counts.engine_nodes,
     )
 
 
@@ -54,11 +54,11 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     """Format the layout of a run on a cluster: ranks, parallel dimensions, engines, environment processes.
 
     Raises PlacementError, ValueError."""
-    division, found = make_device_plan(config, on_cpu=on_cpu), count_devices(config)
-    each = f"{_pluralize(found.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(found.per_node, "GPU")
-    world, nodes = len(division.training), {place.node for place in division.training}
+    plan, counts = make_device_plan(config, on_cpu=on_cpu), count_devices(config)
+    per_node = f"{_pluralize(counts.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(counts.per_node, "GPU")
+    world, nodes = len(plan.training), {slot.node for slot in plan.training}
     lines = [
-        f"cluster     {_pluralize(found.nodes, 'node')} of a Ray cluster, {each} on each",
+        f"cluster     {_pluralize(counts.nodes, 'node')} of a Ray cluster, {per_node} on each",
         (
             f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: "
             f"{format_parallel_dims(make_parallel_dims(config.policy.dtensor_cfg, world))}"
@@ -70,17 +70,17 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
             lines.append(f"            the critic: {format_parallel_dims(critic)}")
     if isinstance(config, RolloutRunConfig):
         lines += [
-            f"engines     {_format_engines(division, found.engine_size)}",
-            f"hosts       {_format_environment_processes(config)}",
+            f"engines     {_format_engines(plan, counts.engine_size)}",
+            f"env         {_format_environment_processes(config)}",
         ]
     return lines
 
 
-def _format_engines(division: DevicePlan, size: int) -> str:
-    count, nodes = len(division.generation), sorted({place.node for place in division.generation})
+def _format_engines(plan: DevicePlan, size: int) -> str:
+    count, nodes = len(plan.generation), sorted({slot.node for slot in plan.generation})
     where = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {nodes[0]} to {nodes[-1]}"
-    turns = "colocated with the learner" if division.colocated else "on their own devices"
-    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')} on {where}, {turns}"
+    sharing = "colocated with the learner" if plan.colocated else "on their own devices"
+    return f"{_pluralize(count, 'engine')} of {_pluralize(size, 'device')} on {where}, {sharing}"
 
 
 def _format_environment_processes(config: RolloutRunConfig) -> str:
@@ -91,15 +91,13 @@ def _format_environment_processes(config: RolloutRunConfig) -> str:
     return f"{_pluralize(count, 'process')} for each environment, spread over {_pluralize(nodes, 'node')}"
 
 
-def format_device_rows(division: DevicePlan, nodes: int) -> list[tuple[str, str, str]]:
+def format_device_rows(plan: DevicePlan, nodes: int) -> list[tuple[str, str, str]]:
     """Return a row (node, training devices, generation devices) for each node."""
     rows = []
     for node in range(nodes):
-        trains = [place.devices[0] for place in division.training if place.node == node]
+        trains = [slot.devices[0] for slot in plan.training if slot.node == node]
         engines = [
-            f"engine {number}: {_format_range(place.devices)}"
-            for number, place in enumerate(division.generation)
-            if place.node == node
+            f"engine {number}: {_format_range(slot.devices)}" for number, slot in enumerate(plan.generation) if slot.node == node
         ]
         rows.append((str(node), _format_range(trains) if trains else "none", ", ".join(engines) or "none"))
     return rows

@@ -1,8 +1,8 @@
 """One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
 
 The driver (``strop.build.cluster.ray_backend``) calls the same method on every rank. Batches are passed by reference, so that each
-node reads them
-once; each rank processes its share of a batch and returns the result for it. Ranks build models from the configuration of the run.
+node reads them once; each rank processes its part of a batch and returns the result for it. Ranks build models from the
+configuration of the run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RankZeroLoader:
 
 
 class RankScorer(Protocol):
-    """A network that scores this rank's share of a batch."""
+    """A network that scores this rank's part of a batch."""
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
 
@@ -82,7 +82,7 @@ class PolicyInfo:
     stop_ids: tuple[int, ...]
     fingerprint: str  # of the weights before training
     vocab_size: int  # size of the output layer; 0 for a network without one
-    address: str  # of this rank's machine
+    address: str  # of rank 0's machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class LearnerWorker:
         self.world = world
         self.learners: dict[str, TorchLearner] = {}
         self.scorers: dict[str, RankScorer] = {}
-        self.columns: dict[tuple[str, str], ColumnSource] = {}  # (source, column) -> who fills it
+        self.columns: dict[tuple[str, str], ColumnSource] = {}  # by (source, column)
         self.busy_seconds = 0.0
         self._store: Any = None
         self._export: BlockingExporter | None = None
@@ -129,13 +129,13 @@ class LearnerWorker:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
 
     def _device(self) -> str:
-        wanted = self.config.policy.device
-        return "cuda" if wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+        device = self.config.policy.device
+        return "cuda" if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()) else "cpu"
 
     # --- models -----------------------------------------------------------------------------------------------------------
 
-    def load_policy(self, host: str) -> PolicyInfo:
-        """Load the policy, not yet sharded. Raises ModelNotFound, ValueError."""
+    def load_policy(self, address: str) -> PolicyInfo:
+        """Load the policy, not yet sharded. ``address``: of rank 0's machine. Raises ModelNotFound, ValueError."""
         config = self.config
         seed_everything(config.training.seed)
         if isinstance(config, RmRunConfig):
@@ -150,7 +150,7 @@ class LearnerWorker:
             stop_ids=self.policy.stop_ids,
             fingerprint=model_fingerprint(network.model) if self.rank == 0 else "",
             vocab_size=0 if isinstance(config, RmRunConfig) else get_student_info(self.policy).vocab_size,
-            address=host,
+            address=address,
         )
 
     def shard_models(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> list[str]:
@@ -162,29 +162,29 @@ class LearnerWorker:
         critic = make_critic(config, policy, RankZeroLoader()) if isinstance(config, PpoRunConfig) else None
         reference = self._copy_reference() if REFERENCE_LOGPROBS in algorithm.requires else None
         device = self._device()
-        placed = self._parallelize(
+        parallelism = self._parallelize(
             policy.network, config.policy, DeviceMeshes(make_parallel_dims(config.policy.dtensor_cfg, self.world), device)
         )
-        self.parallelism = placed
+        self.parallelism = parallelism
         self.learners[POLICY] = make_learner(
             policy.network,
             config.policy,
             sampling,
             whole_groups=algorithm.whole_groups,
             total_steps=total_steps,
-            parallelism=placed,
+            parallelism=parallelism,
         )
         if critic is not None:
             assert isinstance(config, PpoRunConfig)
             if isinstance(critic, ValueHead):
-                critics = parallelize_head(critic, placed)
+                critic_parallelism = parallelize_head(critic, parallelism)
             else:
                 assert isinstance(critic, Network)
-                critics = self._parallelize(
+                critic_parallelism = self._parallelize(
                     critic, config.value, DeviceMeshes(make_parallel_dims(config.value.dtensor_cfg, self.world), device)
                 )
             self.learners["value"] = make_learner(
-                critic, config.value, sampling, total_steps=total_steps, section="value", parallelism=critics
+                critic, config.value, sampling, total_steps=total_steps, section="value", parallelism=critic_parallelism
             )
         self.scorers.update(self.learners)
         self._make_scorers(reference, algorithm)
@@ -224,20 +224,22 @@ class LearnerWorker:
             )
         elif reference is not None:
             meshes = DeviceMeshes(make_parallel_dims(config.policy.dtensor_cfg, self.world), self._device())
-            placed = parallelize_network(
+            reference_parallelism = parallelize_network(
                 reference,
                 meshes,
                 weights_dtype=torch.bfloat16 if config.policy.weights_dtype == "bfloat16" else None,
                 cpu_offload=config.policy.reference.offload or config.policy.dtensor_cfg.cpu_offload,
             )
-            self.scorers["reference"] = FrozenScorer(reference, self.sampling, score_tokens=tokens, parallelism=placed)
+            self.scorers["reference"] = FrozenScorer(
+                reference, self.sampling, score_tokens=tokens, parallelism=reference_parallelism
+            )
         self.scorers["untrained"] = NetworkScorer(network, self.sampling, tokens, self.parallelism)
         if isinstance(config, DistillationRunConfig):
             self._load_teachers(config, algorithm)
 
     def _load_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
-        """Load the teachers that have no processes of their own, unsharded."""
-        wanted = find_teacher_columns(config, algorithm)
+        """Load the teachers without separate processes, unsharded."""
+        columns = find_teacher_columns(config, algorithm)
         for key, teacher in named_teachers(config).items():
             if teacher.model_name == "self":
                 raise ValueError(
@@ -245,8 +247,8 @@ class LearnerWorker:
                     "cluster.backend=local"
                 )
             if not teacher.hosts:
-                fills = load_teacher(key, config, get_student_info(self.policy), wanted, self.sampling)
-                self.columns.update({(key, column): fills(column) for column in wanted})
+                make_source = load_teacher(key, config, get_student_info(self.policy), columns, self.sampling)
+                self.columns.update({(key, column): make_source(column) for column in columns})
 
     def write_model_folder(self, folder: Path) -> None:
         """Write the folder that engines build the policy from, without weights. Called on rank 0."""
@@ -284,12 +286,13 @@ class LearnerWorker:
     def fill(self, source: str, column: str, batch: Batch, groups: Sequence[Group]) -> ColumnShard | None:
         """Fill columns for this rank's groups; return None if it has no groups or another rank fills them."""
         meshes = self.parallelism.meshes
-        share = split_groups(len(groups), meshes.data_rank, meshes.dims.data)
-        if share.is_empty or not meshes.is_leader:
+        group_range = split_groups(len(groups), meshes.data_rank, meshes.dims.data)
+        if group_range.is_empty or not meshes.is_leader:
             return None
-        part = share.select(batch)
+        sub_batch = group_range.select(batch)
         return ColumnShard(
-            part.index, _run_sync(self.columns[source, column].columns(part.batch, groups[share.start : share.stop]))
+            sub_batch.index,
+            _run_sync(self.columns[source, column].columns(sub_batch.batch, groups[group_range.start : group_range.stop])),
         )
 
     # --- weights ----------------------------------------------------------------------------------------------------------
@@ -356,13 +359,13 @@ class LearnerWorker:
         return os.getpid()
 
 
-def _run_sync(call: Any) -> Any:
-    """Run a coroutine that never suspends and return its result. Local learners have such: their protocol is async for remote learners."""
+def _run_sync(coroutine: Any) -> Any:
+    """Run a coroutine that never suspends and return its result. Local learners never suspend; only remote ones need the async protocol."""
     try:
-        call.send(None)
-    except StopIteration as done:
-        return done.value
-    call.close()
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
     raise RuntimeError("a coroutine of a rank suspended; local learners must not await anything")
 
 

@@ -44,7 +44,7 @@ from strop.types import Batch, Group
 from strop.weight_sync.base import ChannelAddress, TransportError
 from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
 
-COLLECTIVE_TIMEOUT = 1800.0  # timeout of a rank that waits in a collective; the death of a rank is noticed at once
+COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class RemoteScorer:
     cluster: Cluster
 
     async def score(self, batch: Batch) -> Outputs:
-        shares = await self.group.call_all("score", self.name, self.cluster.put(batch))
-        return assemble_outputs(shares, len(batch.target))
+        outputs = await self.group.call_all("score", self.name, self.cluster.put(batch))
+        return assemble_outputs(outputs, len(batch.target))
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class RemoteLearner:
         return await self._call_with_loss("evaluate_loss", batch, loss)
 
     async def _call_with_loss(self, method: str, batch: Batch, loss: LossFn) -> BackwardResult:
-        shares = await self.group.call_all(method, self.name, self.cluster.put(batch), loss)
-        return assemble_result(shares, len(batch.target))
+        outputs = await self.group.call_all(method, self.name, self.cluster.put(batch), loss)
+        return assemble_result(outputs, len(batch.target))
 
     async def step(self) -> Metrics:
         metrics: Metrics = (await self.group.call_all("step", self.name))[0]
@@ -132,9 +132,9 @@ class RemoteColumnSource:
     cluster: Cluster
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        shared = self.cluster.put(batch), self.cluster.put(list(groups))
-        answers = await self.group.call_all("fill", self.source, self.column, *shared)
-        return merge_columns([answer for answer in answers if isinstance(answer, ColumnShard)], len(batch.target))
+        references = self.cluster.put(batch), self.cluster.put(list(groups))
+        shards = await self.group.call_all("fill", self.source, self.column, *references)
+        return merge_columns([shard for shard in shards if isinstance(shard, ColumnShard)], len(batch.target))
 
 
 class RemoteExporter:
@@ -144,19 +144,19 @@ class RemoteExporter:
         self.group = group
 
     async def prepare(self, content: TransferContent) -> TransferPlan:
-        shipment: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
-        return shipment
+        plan: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
+        return plan
 
     async def open(self, receivers: int) -> ChannelAddress:
         address: ChannelAddress = await self.group.call_one(0, "open_sender", receivers)
         return address
 
     async def send(self, *, read_back: bool) -> Fingerprints:
-        sent = (await self.group.call_all("send", read_back))[0]
-        if isinstance(sent, TransportError):
-            raise sent
-        marks: Fingerprints = sent
-        return marks
+        result = (await self.group.call_all("send", read_back))[0]
+        if isinstance(result, TransportError):
+            raise result
+        fingerprints: Fingerprints = result
+        return fingerprints
 
     async def export_adapters(self, *, resend: bool) -> SentAdapters:
         adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]
@@ -188,10 +188,10 @@ class RayBackend:
         self.policy_info = policy_info
         self.tracker = tracker
         self.packed = policy_info.packed
-        names = config.policy.tokenizer
-        tokenizer = load_tokenizer(names.name, chat_template=names.chat_template)
+        tokenizer_config = config.policy.tokenizer
+        tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
         self.bundle: TokenizerBundle = RemoteTokenizerBundle(
-            tokenizer, ChatTemplate(tokenizer, options=names.chat_template_kwargs), policy_info.stop_ids
+            tokenizer, ChatTemplate(tokenizer, options=tokenizer_config.chat_template_kwargs), policy_info.stop_ids
         )
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
@@ -201,54 +201,58 @@ class RayBackend:
         return self._learners
 
     async def build_scorers(self) -> dict[str, ColumnSource]:
-        wanted = self._algorithm.requires
-        found: dict[str, ColumnSource] = {}
-        if REFERENCE_LOGPROBS in wanted:
-            found[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, self._remote_scorer("reference"))
-        if VALUES in wanted and "value" in self._learners:
-            found[VALUES] = ValueColumn(VALUES, self._learners["value"])
+        required = self._algorithm.requires
+        sources: dict[str, ColumnSource] = {}
+        if REFERENCE_LOGPROBS in required:
+            sources[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, self._remote_scorer("reference"))
+        if VALUES in required and "value" in self._learners:
+            sources[VALUES] = ValueColumn(VALUES, self._learners["value"])
         if isinstance(self.config, DistillationRunConfig):
-            found.update(await self._build_teachers(self.config))
-        return check_columns(found, self._algorithm, self.config)
+            sources.update(await self._build_teachers(self.config))
+        return check_columns(sources, self._algorithm, self.config)
 
     async def _build_teachers(self, config: DistillationRunConfig) -> dict[str, ColumnSource]:
-        """Build the sources of the teachers, each on the ranks or in processes of its own."""
-        wanted, teachers = find_teacher_columns(config, self._algorithm), named_teachers(config)
+        """Build the sources of the teachers, each on the ranks or in separate processes."""
+        columns, teachers = find_teacher_columns(config, self._algorithm), named_teachers(config)
         student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
-        described = [
-            TeacherSpec(key=key, config=config, student=student, columns=wanted, sampling=self._sampling)
+        specs = [
+            TeacherSpec(key=key, config=config, student=student, columns=columns, sampling=self._sampling)
             for key, teacher in teachers.items()
             if teacher.hosts
         ]
-        hosted = await spawn_teachers(self.cluster, described, self._teacher_options(config))
+        remote_teachers = await spawn_teachers(self.cluster, specs, self._teacher_options(config))
 
         def source(key: str, column: str) -> ColumnSource:
-            return hosted[key][column] if key in hosted else RemoteColumnSource(key, column, self.group, self.cluster)
+            return (
+                remote_teachers[key][column]
+                if key in remote_teachers
+                else RemoteColumnSource(key, column, self.group, self.cluster)
+            )
 
-        return {column: combine_teachers({key: source(key, column) for key in teachers}, config) for column in wanted}
+        return {column: combine_teachers({key: source(key, column) for key in teachers}, config) for column in columns}
 
     def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[ActorOptions]]:
         """Return the actor options of each process by teacher key. Processes are spread over the nodes; one with a GPU goes to any node
         that has a GPU besides those of the run."""
         role, threads = config.cluster.roles.teacher, self._thread_env(config.policy.num_threads)
-        found: dict[str, list[ActorOptions]] = {}
-        dealt = itertools.count()
+        options: dict[str, list[ActorOptions]] = {}
+        counter = itertools.count()
         for key, teacher in named_teachers(config).items():
             gpus = 0.0 if self.policy_info.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
             names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
-            found[key] = [
-                make_actor_options(name, DeviceSlot(next(dealt) % self.cluster.num_nodes, ()), role, threads, gpus=gpus)
+            options[key] = [
+                make_actor_options(name, DeviceSlot(next(counter) % self.cluster.num_nodes, ()), role, threads, gpus=gpus)
                 for name in names
             ]
-        return found
+        return options
 
     async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
         config = self.config
         assert isinstance(config, RecordedRunConfig)
-        found: dict[str, ColumnSource] = {}
+        sources: dict[str, ColumnSource] = {}
         if REFERENCE_LOGPROBS in self._algorithm.requires:
             once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-            found[REFERENCE_LOGPROBS] = (
+            sources[REFERENCE_LOGPROBS] = (
                 await make_stored_reference(
                     config,
                     self._remote_scorer("untrained"),
@@ -261,41 +265,41 @@ class RayBackend:
                 if once
                 else LogprobColumn(REFERENCE_LOGPROBS, self._remote_scorer("reference"))
             )
-        return check_columns(found, self._algorithm, config)
+        return check_columns(sources, self._algorithm, config)
 
     def _remote_scorer(self, name: str) -> RemoteScorer:
         return RemoteScorer(name, self.group, self.cluster)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
-        options, places = self.config.policy.generation, self.device_plan.generation
-        own_vllm = options.backend == "vllm"
-        adapters = own_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
+        options, slots = self.config.policy.generation, self.device_plan.generation
+        uses_vllm = options.backend == "vllm"
+        adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(0, "write_model_folder", folder)
-        exporting = ExportOptions(
+        export_options = ExportOptions(
             dtype=PRECISIONS[get_engine_precision(self.config)],
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
-            same_machine=all(place.node == self.device_plan.training[0].node for place in places),
+            same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
             folder=(spec.output_folder / "weights").resolve(),
         )
-        await self.group.call_all("open_export", exporting, self.policy_info.address)
-        make = self._make_vllm_engine if own_vllm else self._make_torch_engine
-        engines = [make(number, place, folder, spec.output_folder.resolve(), adapters) for number, place in enumerate(places)]
+        await self.group.call_all("open_export", export_options, self.policy_info.address)
+        make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
+        engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         return make_pooled_generator(
             engines,
             RemoteExporter(self.group),
             self.bundle,
             options,
             spec,
-            precision=options.vllm_cfg.precision if own_vllm else self.config.policy.precision,
-            length=options.vllm_cfg.max_model_len if own_vllm else self.config.policy.max_total_sequence_length,
+            precision=options.vllm_cfg.precision if uses_vllm else self.config.policy.precision,
+            length=options.vllm_cfg.max_model_len if uses_vllm else self.config.policy.max_total_sequence_length,
             adapters=adapters,
             allow_shrink=self.config.cluster.shrink_on_lost_node,
         )
 
-    def _make_vllm_engine(self, number: int, place: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+    def _make_vllm_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         config = self.config.policy
         options = make_vllm_options(
             str(folder),
@@ -311,26 +315,26 @@ class RayBackend:
         )
         arguments = (f"engine {number}", options, self.bundle.tokenizer, self.bundle.stop_ids)
         size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
-        return self._make_engine(number, place, size, _build_vllm_engine, arguments)
+        return self._make_engine(number, slot, size, _build_vllm_engine, arguments)
 
-    def _make_torch_engine(self, number: int, place: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
+    def _make_torch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         arguments = (f"engine {number}", self.config, folder, self.bundle.tokenizer, self.bundle.stop_ids, self.packed)
-        return self._make_engine(number, place, 1, _build_torch_engine, arguments)
+        return self._make_engine(number, slot, 1, _build_torch_engine, arguments)
 
     def _make_engine(
-        self, number: int, place: DeviceSlot, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
+        self, number: int, slot: DeviceSlot, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> RemoteEngine:
         threads = self._thread_env(self.config.policy.num_threads, generates=True)
-        options = make_actor_options(f"engine-{number}", place, self.config.cluster.roles.generator, threads, kind="async")
+        options = make_actor_options(f"engine-{number}", slot, self.config.cluster.roles.generator, threads, kind="async")
 
-        async def host() -> RemoteActor:
+        async def spawn() -> RemoteActor:
             return await self.cluster.spawn(options, make, *arguments)
 
-        return RemoteEngine(f"engine {number}", receivers, host)
+        return RemoteEngine(f"engine {number}", receivers, spawn)
 
-    def _thread_env(self, wanted: int | None, *, generates: bool = False) -> dict[str, str]:
-        turns = is_time_shared(self.config, self.device_plan)
-        return make_thread_env(wanted, self.policy_info.on_cpu, self.device_plan, generates=generates, time_shared=turns)
+    def _thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
+        time_shared = is_time_shared(self.config, self.device_plan)
+        return make_thread_env(threads, self.policy_info.on_cpu, self.device_plan, generates=generates, time_shared=time_shared)
 
 
 def make_actor_options(
@@ -352,18 +356,18 @@ def make_actor_options(
 
 
 def make_thread_env(
-    wanted: int | None, on_cpu: bool, plan: DevicePlan, *, generates: bool = False, time_shared: bool = False
+    threads: int | None, on_cpu: bool, plan: DevicePlan, *, generates: bool = False, time_shared: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables that set the CPU threads of a process: ``wanted``, or on CPU an equal share of the cores.
+    """Return the environment variables that set the CPU threads of a process: ``threads``, or on CPU an equal share of the cores.
 
     Assumes that every machine has as many cores as this one. ``time_shared``: ranks and engines never compute at the same time, so the
     processes of each kind share all cores."""
-    if wanted is None and not on_cpu:
+    if threads is None and not on_cpu:
         return {}
-    own = plan.generation if generates else plan.training
-    at_once = own if time_shared else (*plan.training, *plan.generation)
-    on_one = max(1, sum(place.node == own[0].node for place in at_once))
-    return {"OMP_NUM_THREADS": str(wanted or max(1, (os.cpu_count() or 1) // on_one))}
+    same_role = plan.generation if generates else plan.training
+    concurrent = same_role if time_shared else (*plan.training, *plan.generation)
+    per_node = max(1, sum(slot.node == same_role[0].node for slot in concurrent))
+    return {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // per_node))}
 
 
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
@@ -373,34 +377,34 @@ def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
 
 async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> RayBackend:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
-    division = make_device_plan(config, on_cpu=cluster.on_cpu)
+    device_plan = make_device_plan(config, on_cpu=cluster.on_cpu)
     on_cpu = cluster.on_cpu
-    role, world = config.cluster.roles.learner, len(division.training)
-    threads = make_thread_env(config.policy.num_threads, on_cpu, division, time_shared=is_time_shared(config, division))
-    hosts = await asyncio.gather(
+    role, world = config.cluster.roles.learner, len(device_plan.training)
+    threads = make_thread_env(config.policy.num_threads, on_cpu, device_plan, time_shared=is_time_shared(config, device_plan))
+    actors = await asyncio.gather(
         *(
-            cluster.spawn(make_actor_options(f"learner-{rank}", place, role, threads), LearnerWorker, config, rank, world)
-            for rank, place in enumerate(division.training)
+            cluster.spawn(make_actor_options(f"learner-{rank}", slot, role, threads), LearnerWorker, config, rank, world)
+            for rank, slot in enumerate(device_plan.training)
         )
     )
-    group = ActorGroup("learner", hosts)
-    address = hosts[0].address
+    group = ActorGroup("learner", actors)
+    address = actors[0].address
     port = await group.call_one(0, "open_store", address)
     await group.call_all("init_process_group", address, port, COLLECTIVE_TIMEOUT)
-    facts = (await group.call_all("load_policy", address))[0]
-    tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(hosts)}")
-    if facts.fallback is not None:
-        tracker.note(f"warning: the policy reads padded rows: {facts.fallback}")
-    return RayBackend(config, cluster, division, group, facts, tracker)
+    policy_info = (await group.call_all("load_policy", address))[0]
+    tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
+    if policy_info.fallback is not None:
+        tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")
+    return RayBackend(config, cluster, device_plan, group, policy_info, tracker)
 
 
 def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:
-    """Start the environments in processes of their own, spread over the nodes. Return them by alias; empty if
+    """Start the environments in separate processes, spread over the nodes. Return them by alias; empty if
     ``cluster.environment_hosts`` is 0."""
     count, role = config.cluster.environment_hosts, config.cluster.roles.environment
     if not count:
         return {}
-    described = describe_environments(config.data.train, config.data.validation, config.env, seed=config.rollout_training.seed)
+    descriptions = describe_environments(config.data.train, config.data.validation, config.env, seed=config.rollout_training.seed)
     threads = {"OMP_NUM_THREADS": "1"}
     gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
     options = {
@@ -415,13 +419,13 @@ def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict
             )
             for number in range(count)
         )
-        for alias in described
+        for alias in descriptions
     }
-    return spawn_environments(cluster, described, options)
+    return spawn_environments(cluster, descriptions, options)
 
 
-def _format_pids(hosts: Sequence[RemoteActor]) -> str:
-    return ", ".join(str(host.pid) for host in hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+def _format_pids(actors: Sequence[RemoteActor]) -> str:
+    return ", ".join(str(actor.pid) for actor in actors[:8]) + (", ..." if len(actors) > 8 else "")
 
 
 def _build_vllm_engine(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
@@ -448,7 +452,7 @@ def _build_torch_engine(
         disable_dropout(model)
         network = Network(model, precision=PRECISIONS[policy.precision], packed=packed)
         cast_weights(model, PRECISIONS[policy.weights_dtype])
-        speech = LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
-        return make_torch_engine(speech, policy.generation, policy.max_total_sequence_length)
+        loaded = LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
+        return make_torch_engine(loaded, policy.generation, policy.max_total_sequence_length)
 
     return StandaloneTorchEngine(name, make, PRECISIONS[policy.weights_dtype])

@@ -1,4 +1,4 @@
-"""Teachers in processes of their own. Each process scores a contiguous range of the groups of a batch, all at once.
+"""Teachers in separate processes. Each process scores a contiguous range of the groups of a batch, all at once.
 
     driver                                                  each process, with the whole teacher
     RemoteTeacher(column)  -- its groups, packed -->        TeacherWorker.fill(column, batch) -> columns of these tokens
@@ -40,11 +40,10 @@ class TeacherSpec:
 class TeacherWorker:
     """The actor that holds a whole teacher. Calls run one after another on one thread."""
 
-    def __init__(self, description: TeacherSpec) -> None:
+    def __init__(self, spec: TeacherSpec) -> None:
         """Raises ModelNotFound, and ValueError if the teacher's vocabulary is not the student's."""
-        found = description
-        fills = load_teacher(found.key, found.config, found.student, found.columns, found.sampling)
-        self._sources = {column: fills(column) for column in found.columns}
+        make_source = load_teacher(spec.key, spec.config, spec.student, spec.columns, spec.sampling)
+        self._sources = {column: make_source(column) for column in spec.columns}
 
     def fill(self, column: str, batch: Batch) -> dict[str, Tensor]:
         """Return columns by name, [N] or [N, K], on the CPU."""
@@ -54,11 +53,11 @@ class TeacherWorker:
 class TeacherProcess:
     """One teacher process, replaced by a new one when it dies."""
 
-    def __init__(self, cluster: Cluster, options: ActorOptions, description: TeacherSpec) -> None:
+    def __init__(self, cluster: Cluster, options: ActorOptions, spec: TeacherSpec) -> None:
         self.options = options
         self.restarts = 0
         self._cluster = cluster
-        self._description = description
+        self._spec = spec
         self._starting = asyncio.Lock()
         self._remote: RemoteActor | None = None
 
@@ -66,7 +65,7 @@ class TeacherProcess:
         """Start the process if it does not run. Raises ActorDied, and what ``TeacherWorker`` raises."""
         async with self._starting:
             if self._remote is None:
-                self._remote = await self._cluster.spawn(self.options, TeacherWorker, self._description)
+                self._remote = await self._cluster.spawn(self.options, TeacherWorker, self._spec)
             return self._remote
 
     async def fill(self, column: str, batch: Batch) -> Mapping[str, Tensor]:
@@ -82,8 +81,8 @@ class TeacherProcess:
         return await self._call_fill(await self.start(), column, batch)
 
     async def _call_fill(self, remote: RemoteActor, column: str, batch: Batch) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = await remote.call("fill", column, batch)
-        return found
+        columns: Mapping[str, Tensor] = await remote.call("fill", column, batch)
+        return columns
 
 
 @dataclass(frozen=True)
@@ -96,29 +95,29 @@ class RemoteTeacher:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Score the groups on all processes concurrently. Raises ActorDied."""
         count = len(self.processes)
-        shares = [split_groups(len(groups), place, count) for place in range(count)]
-        asked = [
-            asyncio.ensure_future(self._fill(process, share, batch))
-            for process, share in zip(self.processes, shares, strict=True)
-            if not share.is_empty
+        ranges = [split_groups(len(groups), number, count) for number in range(count)]
+        tasks = [
+            asyncio.ensure_future(self._fill(process, group_range, batch))
+            for process, group_range in zip(self.processes, ranges, strict=True)
+            if not group_range.is_empty
         ]
         try:
-            return merge_columns(await asyncio.gather(*asked), len(batch.target))
+            return merge_columns(await asyncio.gather(*tasks), len(batch.target))
         finally:
-            for one in asked:  # if one fails, the others must not start new processes on a cluster that is closing
-                one.cancel()
+            for task in tasks:  # if one fails, the others must not start new processes on a cluster that is closing
+                task.cancel()
 
-    async def _fill(self, process: TeacherProcess, share: GroupRange, batch: Batch) -> ColumnShard:
-        part = share.select(batch)
-        return ColumnShard(part.index, await process.fill(self.column, part.batch))
+    async def _fill(self, process: TeacherProcess, group_range: GroupRange, batch: Batch) -> ColumnShard:
+        sub_batch = group_range.select(batch)
+        return ColumnShard(sub_batch.index, await process.fill(self.column, sub_batch.batch))
 
 
 async def spawn_teachers(
-    cluster: Cluster, descriptions: Collection[TeacherSpec], options: Mapping[str, Sequence[ActorOptions]]
+    cluster: Cluster, specs: Collection[TeacherSpec], options: Mapping[str, Sequence[ActorOptions]]
 ) -> dict[str, dict[str, ColumnSource]]:
     """Start teachers concurrently. Return their column sources by teacher key and column. ``options``: of each process, by teacher key.
 
     Raises ActorDied, and what ``TeacherWorker`` raises."""
-    places = {each.key: [TeacherProcess(cluster, one, each) for one in options[each.key]] for each in descriptions}
-    await asyncio.gather(*(process.start() for processes in places.values() for process in processes))
-    return {each.key: {column: RemoteTeacher(column, places[each.key]) for column in each.columns} for each in descriptions}
+    processes = {spec.key: [TeacherProcess(cluster, each, spec) for each in options[spec.key]] for spec in specs}
+    await asyncio.gather(*(process.start() for group in processes.values() for process in group))
+    return {spec.key: {column: RemoteTeacher(column, processes[spec.key]) for column in spec.columns} for spec in specs}

@@ -21,8 +21,8 @@ Problems = Iterator[Problem]
 
 
 def check_devices(config: TrainingRunConfig) -> Problems:
-    found = count_devices(config)
-    if found.uses_ray and found.learner_devices < 1:
+    counts = count_devices(config)
+    if counts.uses_ray and counts.learner_devices < 1:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, and generation would take all {config.cluster.gpus_per_node} devices of each node, which leaves none to train",
@@ -44,16 +44,16 @@ def check_devices(config: TrainingRunConfig) -> Problems:
 
 
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
-    found = count_devices(config)
+    counts = count_devices(config)
     for key, model in list_trained_models(config):
-        yield from _check_model_sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, found)
+        yield from _check_model_sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, counts)
 
 
-def _check_model_sizes(key: str, sizes: DtensorConfig, found: DeviceCounts) -> Problems:
+def _check_model_sizes(key: str, sizes: DtensorConfig, counts: DeviceCounts) -> Problems:
     tensor, context, copies = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.dp_replicate_size
     product = tensor * context * copies
-    if found.learner_devices % product:
-        where = f"{found.learner_devices} devices that train" if found.uses_ray else "the one device of this process"
+    if counts.learner_devices % product:
+        where = f"{counts.learner_devices} devices that train" if counts.uses_ray else "the one device of this process"
         yield Problem(
             f"{key}.tensor_parallel_size",
             f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
@@ -67,7 +67,7 @@ def _check_model_sizes(key: str, sizes: DtensorConfig, found: DeviceCounts) -> P
             "Set it to false, or raise tensor_parallel_size.",
         )
     if (experts := sizes.expert_parallel_size) > 1:
-        one_copy = max(1, found.learner_devices // copies)
+        one_copy = max(1, counts.learner_devices // copies)
         if experts % tensor or one_copy % experts:
             yield Problem(
                 f"{key}.expert_parallel_size",
@@ -75,7 +75,7 @@ def _check_model_sizes(key: str, sizes: DtensorConfig, found: DeviceCounts) -> P
                 "of the model",
                 f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
             )
-    if sizes.cpu_offload and not found.uses_ray:
+    if sizes.cpu_offload and not counts.uses_ray:
         yield Problem(
             f"{key}.cpu_offload",
             "found true, but only a learner on several ranks offloads its parameters, and this run has one",
@@ -85,8 +85,8 @@ def _check_model_sizes(key: str, sizes: DtensorConfig, found: DeviceCounts) -> P
 
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
     generation = config.policy.generation
-    apart = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
-    if apart and generation.backend in ("auto", "torch") and not count_devices(config).uses_ray:
+    separate = isinstance(config, RolloutRunConfig) and not generation.colocated.enabled
+    if separate and generation.backend in ("auto", "torch") and not count_devices(config).uses_ray:
         yield Problem(
             "policy.generation.colocated.enabled",
             f"found false, but in one process policy.generation.backend {generation.backend} runs on the learner's module",

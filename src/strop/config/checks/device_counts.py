@@ -24,11 +24,13 @@ class DeviceCounts:
 
 def count_devices(config: TrainingRunConfig) -> DeviceCounts:
     nodes, per_node, backend = config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.backend
-    sampled = isinstance(config, RolloutRunConfig)
+    samples = isinstance(config, RolloutRunConfig)
     generation = config.policy.generation
-    size, engines = (engine_size(generation), count_engines(generation)) if sampled else (1, 0)
-    apart_devices, apart_nodes = _generation_only_devices(generation, nodes, per_node, size, engines) if sampled else (None, None)
-    learner = (nodes - (apart_nodes or 0)) * (per_node - (apart_devices or 0))
+    size, engines = (engine_size(generation), count_engines(generation)) if samples else (1, 0)
+    engine_devices, engine_nodes = (
+        _generation_only_devices(generation, nodes, per_node, size, engines) if samples else (None, None)
+    )
+    learner = (nodes - (engine_nodes or 0)) * (per_node - (engine_devices or 0))
     ray = backend == "ray" or (backend == "auto" and (nodes > 1 or learner > 1))
     return DeviceCounts(
         nodes=nodes,
@@ -36,8 +38,8 @@ def count_devices(config: TrainingRunConfig) -> DeviceCounts:
         learner_devices=learner if ray else 1,
         engine_size=size,
         engines=engines,
-        engine_devices=apart_devices,
-        engine_nodes=apart_nodes,
+        engine_devices=engine_devices,
+        engine_nodes=engine_nodes,
         uses_ray=ray,
     )
 
@@ -56,8 +58,8 @@ def _generation_only_devices(
     """Return (devices per node, nodes) that only generate."""
     if generation.colocated.enabled:
         return None, None
-    given = generation.colocated.resources
-    if nodes > 1 and given.num_nodes is not None and given.gpus_per_node in (None, per_node):
-        return None, min(given.num_nodes, nodes)
-    wanted = given.gpus_per_node or (-(-(engines * size) // nodes) if engines else per_node // 2)
-    return min(wanted, per_node), None
+    resources = generation.colocated.resources
+    if nodes > 1 and resources.num_nodes is not None and resources.gpus_per_node in (None, per_node):
+        return None, min(resources.num_nodes, nodes)
+    requested = resources.gpus_per_node or (-(-(engines * size) // nodes) if engines else per_node // 2)
+    return min(requested, per_node), None

@@ -31,15 +31,15 @@ def _only_with_vllm(check: Callable[[ConfigT], Problems]) -> Callable[[ConfigT],
     return checked
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------------
 
 
 @_only_with_vllm
 def check_min_temperature(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_section(config)
     for name in ("temperature", "val_temperature"):
-        value, own = getattr(generation, name), name == "temperature"
-        if 0 < value < MIN_TEMPERATURE and (own or value != generation.temperature):
+        value, is_training = getattr(generation, name), name == "temperature"
+        if 0 < value < MIN_TEMPERATURE and (is_training or value != generation.temperature):
             yield Problem(
                 f"{key}.{name}",
                 f"found {value}, but vLLM raises temperatures between 0 and {MIN_TEMPERATURE} to {MIN_TEMPERATURE}, and reports other "
@@ -75,7 +75,7 @@ def check_engine_length(config: RolloutRunConfig) -> Problems:
 
 @_only_with_vllm
 def check_transport(config: RolloutRunConfig) -> Problems:
-    """Check that the transport can reach from the learner to the engine."""
+    """Check that the transport connects the learner to the engines."""
     generation, device = config.policy.generation, config.policy.device
     transport, key = generation.weight_sync.transport, "policy.generation.weight_sync.transport"
     if transport == "cuda_ipc" and device == "cpu":
@@ -91,9 +91,8 @@ def check_transport(config: RolloutRunConfig) -> Problems:
     elif transport == "cuda_ipc" and generation.vllm_cfg.num_local_engines > 1:
         yield Problem(
             key,
-            f"found cuda_ipc, but only the first of {generation.vllm_cfg.num_local_engines} engines is on the "
-            f"learner's GPU; the others cannot "
-            "map its memory",
+            f"found cuda_ipc, but only the first of {generation.vllm_cfg.num_local_engines} engines is on the learner's GPU; the others "
+            "cannot map its memory",
             "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.",
         )
     elif transport == "broadcast" and generation.colocated.enabled and device.startswith("cuda"):
@@ -142,63 +141,63 @@ def check_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
 def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Check the GPUs of generation, which follow from the number of engines and their size."""
     key, generation = generation_section(config)
-    given, options = generation.colocated.resources, generation.vllm_cfg
+    resources, options = generation.colocated.resources, generation.vllm_cfg
     if generation.colocated.enabled or generation.backend != "vllm":
         return
     if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
         return  # devices are planned once the cluster is known (strop.distributed.placement)
     size = options.tensor_parallel_size
     needed = options.num_local_engines * size
-    if given.gpus_per_node not in (None, needed):
-        fitting = [f"{key}.vllm_cfg.num_engines={given.gpus_per_node // size}"] if given.gpus_per_node % size == 0 else []
+    if resources.gpus_per_node not in (None, needed):
+        fitting = [f"{key}.vllm_cfg.num_engines={resources.gpus_per_node // size}"] if resources.gpus_per_node % size == 0 else []
         yield Problem(
             f"{key}.colocated.resources.gpus_per_node",
-            f"found {given.gpus_per_node}, but {options.num_local_engines} engines of {size} ranks use {needed} GPUs",
+            f"found {resources.gpus_per_node}, but {options.num_local_engines} engines of {size} ranks use {needed} GPUs",
             f"Set {' or '.join([*fitting, f'it to {needed} or null'])}.",
         )
-    if (given.num_nodes or 1) > 1:
+    if (resources.num_nodes or 1) > 1:
         yield Problem(
             f"{key}.colocated.resources.num_nodes",
-            f"found {given.num_nodes}, but this run uses one machine",
+            f"found {resources.num_nodes}, but this run uses one machine",
             "Set it to 1 or null, or raise cluster.num_nodes.",
         )
 
 
-# --- odd, but it runs -------------------------------------------------------------------------------------------------------
+# --- warnings --------------------------------------------------------------------------------------------------------------
 
 
 def warn_unused_engine_options(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     """Warn of options of an engine that the run does not use."""
     key, generation = generation_section(config)
     if generation.backend == "vllm":
-        unread, engine, other = changed_keys(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
+        unused, engine, other = changed_keys(f"{key}.torch_cfg", generation.torch_cfg), "vLLM", "torch"
     else:
-        unread = changed_keys(
+        unused = changed_keys(
             f"{key}.vllm_cfg", generation.vllm_cfg, ignore=("gpu_memory_utilization", "enforce_eager", "async_engine")
         )
-        unread += [f"{key}.vllm_kwargs"] if generation.vllm_kwargs else []
-        unread += changed_keys(f"{key}.weight_sync", generation.weight_sync)
+        unused += [f"{key}.vllm_kwargs"] if generation.vllm_kwargs else []
+        unused += changed_keys(f"{key}.weight_sync", generation.weight_sync)
         engine, other = "the torch engine", "vllm"
-    if unread:
+    if unused:
         yield Problem(
-            unread[0],
-            f"{engine} does not read {', '.join(unread)}",
-            f"{'They are' if len(unread) > 1 else 'It is'} for {key}.backend={other}.",
+            unused[0],
+            f"{engine} does not read {', '.join(unused)}",
+            f"{'They are' if len(unused) > 1 else 'It is'} for {key}.backend={other}.",
         )
 
 
 def warn_unused_generation(config: RecordedRunConfig) -> Problems:
-    unread = changed_keys("policy.generation", config.policy.generation)
-    if unread:
-        yield Problem(unread[0], f"a run on recorded data does not sample, and does not read {', '.join(unread)}")
+    unused = changed_keys("policy.generation", config.policy.generation)
+    if unused:
+        yield Problem(unused[0], f"a run on recorded data does not sample, and does not read {', '.join(unused)}")
 
 
 @_only_with_vllm
 def warn_unused_weight_sync(config: EvalRunConfig) -> Problems:
-    unread = changed_keys("generation.weight_sync", config.generation.weight_sync)
-    if unread:
+    unused = changed_keys("generation.weight_sync", config.generation.weight_sync)
+    if unused:
         yield Problem(
-            unread[0],
+            unused[0],
             f"it has no effect: an evaluation reads its weights from {config.generation.model_name}, and no weights are sent",
         )
 
@@ -253,12 +252,12 @@ def warn_unused_sleep(config: RolloutRunConfig) -> Problems:
 def warn_unused_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_section(config)
     drafts = generation.vllm_cfg.speculation
-    unread: Mapping[str | None, Sequence[str]] = {
+    unused: Mapping[str | None, Sequence[str]] = {
         None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
         "ngram": ("model_name",),
         "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
     }
-    for name in unread[drafts.method]:
+    for name in unused[drafts.method]:
         if getattr(drafts, name) != _default_of(drafts, name):
             yield Problem(
                 f"{key}.vllm_cfg.speculation.{name}",
@@ -268,9 +267,11 @@ def warn_unused_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problem
 
 def warn_unused_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
     key, generation = generation_section(config)
-    given = changed_keys(f"{key}.colocated.resources", generation.colocated.resources)
-    if given and generation.colocated.enabled:
-        yield Problem(given[0], f"it has no effect: {key}.colocated.enabled is true, so generation shares the devices that train")
+    changed = changed_keys(f"{key}.colocated.resources", generation.colocated.resources)
+    if changed and generation.colocated.enabled:
+        yield Problem(
+            changed[0], f"it has no effect: {key}.colocated.enabled is true, so generation shares the devices that train"
+        )
 
 
 def count_gpus(generation: GenerationConfig) -> int:
@@ -283,14 +284,14 @@ def count_gpus(generation: GenerationConfig) -> int:
 
 def changed_keys(key: str, section: BaseConfig, *, ignore: Sequence[str] = ()) -> list[str]:
     """Return keys under ``section`` that differ from their default, except ``ignore`` and keys that follow another."""
-    found: list[str] = []
+    changed: list[str] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseConfig):
-            found += changed_keys(f"{key}.{name}", value)
+            changed += changed_keys(f"{key}.{name}", value)
         elif name not in ignore and not followed_keys(field) and value != _default_of(section, name):
-            found.append(f"{key}.{name}")
-    return found
+            changed.append(f"{key}.{name}")
+    return changed
 
 
 def _default_of(section: BaseConfig, name: str) -> Any:

@@ -47,9 +47,10 @@ RECORDED_METRICS = (
     "accuracy",
     "margin",
     "nll",
+    # NeMo-RL's names of loss:
     "val_loss",
     "validation-default_loss",
-)  # the last two are NeMo-RL's names of loss
+)
 
 
 # --- groups, batches and loss ---------------------------------------------------------------------------------------------
@@ -165,14 +166,14 @@ def max_slots(config: RolloutRunConfig) -> int:
 
 def check_aggregation(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss = config.loss_fn
-    how = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
-    if how == "constant_length" and loss.constant_length is None:
+    aggregation = loss.resolved_aggregation or ("token_mean" if config.algorithm.name == "grpo" else None)
+    if aggregation == "constant_length" and loss.constant_length is None:
         yield Problem(
             "loss_fn.constant_length",
             "found null, but loss_fn.aggregation is constant_length, which divides by it",
             "Set it, for instance to ${policy.generation.max_new_tokens}.",
         )
-    if loss.sequence_level_importance_ratios and how == "token_mean":
+    if loss.sequence_level_importance_ratios and aggregation == "token_mean":
         yield Problem(
             "loss_fn.sequence_level_importance_ratios",
             "found true, but a ratio per sequence and a mean over tokens weigh long sequences twice",
@@ -393,10 +394,13 @@ def check_checkpoint_metric(config: TrainingRunConfig) -> Problems:
     if not config.checkpointing.enabled or name is None:
         return
     kind, _, metric = name.partition(":")
-    measured = RECORDED_METRICS if isinstance(config, RecordedRunConfig) else VALIDATION_METRICS
-    known = {"train": TRAIN_METRICS, "val": measured}.get(kind, ())
+    validation_metrics = RECORDED_METRICS if isinstance(config, RecordedRunConfig) else VALIDATION_METRICS
+    known = {"train": TRAIN_METRICS, "val": validation_metrics}.get(kind, ())
     if not metric or not known or (metric not in known and "/" not in metric):
-        choices = ", ".join([f"train:{one}" for one in TRAIN_METRICS] + [f"val:{one}" for one in measured])
+        choices = ", ".join(
+            [f"train:{metric_name}" for metric_name in TRAIN_METRICS]
+            + [f"val:{metric_name}" for metric_name in validation_metrics]
+        )
         yield Problem(
             "checkpointing.metric_name",
             f"found {name!r}, which is not the name of a metric",
@@ -430,13 +434,13 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-# --- odd, but it runs -------------------------------------------------------------------------------------------------------
+# --- warnings --------------------------------------------------------------------------------------------------------------
 
 
 def warn_no_validation_data(config: TrainingRunConfig) -> Problems:
     training, data, key = config.training, config.data, config.section
-    wanted = training.val_period > 0 or training.val_at_start or training.val_at_end
-    if wanted and not data.validation and not any(entry.split_validation_size for entry in data.train):
+    validates = training.val_period > 0 or training.val_at_start or training.val_at_end
+    if validates and not data.validation and not any(entry.split_validation_size for entry in data.train):
         yield Problem(
             "data.validation",
             "there is no validation data, so validation is off",
@@ -521,18 +525,18 @@ def warn_unused_async_keys(config: RolloutRunConfig) -> Problems:
 
 def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
     loss, algorithm = config.loss_fn, config.algorithm
-    without_own = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
+    no_default_kl = algorithm.name in ("grpo", "ppo") and "kl" not in algorithm.kwargs
     if loss.use_kl_in_reward and (
-        loss.reference_policy_kl_penalty == 0 or (loss.reference_policy_kl_penalty is None and without_own)
+        loss.reference_policy_kl_penalty == 0 or (loss.reference_policy_kl_penalty is None and no_default_kl)
     ):
         yield Problem("loss_fn.use_kl_in_reward", "it has no effect: loss_fn.reference_policy_kl_penalty is 0")
 
 
 def warn_idle_devices(config: EvalRunConfig) -> Problems:
-    found, used = config.cluster.gpus_per_node, engine_checks.count_gpus(generation_section(config)[1])
-    if found > max(1, used):
+    configured, used = config.cluster.gpus_per_node, engine_checks.count_gpus(generation_section(config)[1])
+    if configured > max(1, used):
         devices = "one device" if used <= 1 else f"{used} devices with these engines"
-        yield Problem("cluster.gpus_per_node", f"found {found}, but this version uses {devices}; the others stay idle")
+        yield Problem("cluster.gpus_per_node", f"found {configured}, but this version uses {devices}; the others stay idle")
 
 
 Check = Callable[[Any], Problems]
@@ -588,5 +592,5 @@ def find_warnings(config: BaseConfig) -> list[Problem]:
 def _run_checks(checks: Sequence[tuple[Any, tuple[Check, ...]]], config: BaseConfig) -> list[Problem]:
     if not isinstance(config, TrainingRunConfig | EvalRunConfig):
         return []
-    fitting = [check for kinds, several in checks if isinstance(config, kinds) for check in several]
-    return [problem for check in fitting for problem in check(config)]
+    applicable = [check for kinds, group in checks if isinstance(config, kinds) for check in group]
+    return [problem for check in applicable for problem in check(config)]

@@ -146,26 +146,26 @@ def _format_annotation(annotation: Any) -> str:
 
 def find_nearest_keys(path: Sequence[str], model: type[BaseConfig]) -> tuple[str, ...]:
     """Return dotted keys that may be meant, best first: the same name in another section, or a similar spelling."""
-    wanted = ".".join(part for part in path if not part.isdigit())
+    target = ".".join(part for part in path if not part.isdigit())
     last = path[-1]
     keys = [key.dotted for key in iter_keys(model, repeated=True)]
     sections = sorted({key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)} - set(keys))
-    candidates = [key for key in keys + sections if not f"{wanted}.".startswith(f"{key}.")]
+    candidates = [key for key in keys + sections if not f"{target}.".startswith(f"{key}.")]
     by_name: dict[str, list[str]] = {}
     for key in candidates:
         by_name.setdefault(key.rsplit(".", 1)[-1], []).append(key)
 
-    def closeness(key: str) -> float:
-        return difflib.SequenceMatcher(None, wanted, key).ratio()
+    def similarity(key: str) -> float:
+        return difflib.SequenceMatcher(None, target, key).ratio()
 
-    same_name = sorted(by_name.get(last, []), key=closeness, reverse=True)
+    same_name = sorted(by_name.get(last, []), key=similarity, reverse=True)
     if same_name:
         return tuple(same_name[:2])
     siblings = [
-        key for key in candidates if key.rsplit(".", 1)[0] == wanted.rsplit(".", 1)[0] and key.count(".") == wanted.count(".")
+        key for key in candidates if key.rsplit(".", 1)[0] == target.rsplit(".", 1)[0] and key.count(".") == target.count(".")
     ]
-    similar = difflib.get_close_matches(wanted, siblings, n=1, cutoff=0.8) or difflib.get_close_matches(
-        wanted, candidates, n=1, cutoff=0.75
+    similar = difflib.get_close_matches(target, siblings, n=1, cutoff=0.8) or difflib.get_close_matches(
+        target, candidates, n=1, cutoff=0.75
     )
     if similar:
         return tuple(similar)

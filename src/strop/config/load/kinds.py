@@ -16,13 +16,15 @@ MODEL_KEY, PLACEHOLDER_MODEL = "policy.model_name", "none"  # the schema require
 
 def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig[TrainingRunConfig]:
     """Load a training configuration of any kind. Without a file, check only what concerns the machines. Raises ConfigError."""
-    written = dict(read_config_file(path).values) if path is not None else {}
-    words = [*written, *(override.lstrip("~+").split(".")[0] for override in overrides)]
-    root = next((TRAINING_RUNS[word] for word in words if word in TRAINING_RUNS), GrpoRunConfig)
+    values = dict(read_config_file(path).values) if path is not None else {}
+    sections = [*values, *(override.lstrip("~+").split(".")[0] for override in overrides)]
+    root = next((TRAINING_RUNS[section] for section in sections if section in TRAINING_RUNS), GrpoRunConfig)
     if path is not None:
         return load_config(path, overrides, root=root)
-    unnamed = [] if any(override.startswith(f"{MODEL_KEY}=") for override in overrides) else [f"{MODEL_KEY}={PLACEHOLDER_MODEL}"]
-    loaded = load_config(None, [*overrides, *unnamed], root=root, check=False)
+    placeholder = (
+        [] if any(override.startswith(f"{MODEL_KEY}=") for override in overrides) else [f"{MODEL_KEY}={PLACEHOLDER_MODEL}"]
+    )
+    loaded = load_config(None, [*overrides, *placeholder], root=root, check=False)
     problems = [problem for check in cluster_checks.CLUSTER_ERROR_CHECKS for problem in check(loaded.config)]
     if problems:
         raise ConfigError(problems)

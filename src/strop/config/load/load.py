@@ -42,15 +42,15 @@ def load_config(
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
     source, problems = apply_overrides(source, overrides, root)
-    source, warnings, foreign = drop_unused_keys(source, root)
+    source, warnings, unsupported = drop_unused_keys(source, root)
     config, invalid = validate_source(source, root)
-    problems += foreign + invalid
+    problems += unsupported + invalid
     if config is None or problems:
         raise ConfigError(problems)
     if check:
-        found = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
-        if found:
-            raise ConfigError(found)
+        errors = [_with_origin(problem, source) for problem in run_checks.find_errors(config)]
+        if errors:
+            raise ConfigError(errors)
         warnings += [_with_origin(problem, source) for problem in run_checks.find_warnings(config)]
     return LoadedConfig(config, tuple(warnings), source.files, tuple(overrides))
 
@@ -72,9 +72,9 @@ def drop_unused_keys(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
     """Return the source without unsupported keys of NeMo-RL, one warning for those that can be dropped, and an error for each other."""
     ignored: list[str] = []
     errors: list[Problem] = []
-    for path, entry, harmless in list(find_unused_keys(source.values, root)):
+    for path, entry, can_drop in list(find_unused_keys(source.values, root)):
         dotted = ".".join(path)
-        if harmless:
+        if can_drop:
             ignored.append(dotted)
         else:
             errors.append(
@@ -109,10 +109,10 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
     try:
         return root.model_validate(resolved), problems
     except ValidationError as error:
-        found = [(_user_path(item["loc"], source), item) for item in error.errors()]
-        mine = [pair for pair in found if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
-        mine = mine or ([] if problems else found)
-        return None, problems + list(dict.fromkeys(describe_error(path, item, source, root) for path, item in mine))
+        errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
+        reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
+        reported = reported or ([] if problems else errors)
+        return None, problems + list(dict.fromkeys(describe_error(path, item, source, root) for path, item in reported))
 
 
 def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
@@ -162,22 +162,24 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
         )
         return Problem(dotted, "there is no such key", scheduler or suggest_keys(path, root), origin)
     if item["type"] == "missing":
-        said = f": {_lower_first(field.description)}" if field is not None and field.description else ""
+        suffix = f": {_lower_first(field.description)}" if field is not None and field.description else ""
         return Problem(
             dotted,
-            "this key is required" + said,
+            "this key is required" + suffix,
             f"Write {dotted}=... on the command line, or set it in the file named by --config.",
             origin or (Origin(source.files[-1]) if source.files else None),
         )
-    found, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
+    value, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
     if item["type"] == "value_error":
-        return Problem(dotted, f"found {found!r}: {item['ctx']['error']}", meaning, origin)
+        return Problem(dotted, f"found {value!r}: {item['ctx']['error']}", meaning, origin)
     if item["type"] in ("model_type", "model_attributes_type") and field is not None and (inner := section_model(field)):
         names = ", ".join(inner.model_fields)
-        return Problem(dotted, f"found {found!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
-    wanted = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
-    quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(found, bool | int | float) else ""
-    return Problem(dotted, f"found {found!r} ({describe_type(found)}); it must be {wanted}.{quotes}".rstrip("."), meaning, origin)
+        return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
+    expected = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
+    quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(value, bool | int | float) else ""
+    return Problem(
+        dotted, f"found {value!r} ({describe_type(value)}); it must be {expected}.{quotes}".rstrip("."), meaning, origin
+    )
 
 
 def _lower_first(text: str) -> str:
@@ -185,9 +187,9 @@ def _lower_first(text: str) -> str:
 
 
 def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
-    near = keys.find_nearest_keys(path, root)
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
+    nearest = keys.find_nearest_keys(path, root)
+    if nearest:
+        return f"Did you mean {' or '.join(nearest)}?"
     return f"The sections are {', '.join(root.model_fields)}. `strop config` lists every key."
 
 
@@ -198,8 +200,8 @@ def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig])
         value = value[int(name)] if isinstance(value, list) else value.get(name)
     names = referenced_keys(value) if isinstance(value, str) else ()
     missing = [target for target in names if keys.find_field(root, tuple(target.split("."))) is None]
-    near = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]
-    return f"Did you mean ${{{near[0]}}}?" if near else ""
+    nearest = [key for target in missing for key in keys.find_nearest_keys(target.split("."), root)[:1]]
+    return f"Did you mean ${{{nearest[0]}}}?" if nearest else ""
 
 
 def _with_origin(problem: Problem, source: ConfigSource) -> Problem:

@@ -1,6 +1,6 @@
 """Generate docs/configuration.md and the output of ``strop config`` from the schema.
 
-``python -m strop.config.load.reference`` prints the page, in which each key stands once.
+``python -m strop.config.load.reference`` prints the page, in which each key appears once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Block:
 
     model: type[BaseConfig]
     keys: list[SchemaKey]
-    runs_by_section: dict[KeyPath, list[str]] = field(
-        default_factory=dict
-    )  # section -> the kinds of run in which it has these keys
+    # section -> the kinds of run in which it has these keys
+    runs_by_section: dict[KeyPath, list[str]] = field(default_factory=dict)
 
 
 def render_page() -> str:
@@ -78,32 +77,34 @@ def format_runs_table() -> str:
     ]
     rows = []
     for name, root in ROOT_CONFIGS.items():
-        own = [key for key in root.model_fields if name not in TRAINING_RUNS or key not in shared]
-        rows.append(f"| `strop {name}` | {root.__doc__} | {_join_code(own)} |")
+        sections = [key for key in root.model_fields if name not in TRAINING_RUNS or key not in shared]
+        rows.append(f"| `strop {name}` | {root.__doc__} | {_join_code(sections)} |")
     intro = f"Every training run has the sections {_join_code(shared)}.\n"
     return "\n".join([intro, "| run | what it does | other sections |", "|---|---|---|", *rows]) + "\n"
 
 
 def collect_blocks() -> list[Block]:
     """Return a block for every class of the schema that declares keys, grouped by top-level section, base classes first."""
-    found: dict[type[BaseConfig], Block] = {}
+    blocks: dict[type[BaseConfig], Block] = {}
     for name, root in ROOT_CONFIGS.items():
         for path, model in iter_sections(root):
             for base in reversed(model.__mro__):
                 keys = _declared_keys(base)
                 if keys:
-                    block = found.setdefault(base, Block(base, keys))
+                    block = blocks.setdefault(base, Block(base, keys))
                     block.runs_by_section.setdefault(path, []).append(name)
     order = [*TRAINING_RUNS, *(name for root in ROOT_CONFIGS.values() for name in root.model_fields)]
-    return sorted(found.values(), key=lambda block: order.index(next(iter(block.runs_by_section))[0]))
+    return sorted(blocks.values(), key=lambda block: order.index(next(iter(block.runs_by_section))[0]))
 
 
 def _declared_keys(model: type) -> list[SchemaKey]:
     if not issubclass(model, BaseConfig):
         return []
-    own = get_annotations(model)
+    declared = get_annotations(model)
     return [
-        SchemaKey((name,), value) for name, value in model.model_fields.items() if name in own and section_model(value) is None
+        SchemaKey((name,), value)
+        for name, value in model.model_fields.items()
+        if name in declared and section_model(value) is None
     ]
 
 
@@ -111,8 +112,8 @@ def format_heading(block: Block) -> str:
     """Return the sections of a block, naming the kinds of run where others have the section without these keys."""
     groups: dict[str, list[KeyPath]] = {}
     for path, runs in block.runs_by_section.items():
-        having = [name for name, root in ROOT_CONFIGS.items() if path[0] in root.model_fields]
-        if runs == having:
+        all_runs = [name for name, root in ROOT_CONFIGS.items() if path[0] in root.model_fields]
+        if runs == all_runs:
             note = ""
         elif runs == list(TRAINING_RUNS):
             note = " of training runs"
@@ -126,12 +127,12 @@ def merge_paths(paths: list[KeyPath]) -> list[str]:
     """Return dotted paths, merging those that differ in one part: ``{policy,value}.optimizer``."""
     texts: list[str] = []
     for depth in sorted({len(path) for path in paths}):
-        some = [path for path in paths if len(path) == depth]
-        parts = [list(dict.fromkeys(names)) for names in zip(*some, strict=True)]
+        same_depth = [path for path in paths if len(path) == depth]
+        parts = [list(dict.fromkeys(names)) for names in zip(*same_depth, strict=True)]
         if sum(len(names) > 1 for names in parts) == 1:
             texts.append(".".join(names[0] if len(names) == 1 else "{" + ",".join(names) + "}" for names in parts))
         else:
-            texts += [".".join(path) for path in some]
+            texts += [".".join(path) for path in same_depth]
     return texts
 
 
@@ -143,12 +144,12 @@ def iter_sections(model: type[BaseConfig], path: KeyPath = ()) -> Iterator[tuple
     """Yield (path, model) for every section below ``model``, and for the entries of its lists and mappings."""
     for name, value in model.model_fields.items():
         inner = section_model(value)
-        place = (*path, name)
+        section_path = (*path, name)
         if inner is None and (inner := entry_model(value)) is not None and not is_entry_list(value):
-            place = (*place, "<alias>" if name == "env" else "<name>")
+            section_path = (*section_path, "<alias>" if name == "env" else "<name>")
         if inner is not None:
-            yield place, inner
-            yield from iter_sections(inner, place)
+            yield section_path, inner
+            yield from iter_sections(inner, section_path)
 
 
 def format_table(keys: list[SchemaKey]) -> str:

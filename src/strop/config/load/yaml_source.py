@@ -1,7 +1,7 @@
 """The values of configuration files and overrides, with their origins.
 
-read_config_file read a YAML file and the files it inherits from (``defaults:``), base first
-apply_overrides  apply ``a.b=c`` and other overrides from the command line
+read_config_file  read a YAML file and the files it inherits from (``defaults:``), base first
+apply_overrides   apply ``a.b=c`` and other overrides from the command line
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ConfigSource:
 def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = merge_sections(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        current = merged.get(key)
+        merged[key] = merge_sections(current, value) if isinstance(current, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -114,8 +114,8 @@ def describe_missing_file(path: Path, inheriting: Sequence[Path], error: OSError
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
-    found = sorted(str(other.relative_to(folder)) for other in folder.glob("*.y*ml"))
-    fix = f"In {folder} there are: {', '.join(found)}." if found else f"There are no YAML files in {folder}."
+    siblings = sorted(str(other.relative_to(folder)) for other in folder.glob("*.y*ml"))
+    fix = f"In {folder} there are: {', '.join(siblings)}." if siblings else f"There are no YAML files in {folder}."
     key, origin = ("defaults", Origin(inheriting[-1])) if inheriting else ("", None)
     return Problem(key, message, fix, origin)
 
@@ -158,10 +158,10 @@ def normalize_entry_path(path: KeyPath, source: ConfigSource, root: type[BaseCon
     for depth in range(1, len(path)):
         field = keys.find_field(root, path[:depth])
         if field is not None and keys.entry_model(field) is not None and keys.is_entry_list(field):
-            found, rest = get_at(source.values, path[:depth]), path[depth:]
-            if not isinstance(found, list) and rest[0] == "0" and len(rest) > 1:
+            entries, rest = get_at(source.values, path[:depth]), path[depth:]
+            if not isinstance(entries, list) and rest[0] == "0" and len(rest) > 1:
                 return (*path[:depth], *rest[1:])
-            if isinstance(found, list) and len(found) == 1 and not rest[0].isdigit():
+            if isinstance(entries, list) and len(entries) == 1 and not rest[0].isdigit():
                 return (*path[:depth], "0", *rest)
     return path
 
@@ -174,21 +174,21 @@ def parse_override_value(path: KeyPath, text: str, root: type[BaseConfig]) -> An
         if text.lstrip()[:1] in ("[", "{", "'", '"'):
             raise
         return text
-    found = keys.find_field(root, path)
-    wants_text = found is not None and keys.format_type(found) in ("str", "str or null")
-    return text if wants_text and isinstance(value, bool | int | float) else value
+    field = keys.find_field(root, path)
+    is_text = field is not None and keys.format_type(field) in ("str", "str or null")
+    return text if is_text and isinstance(value, bool | int | float) else value
 
 
 def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> tuple[Problem | None, ConfigSource]:
     """Set one key, creating sections on the way; a mapping is merged into a section."""
     values = _copy_values(source.values)
     target: Any = values
-    made: list[KeyPath] = []
+    created: list[KeyPath] = []
     for depth, name in enumerate(path[:-1], 1):
         index = _list_index(target, name)
         if index is None and isinstance(target, dict) and target.get(name) is None:
             target[name] = {}
-            made.append(path[:depth])
+            created.append(path[:depth])
         inner = target[index] if index is not None else (target.get(name) if isinstance(target, dict) else None)
         if not isinstance(inner, dict | list):
             return _not_a_section(path, depth, inner, target, origin), source
@@ -199,19 +199,19 @@ def set_key(source: ConfigSource, path: KeyPath, value: Any, origin: Origin) -> 
             return _not_a_section(path, len(path) - 1, target, target, origin), source
         target[index] = value
     else:
-        below = target.get(last)
-        target[last] = merge_sections(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    written = dict.fromkeys((*made, path, *_paths_inside(path, value)), origin)
+        current = target.get(last)
+        target[last] = merge_sections(current, value) if isinstance(current, dict) and isinstance(value, dict) else value
+    written = dict.fromkeys((*created, path, *_paths_inside(path, value)), origin)
     return None, ConfigSource(values, {**source.origins, **written}, source.files)
 
 
-def _not_a_section(path: KeyPath, depth: int, found: Any, around: Any, origin: Origin) -> Problem:
+def _not_a_section(path: KeyPath, depth: int, value: Any, parent: Any, origin: Origin) -> Problem:
     where = ".".join(path[:depth])
-    if isinstance(found, list) or isinstance(around, list):
-        length = len(found if isinstance(found, list) else around)
+    if isinstance(value, list) or isinstance(parent, list):
+        length = len(value if isinstance(value, list) else parent)
         return Problem(".".join(path), f"{where} is a list of {length}", f"Index an entry by number, from 0: {where}.0", origin)
     return Problem(
-        ".".join(path), f"{where} is {found!r}, not a section, so no key can be set under it", f"Set {where} itself.", origin
+        ".".join(path), f"{where} is {value!r}, not a section, so no key can be set under it", f"Set {where} itself.", origin
     )
 
 
@@ -240,7 +240,7 @@ def _list_index(target: Any, name: str) -> int | None:
 
 def _paths_inside(path: KeyPath, value: Any) -> list[KeyPath]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [below for key, inner in items for below in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
+    return [path_inside for key, inner in items for path_inside in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
 
 
 TYPE_PHRASES = {

@@ -39,8 +39,8 @@ class Yaml12Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: Yaml12Dumper, text: str) -> yaml.ScalarNode:
     """Represent a string, with quotes and escapes where YAML would fold or drop a character."""
-    odd = any(not character.isprintable() and character != "\n" for character in text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if odd else None)
+    needs_quotes = any(not character.isprintable() and character != "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
 
 
 Yaml12Dumper.add_representer(str, _represent_text)

@@ -73,8 +73,8 @@ def iter_followers(model: type[BaseConfig], prefix: KeyPath = ()) -> Iterator[tu
 def absolute_path(path: KeyPath, target: str) -> KeyPath | None:
     """Return ``("length",)`` for ``("generation", "max_new_tokens")`` and ``..length``; None if the target is outside the model."""
     name = target.lstrip(".")
-    climb = len(target) - len(name)
-    return (*path[: len(path) - climb], *name.split(".")) if climb <= len(path) else None
+    levels = len(target) - len(name)
+    return (*path[: len(path) - levels], *name.split(".")) if levels <= len(path) else None
 
 
 def fill_followers(model: type[BaseConfig], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,14 +86,14 @@ def fill_followers(model: type[BaseConfig], values: Mapping[str, Any]) -> dict[s
     following = dict(iter_followers(model))
 
     def value_at(path: KeyPath) -> Any:
-        found = get_at(tree, path)
-        if found is None and path in following:
-            found = product([value_at(target) for target in following[path]])
-        return get_default_at(model, path) if found is None else found
+        result = get_at(tree, path)
+        if result is None and path in following:
+            result = product([value_at(target) for target in following[path]])
+        return get_default_at(model, path) if result is None else result
 
     for path in following:
-        if get_at(tree, path) is None and (found := value_at(path)) is not None:
-            set_at(tree, path, found)
+        if get_at(tree, path) is None and (result := value_at(path)) is not None:
+            set_at(tree, path, result)
     return tree
 
 

@@ -109,14 +109,14 @@ class DataConfig(BaseConfig):
         return default.model_dump(exclude_defaults=True)
 
 
-def _merge_entries(given: Any, default: Any) -> Any:
-    if isinstance(given, Mapping | DataEntryConfig):
-        given = [given]
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return given
+def _merge_entries(entries: Any, default: Any) -> Any:
+    if isinstance(entries, Mapping | DataEntryConfig):
+        entries = [entries]
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        return entries
     if not isinstance(default, Mapping):
-        return list(given)
-    return [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in given]
+        return list(entries)
+    return [{**default, **entry} if isinstance(entry, Mapping) else entry for entry in entries]
 
 
 class EvalDataConfig(DataEntryConfig):

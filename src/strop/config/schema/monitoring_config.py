@@ -1,4 +1,4 @@
-"""Sections ``logger`` and ``watchdog``: where metrics and rollouts go, and how long what may wait."""
+"""Sections ``logger`` and ``watchdog``: where metrics and rollouts go, and limits on waits."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ class WatchdogConfig(BaseConfig):
         return value
 
     def limits(self) -> dict[str, float]:
-        """Keyword arguments of ``strop.monitoring.watchdog.stalls.Limits``."""
+        """Keyword arguments of ``strop.monitoring.watchdog.stalls.WaitLimits``."""
         names = ("environment", "generation", "training", "weight_sync", "checkpoint", "event_loop")
         return {name: getattr(self, f"{name}_seconds") for name in names}

@@ -107,8 +107,7 @@ class SchedulerConfig(BaseConfig):
     def _check_milestones(self) -> SchedulerConfig:
         if len(self.milestones) != len(self.stages) - 1:
             raise ValueError(
-                f"{len(self.stages)} schedulers need {len(self.stages) - 1} milestones (the steps at which the next one takes "
-                "over), "
+                f"{len(self.stages)} schedulers need {len(self.stages) - 1} milestones (the steps at which the next one takes over), "
                 f"found {len(self.milestones)}; end the list with {{milestones: [...]}}"
             )
         if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):

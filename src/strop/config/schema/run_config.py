@@ -61,8 +61,8 @@ class TrainingRunConfig(BaseConfig):
 
     @property
     def training(self) -> TrainingConfig:
-        found: TrainingConfig = getattr(self, self.section)
-        return found
+        section: TrainingConfig = getattr(self, self.section)
+        return section
 
 
 class RolloutRunConfig(TrainingRunConfig):
@@ -72,8 +72,8 @@ class RolloutRunConfig(TrainingRunConfig):
 
     @property
     def rollout_training(self) -> RolloutTrainingConfig:
-        found: RolloutTrainingConfig = getattr(self, self.section)
-        return found
+        section: RolloutTrainingConfig = getattr(self, self.section)
+        return section
 
 
 class RecordedRunConfig(TrainingRunConfig):
@@ -83,8 +83,8 @@ class RecordedRunConfig(TrainingRunConfig):
 
     @property
     def recorded_training(self) -> RecordedTrainingConfig:
-        found: RecordedTrainingConfig = getattr(self, self.section)
-        return found
+        section: RecordedTrainingConfig = getattr(self, self.section)
+        return section
 
 
 class GrpoRunConfig(RolloutRunConfig):

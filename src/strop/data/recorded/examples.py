@@ -1,8 +1,7 @@
 """Recorded data as tasks: conversations (SFT), preference pairs, and unpaired preferences (KTO).
 
-Examples are read by index like ``strop.data.sources.source.Rows``, and their ids are the positions of records in the unsplit data,
-so that a run
-resumes exactly. ``strop.data.recorded.layouts`` lists the supported columns.
+Examples are read by index like ``strop.data.sources.source.Rows``, and their ids are the positions of records in the unsplit data, so
+that a run resumes exactly. ``strop.data.recorded.layouts`` lists the supported columns.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _load_examples(
     get_prompt: Callable[[PartsT], Messages],
     make: Callable[[str, PartsT, dict[str, Any]], TaskT],
 ) -> Examples[TaskT]:
-    """``get_prompt`` returns the prompt of an example, so that no question is both trained on and held out."""
+    """Return the examples of ``records``. ``get_prompt`` returns a prompt, by which no question is both trained on and held out."""
     template = source.load_template()
 
     def read(index: int) -> TaskT:
@@ -117,15 +116,15 @@ def _load_examples(
         return make(f"{records.name}:{index}", layout.read(record, template, records.location(index)), metadata)
 
     def questions() -> Iterator[str]:
-        for index in kept:
+        for index in selected:
             yield _join_text(get_prompt(layout.read(records[index], template, records.location(index))))
 
-    kept = layout.example_indices(records)
-    if not kept:
+    selected = layout.example_indices(records)
+    if not selected:
         raise DataError(f"none of the {len(records)} records of {records.name!r} prefers one of its responses")
-    if left_out := len(records) - len(kept):
-        logger.warning("%d of %d records of %s prefer neither response and are skipped", left_out, len(records), records.name)
-    examples = Examples(read=read, indices=source.select_records(kept, questions), repeat=source.repeat, num_skipped=left_out)
+    if skipped := len(records) - len(selected):
+        logger.warning("%d of %d records of %s prefer neither response and are skipped", skipped, len(records), records.name)
+    examples = Examples(read=read, indices=source.select_records(selected, questions), repeat=source.repeat, num_skipped=skipped)
     validate_rows(examples, len(examples.indices), records)
     return examples
 
@@ -176,8 +175,8 @@ class PairsAsUnpaired(Sequence[UnpairedPreference]):
     def __getitem__(self, position: int | slice) -> UnpairedPreference | Sequence[UnpairedPreference]:
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
-        place, side = divmod(range(len(self))[position], 2)
-        pair = self.pairs[place]
+        index, side = divmod(range(len(self))[position], 2)
+        pair = self.pairs[index]
         return UnpairedPreference(
             id=f"{pair.id}:{'rejected' if side else 'chosen'}",
             question=pair.question,

@@ -32,7 +32,7 @@ PartsT = TypeVar("PartsT", covariant=True)
 
 
 class Layout(Protocol[PartsT]):
-    """A column layout of examples with parts ``PartsT``."""
+    """Reads examples of the type ``PartsT`` from the columns of records."""
 
     @property
     def columns(self) -> frozenset[str]:
@@ -112,12 +112,12 @@ class QuestionAnswerLayout(_ColumnLayout):
     answer: ColumnKey
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> MessageTuple:
-        given = self.question.get_text_or_messages(record, where)
+        prompt = self.question.get_text_or_messages(record, where)
         answer = make_completion(
-            self.answer.get_text_or_messages(record, where), _as_messages(given), self.answer.location(where)
+            self.answer.get_text_or_messages(record, where), _as_messages(prompt), self.answer.location(where)
         )
         return check_conversation(
-            (*make_prompt(given, template, self.question.location(where)), *answer), self.answer.location(where)
+            (*make_prompt(prompt, template, self.question.location(where)), *answer), self.answer.location(where)
         )
 
 
@@ -153,11 +153,11 @@ class ChosenRejectedLayout(_ColumnLayout):
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
         chosen, rejected = (column.get_text_or_messages(record, where) for column in (self.chosen, self.rejected))
-        given = self.prompt.get_text_or_messages(record, where) if self.prompt else None
-        if _includes_prompt(chosen, given) and _includes_prompt(rejected, given):
-            where_parts = f"{where}: {self.chosen.key!r} and {self.rejected.key!r}"
-            given, chosen, rejected = _split_common_prompt(_as_messages(chosen), _as_messages(rejected), where_parts)
-        if given is None or (self.prompt is None and isinstance(given, str)):
+        prompt = self.prompt.get_text_or_messages(record, where) if self.prompt else None
+        if _includes_prompt(chosen, prompt) and _includes_prompt(rejected, prompt):
+            both = f"{where}: {self.chosen.key!r} and {self.rejected.key!r}"
+            prompt, chosen, rejected = _split_common_prompt(_as_messages(chosen), _as_messages(rejected), both)
+        if prompt is None or (self.prompt is None and isinstance(prompt, str)):
             raise DataError(
                 f"{where} has no prompt column, and {self.chosen.key!r} and {self.rejected.key!r} do not begin with a prompt. "
                 "Set input_key to the prompt's column"
@@ -165,9 +165,9 @@ class ChosenRejectedLayout(_ColumnLayout):
         at = self.prompt.location(where) if self.prompt else self.chosen.location(where)
         return check_distinct(
             CompletionPair(
-                make_prompt(given, template, at),
-                make_completion(chosen, _as_messages(given), self.chosen.location(where)),
-                make_completion(rejected, _as_messages(given), self.rejected.location(where)),
+                make_prompt(prompt, template, at),
+                make_completion(chosen, _as_messages(prompt), self.chosen.location(where)),
+                make_completion(rejected, _as_messages(prompt), self.rejected.location(where)),
                 None
                 if self.margin is None
                 else _parse_margin(get_value(record, self.margin.key, self.margin.option, where), where),
@@ -191,15 +191,15 @@ class HelpSteer3Layout(_ColumnLayout):
         return [index for index, text in enumerate(texts) if self._parse_preference(text, records.location(index))]
 
     def read(self, record: Record, template: PromptTemplate, where: str) -> CompletionPair:
-        given = self.prompt.get_text_or_messages(record, where)
+        prompt = self.prompt.get_text_or_messages(record, where)
         preference = self._parse_preference(get_value(record, self.preference.key, self.preference.option, where), where)
         better, worse = (self.first, self.second) if preference < 0 else (self.second, self.first)
         chosen, rejected = (
-            make_completion(column.get_text_or_messages(record, where), _as_messages(given), column.location(where))
+            make_completion(column.get_text_or_messages(record, where), _as_messages(prompt), column.location(where))
             for column in (better, worse)
         )
         return check_distinct(
-            CompletionPair(make_prompt(given, template, self.prompt.location(where)), chosen, rejected, abs(preference)), where
+            CompletionPair(make_prompt(prompt, template, self.prompt.location(where)), chosen, rejected, abs(preference)), where
         )
 
     def _parse_preference(self, value: Any, where: str) -> float:
@@ -218,15 +218,15 @@ class LabeledCompletionLayout(_ColumnLayout):
         at = self.completion.location(where)
         completion = self.completion.get_text_or_messages(record, where)
         if self.prompt is not None:
-            given = self.prompt.get_text_or_messages(record, where)
+            prompt = self.prompt.get_text_or_messages(record, where)
         elif isinstance(completion, str):
             raise DataError(f"{at} is a completion without a prompt. Set input_key to the prompt's column")
         else:
             conversation = check_conversation(completion, at)
-            given, completion = conversation[:-1], conversation[-1:]
+            prompt, completion = conversation[:-1], conversation[-1:]
         return UnpairedCompletion(
-            make_prompt(given, template, self.prompt.location(where) if self.prompt else at),
-            make_completion(completion, _as_messages(given), at),
+            make_prompt(prompt, template, self.prompt.location(where) if self.prompt else at),
+            make_completion(completion, _as_messages(prompt), at),
             _parse_bool(get_value(record, self.label.key, self.label.option, where), self.label.location(where)),
         )
 
@@ -250,7 +250,7 @@ def find_conversation_layout(source: DataSource, builtin: BuiltinDataset, record
 
 
 def find_pair_layout(source: DataSource, builtin: BuiltinDataset, records: Records) -> Layout[CompletionPair]:
-    """Find the layout of pairs in the same way. Raises DataError."""
+    """Find the layout of pairs from the keys that are set, else from the columns of the first record. Raises DataError."""
     record = records[0]
     chosen = _find_column("chosen_key", source.chosen_key, ("chosen",), record)
     rejected = _find_column("rejected_key", source.rejected_key, ("rejected",), record)
@@ -299,8 +299,8 @@ def _messages_column(source: DataSource, record: Record) -> ColumnKey | None:
 
 def _find_column(option: str, key: str | None, usual: Iterable[str], record: Record) -> ColumnKey | None:
     """Return the key that is set, else the first of the usual keys that the record has."""
-    found = key or next((name for name in usual if has_key(record, name)), None)
-    return None if found is None else ColumnKey(found, option)
+    name = key or next((name for name in usual if has_key(record, name)), None)
+    return None if name is None else ColumnKey(name, option)
 
 
 def _unknown_layout(what: str, records: Records, options: str) -> DataError:
@@ -329,8 +329,8 @@ def check_distinct(pair: CompletionPair, where: str) -> CompletionPair:
     return pair
 
 
-def _as_messages(given: str | MessageTuple) -> MessageTuple:
-    return () if isinstance(given, str) else given
+def _as_messages(value: str | MessageTuple) -> MessageTuple:
+    return () if isinstance(value, str) else value
 
 
 def _includes_prompt(completion: str | MessageTuple, prompt: str | MessageTuple | None) -> bool:
@@ -345,13 +345,13 @@ def _split_common_prompt(
     if chosen == rejected:
         raise DataError(f"{where} are the same conversation, so there is no preference. Remove the record")
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    common = next((place for place, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
-    rests = chosen[common:], rejected[common:]
-    if not common or any(not rest or rest[0].role != "assistant" for rest in rests):
+    common = next((index for index, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
+    completions = chosen[common:], rejected[common:]
+    if not common or any(not completion or completion[0].role != "assistant" for completion in completions):
         raise DataError(
             f"{where} must be the same conversation up to an assistant message; they differ from message {common + 1} on"
         )
-    return chosen[:common], *rests
+    return chosen[:common], *completions
 
 
 def _parse_margin(value: Any, where: str) -> float:
@@ -378,9 +378,9 @@ def _parse_number(value: Any, where: str, kind: str) -> float:
 def _parse_bool(value: Any, where: str) -> bool:
     """Parse a boolean: a JSON boolean, 0 or 1, or their spellings in CSV files."""
     spelled = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-    found = spelled.get(str(value).strip().lower())
-    if found is None:
+    parsed = spelled.get(str(value).strip().lower())
+    if parsed is None:
         raise DataError(
             f"{where} is {value!r:.80}, not true or false. Set label_key to a column that says whether it is desirable"
         )
-    return found
+    return parsed

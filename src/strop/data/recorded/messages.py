@@ -116,30 +116,30 @@ def _reject_unsupported_fields(item: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where} has weight 0, but every assistant message is trained on; end the conversation before it")
 
 
-def make_prompt(given: str | tuple[Message, ...], template: PromptTemplate, where: str) -> tuple[Message, ...]:
+def make_prompt(value: str | tuple[Message, ...], template: PromptTemplate, where: str) -> tuple[Message, ...]:
     """Return the prompt: a question in the template, or messages with the template's system prompt unless they have their own.
 
     Raises DataError for an empty question, and for messages if a prompt file is set, which applies only to questions.
     """
-    if isinstance(given, str):
-        if not given.strip():
+    if isinstance(value, str):
+        if not value.strip():
             raise DataError(f"{where} is empty; a prompt needs a question")
-        return template.render(given)
+        return template.render(value)
     if template.prefix or template.suffix:
         raise DataError(
             f"{where} holds messages, but prompt_file applies only to plain questions. Set prompt_file to null for this data"
         )
-    if template.system is None or any(message.role in ("system", "developer") for message in given):
-        return given
-    return (system(template.system), *given)
+    if template.system is None or any(message.role in ("system", "developer") for message in value):
+        return value
+    return (system(template.system), *value)
 
 
-def make_completion(given: str | tuple[Message, ...], prompt: Messages, where: str) -> tuple[Message, ...]:
+def make_completion(value: str | tuple[Message, ...], prompt: Messages, where: str) -> tuple[Message, ...]:
     """Return the completion of ``prompt`` up to its last reply. Messages may repeat the prompt first. Raises DataError without a reply."""
-    if isinstance(given, str):
-        return (assistant(given),)
-    repeated = len(prompt) if given[: len(prompt)] == tuple(prompt) else 0
-    completion = trim_after_last_reply(given[repeated:])
+    if isinstance(value, str):
+        return (assistant(value),)
+    repeated = len(prompt) if value[: len(prompt)] == tuple(prompt) else 0
+    completion = trim_after_last_reply(value[repeated:])
     if not completion:
         raise DataError(f"{where} has no assistant message; a completion needs one. Fix the record")
     if completion[0].role != "assistant":
@@ -151,13 +151,13 @@ def make_completion(given: str | tuple[Message, ...], prompt: Messages, where: s
 
 def trim_after_last_reply(messages: Messages) -> tuple[Message, ...]:
     """Return the messages up to the last assistant message; empty if there is none. Nothing after it is trained on."""
-    last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
+    last = max((index for index, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return tuple(messages[: last + 1])
 
 
 def first_reply_index(messages: Messages) -> int:
     """Return the index of the first reply, or the number of messages if there is none. A conversation's first message is not a reply."""
-    return next((place for place, message in enumerate(messages) if place and message.role == "assistant"), len(messages))
+    return next((index for index, message in enumerate(messages) if index and message.role == "assistant"), len(messages))
 
 
 def last_message_text(messages: Sequence[Message], role: str) -> str:

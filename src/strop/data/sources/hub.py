@@ -68,13 +68,13 @@ def _force_offline() -> Iterator[None]:
     import huggingface_hub
 
     modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
+    previous = [module.HF_HUB_OFFLINE for module in modules]
     for module in modules:
         module.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        for module, value in zip(modules, before, strict=True):
+        for module, value in zip(modules, previous, strict=True):
             module.HF_HUB_OFFLINE = value
 
 

@@ -93,7 +93,7 @@ class DataSource:
         """Select the records of this part from ``indices``, at most ``size``. ``questions()`` yields the question of each."""
         if self.part != "all" and self.split_validation_size:
             train, validation = split_by_question(questions(), self.split_validation_size, self.seed)
-            indices = [indices[place] for place in (train if self.part == "train" else validation)]
+            indices = [indices[index] for index in (train if self.part == "train" else validation)]
         return indices[: self.size]
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:

@@ -26,20 +26,20 @@ def split_by_question(questions: Iterable[str], size: float, seed: int) -> tuple
     """Return row indices for training and for validation. ``size`` is a fraction of the rows below 1, a number of rows from 1 on."""
     rows = list(questions)
     counts = Counter(rows)
-    wanted = round(size * len(rows)) if size < 1 else int(size)
-    if not 0 < wanted < len(rows):
+    target = round(size * len(rows)) if size < 1 else int(size)
+    if not 0 < target < len(rows):
         raise DataError(
-            f"split_validation_size {size:g} of {len(rows)} rows holds {wanted} out for validation; both parts need at least one row"
+            f"split_validation_size {size:g} of {len(rows)} rows holds {target} out for validation; both parts need at least one row"
         )
-    chosen: set[str] = set()
-    kept = 0
+    held_out: set[str] = set()
+    num_held_out = 0
     for question in sorted(counts, key=lambda question: stable_hash(question, seed)):
-        if kept >= wanted:
+        if num_held_out >= target:
             break
-        chosen.add(question)
-        kept += counts[question]
-    if len(chosen) == len(counts):
+        held_out.add(question)
+        num_held_out += counts[question]
+    if len(held_out) == len(counts):
         raise DataError(f"{len(rows)} rows have {len(counts)} distinct questions, too few for split_validation_size {size:g}")
-    validation = [index for index, question in enumerate(rows) if question in chosen]
-    train = [index for index, question in enumerate(rows) if question not in chosen]
+    validation = [index for index, question in enumerate(rows) if question in held_out]
+    train = [index for index, question in enumerate(rows) if question not in held_out]
     return train, validation

@@ -62,26 +62,26 @@ class ScoringPool:
 
     async def call(self, kind: ScorerName, cpu_s: float, **arguments: Any) -> ScoringResult:
         """Score within ``cpu_s`` seconds of CPU time. Raises ScoringError if no answer can be scored."""
-        job = pickle.dumps((kind, cpu_s, arguments))
-        outcome = self._cache.get(job)
-        if outcome is None:
-            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, kind, job)
-            self._cache[job] = outcome
+        request = pickle.dumps((kind, cpu_s, arguments))
+        result = self._cache.get(request)
+        if result is None:
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, self._score, kind, request)
+            self._cache[request] = result
             if len(self._cache) > MAX_CACHED_RESULTS:
                 self._cache.popitem(last=False)
-        return outcome
+        return result
 
     def close(self) -> None:
-        """Stop the workers after their running jobs; each job is bounded by its limit."""
+        """Stop the workers after their running requests; each is bounded by its limit."""
         self._threads.shutdown(cancel_futures=True)
         with suppress(Empty):
             while True:
                 _stop_worker(self._idle_workers.get_nowait())
 
-    def _score(self, kind: ScorerName, job: bytes) -> ScoringResult:
-        reply, status = self._request(job)
+    def _score(self, kind: ScorerName, request: bytes) -> ScoringResult:
+        reply, status = self._request(request)
         if reply is None:  # killed from outside, since no answer can do this; retry with a new worker
-            reply, status = self._request(job)
+            reply, status = self._request(request)
         if reply is None:
             raise ScoringError(f"{kind}: its worker died twice, the last time with exit status {status}")
         if "broken" in reply:
@@ -95,28 +95,28 @@ class ScoringPool:
             return ScoringResult(value)
         return ScoringResult(None, str(reply.get("failure", f"the score was {value!r:.80}")))
 
-    def _request(self, job: bytes) -> tuple[dict[str, Any] | None, int | None]:
-        """Send a job to a worker. Returns (reply, None), or (None, exit status) if the worker died."""
+    def _request(self, request: bytes) -> tuple[dict[str, Any] | None, int | None]:
+        """Send a request to a worker. Returns (reply, None), or (None, exit status) if the worker died."""
         try:
             worker = self._idle_workers.get_nowait()
         except Empty:
             worker = _start_worker()
         assert worker.stdin is not None and worker.stdout is not None
-        line = b""
+        reply = b""
         with suppress(BrokenPipeError):
-            worker.stdin.write(struct.pack("<Q", len(job)) + job)
+            worker.stdin.write(struct.pack("<Q", len(request)) + request)
             worker.stdin.flush()
-            line = worker.stdout.readline()
-        if not line.endswith(b"\n"):
+            reply = worker.stdout.readline()
+        if not reply.endswith(b"\n"):
             return None, _stop_worker(worker)
         self._idle_workers.put(worker)
-        return json.loads(line), None
+        return json.loads(reply), None
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
     # A fixed hash seed makes SymPy's orderings, and hence the scores, the same in every worker. -P keeps the current
     # folder off the module path; PYTHONPATH points to the package that this process imported.
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "strop.environments.sandbox.scoring_worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **settings})

@@ -56,13 +56,13 @@ def load_math_verify() -> Callable[..., Callable[[], float]]:
     from math_verify import parse, verify  # type: ignore[import-untyped,unused-ignore]
 
     def prepare(reference: str, answer: str) -> Callable[[], float]:
-        def judge() -> float:
+        def score() -> float:
             gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)  # None: this process enforces the limits
             if not gold:
                 raise UnparsableReference(f"the reference answer {reference!r} cannot be parsed")
             return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
-        return judge
+        return score
 
     for reference, answer in WARM_UP:
         prepare(reference, f"\\boxed{{{answer}}}")()
@@ -98,17 +98,17 @@ def main() -> None:
         try:
             if kind not in prepared:
                 prepared[kind] = SCORER_LOADERS[kind]()
-            judge = prepared[kind](**arguments)
+            score = prepared[kind](**arguments)
         except Exception as error:
             reply: Reply = {"broken": f"{type(error).__name__}: {error}"}
         else:
-            reply = score_in_fork(judge, cpu_s)
+            reply = score_in_fork(score, cpu_s)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
 def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:
-    """Call ``judge`` in a forked child under limits and return its reply."""
+    """Call ``score`` in a forked child under limits and return its reply."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -123,10 +123,10 @@ def score_in_fork(score: Callable[[], float], cpu_s: float) -> Reply:
             reply = json.loads(text)
             if isinstance(reply, dict):
                 return reply
-    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if ended in (signal.SIGPROF, signal.SIGKILL):
+    signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if signal_number in (signal.SIGPROF, signal.SIGKILL):
         return {"failure": f"ran past the limit of {cpu_s:g} s"}
-    return {"failure": f"crashed the scorer (signal {ended})"}
+    return {"failure": f"crashed the scorer (signal {signal_number})"}
 
 
 def _run_child(score: Callable[[], float], cpu_s: float, write_end: int) -> NoReturn:

@@ -35,12 +35,12 @@ class DecodeGraphs:
         size = min(1 << (count - 1).bit_length(), self.slots)
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
-        recorded = self._graphs[size]
-        recorded.tokens[:count].copy_(torch.tensor(tokens))
-        recorded.positions[:count].copy_(torch.tensor(positions))
-        recorded.positions[count:].zero_()
-        recorded.graph.replay()
-        return recorded.logits[:count]
+        captured = self._graphs[size]
+        captured.tokens[:count].copy_(torch.tensor(tokens))
+        captured.positions[:count].copy_(torch.tensor(positions))
+        captured.positions[count:].zero_()
+        captured.graph.replay()
+        return captured.logits[:count]
 
     def _capture(self, size: int) -> _CapturedGraph:
         tokens = torch.zeros(size, dtype=torch.int64, device=self.device)

@@ -71,10 +71,10 @@ class FastLinears:
         """Refresh the copies and route the modules through them."""
         if self.uses_module_weights:
             return
-        for place, layer in enumerate(self.layers):
-            before = self.copies[place] if len(self.copies) > place else None
-            copy = self._copy_weights(self._effective_weights(layer), before)
-            self.copies[place : place + 1] = [copy]
+        for index, layer in enumerate(self.layers):
+            old = self.copies[index] if len(self.copies) > index else None
+            copy = self._copy_weights(self._effective_weights(layer), old)
+            self.copies[index : index + 1] = [copy]
             layer.module.forward = self._make_forward(copy)  # type: ignore[method-assign, assignment]
 
     def disable(self) -> None:
@@ -88,14 +88,16 @@ class FastLinears:
 
         An adapter's matrices, and a copy with a merged adapter, have the name of the base weight.
         """
-        found: dict[str, Tensor] = {}
+        stale: dict[str, Tensor] = {}
         for layer, copy in zip(self.layers, self.copies, strict=False):
-            wanted = self._effective_weights(layer)
+            expected = self._effective_weights(layer)
             for part, name in (("bias", "bias"), ("down", "weight"), ("up", "weight"), ("weight", "weight")):
-                tensor: Tensor | None = getattr(wanted, part)
-                if tensor is not None and not torch.equal(held := self._to_dense(getattr(copy, part)), tensor.to(self.precision)):
-                    found[f"{layer.name}.{name}"] = held
-        return found
+                tensor: Tensor | None = getattr(expected, part)
+                if tensor is not None and not torch.equal(
+                    actual := self._to_dense(getattr(copy, part)), tensor.to(self.precision)
+                ):
+                    stale[f"{layer.name}.{name}"] = actual
+        return stale
 
     @staticmethod
     def _to_dense(copy: Tensor) -> Tensor:
@@ -133,12 +135,12 @@ class FastLinears:
         if down is None or up is None:
             return lambda x: linear(x.to(precision), copy.weight, copy.bias)
 
-        def beside(x: Tensor) -> Tensor:
+        def forward_with_adapter(x: Tensor) -> Tensor:
             x = x.to(precision)
             output = linear(x, copy.weight, copy.bias)
             return output + linear(linear(x, down, None), up, None) * copy.scale
 
-        return beside
+        return forward_with_adapter
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,12 +149,12 @@ def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _find_layers(model: nn.Module) -> Iterator[_RoutedLayer]:
-    """Yield every nn.Linear, with its adapter if it has one. Adapters on other layer types (GPT-2's Conv1D) are left alone."""
-    inside: set[int] = set()
+    """Yield every nn.Linear, with its adapter if it has one. Adapters on other layer types (GPT-2's Conv1D) are left unchanged."""
+    adapter_modules: set[int] = set()
     for adapter in lora_layers(model):
-        inside |= {id(module) for module in adapter.module.modules()}
+        adapter_modules |= {id(module) for module in adapter.module.modules()}
         if type(adapter.base) is nn.Linear:
             yield _RoutedLayer(adapter.name, adapter.module, adapter.base, adapter)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module) not in inside:
+        if type(module) is nn.Linear and id(module) not in adapter_modules:
             yield _RoutedLayer(name, module, module)

@@ -65,7 +65,7 @@ class Prefix:
         return len(self.tokens)
 
     def drop_last(self) -> Prefix | None:
-        """Return the prefix without its last token, which must then be read again for its logits. None if nothing is left."""
+        """Return the prefix without its last token, which must then be computed again for its logits. None if nothing is left."""
         if self.length < 2:
             return None
         return Prefix(self.tokens[:-1], self.keys[:, :, :-1], self.values[:, :, :-1])
@@ -89,19 +89,19 @@ class PrefixStore:
         self.num_tokens += prefix.length
 
     def drop(self, key: str | tuple[int, ...]) -> None:
-        found = self._entries.pop(key, None)
-        self.num_tokens -= found.length if found is not None else 0
+        prefix = self._entries.pop(key, None)
+        self.num_tokens -= prefix.length if prefix is not None else 0
 
     def find(self, tokens: tuple[int, ...], session: str) -> Prefix | None:
-        """Return the whole prompt if it is stored, else the part of it that this session has read, else None.
+        """Return the full prompt if it is stored, else the part of it that this session has cached, else None.
 
         The result has the logits after it or is shorter than the prompt, so generation can continue from it.
         """
         for key in (tokens, session):
-            found = self._entries.get(key)
-            if found is not None and tokens[: found.length] == found.tokens:
+            prefix = self._entries.get(key)
+            if prefix is not None and tokens[: prefix.length] == prefix.tokens:
                 self._entries.move_to_end(key)
-                return found if found.logits is not None or found.length < len(tokens) else found.drop_last()
+                return prefix if prefix.logits is not None or prefix.length < len(tokens) else prefix.drop_last()
         return None
 
     def clear(self) -> None:
@@ -125,10 +125,10 @@ class PrefillPlan:
         self.keys.append(key)
         self.values.append(value)
         outputs = []
-        for own_query, own_key, own_value, prefix in zip(
+        for q, k, v, prefix in zip(
             *(tensor.split(self.lengths) for tensor in (query.to(self.shape.dtype), key, value)), self.prefixes, strict=True
         ):
-            outputs.append(self._attend_one(own_query, own_key, own_value, prefix, spec))
+            outputs.append(self._attend_one(q, k, v, prefix, spec))
         return torch.cat(outputs)
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, prefix: Prefix | None, spec: AttentionSpec) -> Tensor:
@@ -141,15 +141,15 @@ class PrefillPlan:
         mask = None if causal else causal_mask(queries.shape[2], keys.shape[2], spec.window, query.device)
         return masked_attention(queries, keys, values, mask, spec, causal=causal)[0].transpose(0, 1)
 
-    def build_prefix(self, place: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
-        """Return the ``place``-th prompt as a prefix, its cached part included."""
-        start = sum(self.lengths[:place])
-        end = start + self.lengths[place]
+    def build_prefix(self, index: int, tokens: tuple[int, ...], logits: Tensor) -> Prefix:
+        """Return the ``index``-th prompt as a prefix, its cached part included."""
+        start = sum(self.lengths[:index])
+        end = start + self.lengths[index]
         keys = torch.stack([layer[start:end].transpose(0, 1) for layer in self.keys])
         values = torch.stack([layer[start:end].transpose(0, 1) for layer in self.values])
-        before = self.prefixes[place]
-        if before is not None:
-            keys, values = torch.cat([before.keys, keys], dim=2), torch.cat([before.values, values], dim=2)
+        cached = self.prefixes[index]
+        if cached is not None:
+            keys, values = torch.cat([cached.keys, keys], dim=2), torch.cat([cached.values, values], dim=2)
         return Prefix(tokens, keys, values, logits)
 
 
@@ -167,8 +167,8 @@ class DecodePlan:
     def _mask(self, window: int | None) -> Tensor:  # [B, 1, 1, span]
         if window not in self._masks:
             distance = self.positions[:, None] - torch.arange(self.span, device=self.positions.device)[None]
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            self._masks[window] = seen[:, None, None]
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            self._masks[window] = visible[:, None, None]
         return self._masks[window]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:

@@ -21,7 +21,7 @@ SPAN_STEP = 32  # the attended span of the cache is rounded up to a multiple of 
 
 @dataclass(frozen=True)
 class SlotPrompt:
-    """A prompt and the slot that it is read into."""
+    """A prompt and the slot that it is prefilled into."""
 
     slot: int
     tokens: tuple[int, ...]
@@ -40,7 +40,7 @@ class ModelRunner(Protocol):
         ...
 
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        """Read whole prompts into their slots and return the logits after each, [B, V]."""
+        """Prefill prompts into their slots and return the logits after each, [B, V]."""
         ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -64,7 +64,7 @@ class ModelRunner(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that generation computes with, by canonical name: stale copies where there are any, else the module's own."""
+        """Yield the weights that generation uses, by canonical name: stale copies where there are any, else the module's own."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -109,13 +109,13 @@ class CachedRunner:
         return len(prompt.tokens) - (prefix.length if prefix is not None else 0)
 
     def prefill(self, prompts: Sequence[SlotPrompt]) -> Tensor:
-        found = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
-        missing = [tokens for tokens, prefix in found.items() if prefix is None or prefix.length < len(tokens)]
+        cached = {prompt.tokens: self.prefixes.find(prompt.tokens, prompt.session) for prompt in prompts}
+        missing = [tokens for tokens, prefix in cached.items() if prefix is None or prefix.length < len(tokens)]
         if missing:
-            found |= self._prefill_uncached(missing, found)
+            cached |= self._prefill_uncached(missing, cached)
         logits = []
         for prompt in prompts:
-            prefix = found[prompt.tokens]
+            prefix = cached[prompt.tokens]
             assert prefix is not None and prefix.logits is not None
             self.prefixes.put(prompt.tokens, prefix)
             self.cache.write_prefix(prompt.slot, prefix)
@@ -123,10 +123,10 @@ class CachedRunner:
         return torch.stack(logits)
 
     def _prefill_uncached(
-        self, prompts: list[tuple[int, ...]], found: dict[tuple[int, ...], Prefix | None]
+        self, prompts: list[tuple[int, ...]], cached: dict[tuple[int, ...], Prefix | None]
     ) -> dict[tuple[int, ...], Prefix | None]:
         """Run one forward pass over the uncached part of each prompt."""
-        prefixes = [found[tokens] for tokens in prompts]
+        prefixes = [cached[tokens] for tokens in prompts]
         skipped = [prefix.length if prefix is not None else 0 for prefix in prefixes]
         lengths = [len(tokens) - skip for tokens, skip in zip(prompts, skipped, strict=True)]
         plan = PrefillPlan(self.shape, lengths, prefixes)
@@ -134,7 +134,7 @@ class CachedRunner:
         positions = torch.cat([torch.arange(skip, skip + length) for skip, length in zip(skipped, lengths, strict=True)])
         last = torch.tensor(lengths).cumsum(0) - 1
         logits = self._forward(tokens, positions, plan, last)
-        return {prompt: plan.build_prefix(place, prompt, logits[place]) for place, prompt in enumerate(prompts)}
+        return {prompt: plan.build_prefix(index, prompt, logits[index]) for index, prompt in enumerate(prompts)}
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.graphs is not None:
@@ -184,8 +184,10 @@ class CachedRunner:
 
 
 class RecomputeRunner:
-    """For models whose attention cannot use the key-value cache: recomputes every sequence at every token. Slow, but correct for any
-    causal language model."""
+    """Recomputes every sequence at every token, for models whose attention cannot use the key-value cache.
+
+    Slow, but correct for any causal language model.
+    """
 
     def __init__(self, network: Network, *, max_slots: int, length: int) -> None:
         self.network = network

@@ -31,18 +31,18 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
     numbers = torch.tensor(uniforms, dtype=torch.float32, device=logits.device)
     if all(sampling == samplings[0] for sampling in samplings):
         return _sample(logits, samplings[0], numbers)
-    blank = partial(torch.zeros, len(logits), device=logits.device)
-    drawn = SampledTokens(blank(dtype=torch.int64), blank(dtype=torch.float32), blank(dtype=torch.float32))
+    zeros = partial(torch.zeros, len(logits), device=logits.device)
+    sampled = SampledTokens(zeros(dtype=torch.int64), zeros(dtype=torch.float32), zeros(dtype=torch.float32))
     for sampling in dict.fromkeys(samplings):
-        places = [row for row, own in enumerate(samplings) if own == sampling]
-        rows = torch.tensor(places, device=logits.device)
+        indices = [row for row, other in enumerate(samplings) if other == sampling]
+        rows = torch.tensor(indices, device=logits.device)
         part = _sample(logits[rows], sampling, numbers[rows])
-        drawn.kept.update({places[row]: tokens for row, tokens in part.kept.items()})
-        for whole, some in zip(
-            (drawn.tokens, drawn.logprobs, drawn.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
+        sampled.kept.update({indices[row]: tokens for row, tokens in part.kept.items()})
+        for full, values in zip(
+            (sampled.tokens, sampled.logprobs, sampled.entropies), (part.tokens, part.logprobs, part.entropies), strict=True
         ):
-            whole[rows] = some
-    return drawn
+            full[rows] = values
+    return sampled
 
 
 def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledTokens:
@@ -66,7 +66,7 @@ def _kept_ids(scaled: Tensor) -> dict[int, Tensor]:
     row, token = (scaled > float("-inf")).nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=len(scaled)).tolist()
     # Clone: a view would keep all rows of this step in memory as long as one of them is referenced.
-    return {place: tokens.clone() for place, tokens in enumerate(token.to("cpu", torch.int32).split(counts))}
+    return {index: tokens.clone() for index, tokens in enumerate(token.to("cpu", torch.int32).split(counts))}
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,20 +78,20 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocabulary = weights.shape
     padded = F.pad(weights, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else weights
     blocks = padded.view(rows, -1, BLOCK)
-    block, wanted, total = _search_cdf(blocks.sum(-1), uniforms)
-    inside = blocks[torch.arange(rows, device=weights.device), block]
-    place, _, _ = _search_cdf(inside, None, wanted)
-    return block * BLOCK + place, total
+    block, remainder, total = _search_cdf(blocks.sum(-1), uniforms)
+    in_block = blocks[torch.arange(rows, device=weights.device), block]
+    offset, _, _ = _search_cdf(in_block, None, remainder)
+    return block * BLOCK + offset, total
 
 
-def _search_cdf(weights: Tensor, uniforms: Tensor | None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (index whose interval of the running sum contains the wanted mass, remainder inside that interval, total mass), each [B]."""
+def _search_cdf(weights: Tensor, uniforms: Tensor | None, target: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (index whose interval of the running sum contains the target mass, remainder inside that interval, total mass), each [B]."""
     running = weights.cumsum(-1)
     total = running[:, -1]
-    mass = uniforms * total if uniforms is not None else wanted
+    mass = uniforms * total if uniforms is not None else target
     assert mass is not None
     # Rounding must not move the mass to the very end, where an index of weight zero could be selected.
     mass = torch.minimum(mass, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(running, mass[:, None], right=True).squeeze(1)
-    before = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))
-    return index, (mass - before).clamp(min=0), total
+    below = torch.where(index > 0, running.gather(1, (index - 1).clamp(min=0)[:, None]).squeeze(1), torch.zeros_like(mass))
+    return index, (mass - below).clamp(min=0), total

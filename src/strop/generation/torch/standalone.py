@@ -50,8 +50,13 @@ class StandaloneTorchEngine:
     receivers = 1
 
     def __init__(self, name: str, make_engine: Callable[[], TorchEngine], dtype: torch.dtype) -> None:
-        """``make_engine`` builds the model, with any weights, and an engine on it; it is called at every start. ``dtype`` is the data type
-        of the published weights."""
+        """Create an engine that is not started yet.
+
+        Args:
+            name: The engine's name in messages.
+            make_engine: Builds the model, with arbitrary weights, and an engine on it. Called at every start.
+            dtype: Data type of the published weights.
+        """
         self.name = name
         self.make_engine = make_engine
         self.dtype = dtype
@@ -62,7 +67,7 @@ class StandaloneTorchEngine:
         self._receiver: Receiver | None = None
         self._sent_dtypes: dict[str, torch.dtype] = {}  # tensor name -> data type that it was sent in
 
-    # --- starting and ending ----------------------------------------------------------------------------------------------
+    # --- start and close --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self.close()
@@ -99,13 +104,13 @@ class StandaloneTorchEngine:
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         engine = self._require_alive()
         cached = len(prompt) - engine.runner.count_unread(SlotPrompt(0, tuple(prompt)))
-        found = await self._await_engine(engine, engine.generate_with_priority(prompt, sampling=sampling, seed=seed))
-        return CanarySample(tokens=found.tokens, logprobs=found.logprobs, cached=cached, kept=found.kept)
+        completion = await self._await_engine(engine, engine.generate_with_priority(prompt, sampling=sampling, seed=seed))
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
 
-    async def _await_engine(self, engine: TorchEngine, answer: Awaitable[T]) -> T:
+    async def _await_engine(self, engine: TorchEngine, completion: Awaitable[T]) -> T:
         """Await a completion. Raises EngineDied if the engine failed: an error in a step is not the fault of one request."""
         try:
-            return await answer
+            return await completion
         except Exception as error:
             if engine.failure is not None:
                 raise EngineDied(f"{self.name} stopped while generating: {type(error).__name__}: {error}") from error
@@ -134,40 +139,40 @@ class StandaloneTorchEngine:
         engine = self._require_alive()
         self.version = self._loaded_version = NO_VERSION
         started = time.perf_counter()
-        marks = await asyncio.to_thread(self._receive, engine, manifest)
+        fingerprints = await asyncio.to_thread(self._receive, engine, manifest)
         await asyncio.to_thread(engine.activate_version, version)
         self._sent_dtypes = {entry.name: entry.dtype for entry in manifest.entries}
         self._loaded_version = version
-        return LoadReceipt(version=version, fingerprints=marks, seconds=time.perf_counter() - started)
+        return LoadReceipt(version=version, fingerprints=fingerprints, seconds=time.perf_counter() - started)
 
     @torch.no_grad()
     def _receive(self, engine: TorchEngine, manifest: Manifest) -> dict[str, tuple[int, ...]]:
         """Copy one publish into the module and return the fingerprints of the tensors that arrived."""
         if self._receiver is None:
             raise RuntimeError(f"{self.name}: no channel is connected")
-        own = dict(base_weights(engine.runner.network.model))
-        self._check_manifest(manifest, own)
-        marks: dict[str, tuple[int, ...]] = {}
+        weights = dict(base_weights(engine.runner.network.model))
+        self._check_manifest(manifest, weights)
+        fingerprints: dict[str, tuple[int, ...]] = {}
         for name, tensor in self._receiver.receive(manifest):
-            marks[name] = (fingerprint(tensor),)
-            own[name].copy_(tensor)
-        if missing := set(manifest.names) - marks.keys():
+            fingerprints[name] = (fingerprint(tensor),)
+            weights[name].copy_(tensor)
+        if missing := set(manifest.names) - fingerprints.keys():
             raise RuntimeError(f"{self.name}: the publish ended without {', '.join(sorted(missing)[:3])}")
-        return marks
+        return fingerprints
 
-    def _check_manifest(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
+    def _check_manifest(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         """Raises RuntimeError if the manifest is not that of this model, or would leave some of its weights unset."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         for entry in manifest.entries:
             if shapes.get(entry.name) != entry.shape:
-                found = f"has it as {shapes[entry.name]}" if entry.name in shapes else "has no tensor of that name"
+                mismatch = f"has it as {shapes[entry.name]}" if entry.name in shapes else "has no tensor of that name"
                 raise RuntimeError(
-                    f"{self.name} is sent {entry.name} {entry.shape}, but its model {found}: build it from the learner's configuration"
+                    f"{self.name} is sent {entry.name} {entry.shape}, but its model {mismatch}: build it from the learner's configuration"
                 )
-        reached = {own[name].data_ptr() for name in manifest.names}
-        if left := [name for name, tensor in own.items() if tensor.numel() and tensor.data_ptr() not in reached]:
+        covered = {weights[name].data_ptr() for name in manifest.names}
+        if missing := [name for name, tensor in weights.items() if tensor.numel() and tensor.data_ptr() not in covered]:
             raise RuntimeError(
-                f"{self.name}: {', '.join(left[:3])} would keep arbitrary values: they are neither sent nor tied to tensors that are; "
+                f"{self.name}: {', '.join(missing[:3])} would keep arbitrary values: they are neither sent nor tied to tensors that are; "
                 "build its model from the learner's configuration, where they may be tied (tie_word_embeddings)"
             )
 
@@ -183,7 +188,7 @@ class StandaloneTorchEngine:
         started = time.perf_counter()
         await asyncio.to_thread(_load_adapter_files, model, adapter)
         await asyncio.to_thread(engine.activate_version, version)
-        received = {name: (mark,) for name, mark in LocalAdapterSource(model).fingerprints(self.dtype).items()}
+        received = {name: (value,) for name, value in LocalAdapterSource(model).fingerprints(self.dtype).items()}
         self._loaded_version = version
         return LoadReceipt(version=version, fingerprints=received, seconds=time.perf_counter() - started)
 
@@ -193,13 +198,13 @@ class StandaloneTorchEngine:
     @torch.no_grad()
     def _read_back(self, engine: TorchEngine) -> dict[str, tuple[TensorFingerprint, ...]]:
         """Fingerprint the weights in the data types that they were sent in; those of the module may be wider."""
-        found: dict[str, tuple[TensorFingerprint, ...]] = {}
+        fingerprints: dict[str, tuple[TensorFingerprint, ...]] = {}
         for name, tensor in engine.runner.named_weights():
-            sent = self._sent_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            dtype = self._sent_dtypes.get(name, self.dtype) if tensor.is_floating_point() else tensor.dtype
             rows = tensor.shape[0] if tensor.dim() else 1
             region = (0, rows, 0, tensor.numel() // max(rows, 1))
-            found[name] = (TensorFingerprint(fingerprint(normalize_zeros(tensor.to(sent))), region),)
-        return found
+            fingerprints[name] = (TensorFingerprint(fingerprint(normalize_zeros(tensor.to(dtype))), region),)
+        return fingerprints
 
     async def resume(self, version: int) -> None:
         engine = self._require_alive()
@@ -230,12 +235,12 @@ class StandaloneTorchEngine:
     def counters(self) -> Mapping[str, float]:
         if self._engine is None:
             return {}
-        done = self._engine.counters
+        counts = self._engine.counters
         return {
-            "prompt_tokens": float(done.prompt_tokens),
-            "sampled_tokens": float(done.sampled_tokens),
-            "prefix_queries": float(done.queried_tokens),
-            "prefix_hits": float(done.queried_tokens - done.prompt_tokens),
+            "prompt_tokens": float(counts.prompt_tokens),
+            "sampled_tokens": float(counts.sampled_tokens),
+            "prefix_queries": float(counts.queried_tokens),
+            "prefix_hits": float(counts.queried_tokens - counts.prompt_tokens),
         }
 
 

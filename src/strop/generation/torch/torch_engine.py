@@ -169,7 +169,7 @@ class TorchEngine:
         return bool(self._waiting) and (not self._paused or self._waiting[0].priority)
 
     def _fail(self, error: Exception) -> None:
-        """Stop the engine and fail all its requests, so that no caller waits for them."""
+        """Stop the engine and fail all its requests, so that no caller keeps waiting for them."""
         self._failure = error
         for request in (*self._running, *self._waiting):
             if not request.done.done():
@@ -215,14 +215,14 @@ class TorchEngine:
     def _append(self, requests: list[_Request], logits: torch.Tensor) -> None:
         """Sample the next token of each request and finish the requests that end with it."""
         uniforms = [uniform(request.seed, len(request.tokens)) for request in requests]
-        drawn = sample_tokens(logits, [request.sampling for request in requests], uniforms)
-        columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist())
+        sampled = sample_tokens(logits, [request.sampling for request in requests], uniforms)
+        columns = (sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.entropies.tolist())
         for request, token, logprob, entropy in zip(requests, *columns, strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
             request.versions.append(self.version)
-        for row, tokens in drawn.kept.items():
+        for row, tokens in sampled.kept.items():
             requests[row].kept.append(tokens)
         self.counters.sampled_tokens += len(requests)
         for request in requests:

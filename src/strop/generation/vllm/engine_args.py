@@ -65,7 +65,7 @@ def make_engine_args(options: VllmOptions) -> Any:
     from vllm import AsyncEngineArgs
 
     check_extra_args(options.extra_args, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
-    given: dict[str, Any] = {
+    args: dict[str, Any] = {
         "model": options.model,
         "tokenizer": options.model,
         "dtype": options.dtype,
@@ -86,27 +86,27 @@ def make_engine_args(options: VllmOptions) -> Any:
         "seed": 0,
     }
     if options.max_num_seqs is not None:
-        given["max_num_seqs"] = options.max_num_seqs
+        args["max_num_seqs"] = options.max_num_seqs
     if options.on_cpu:
-        given["block_size"] = CPU_BLOCK_SIZE
+        args["block_size"] = CPU_BLOCK_SIZE
     memory = options.kv_cache_memory_gb or (CPU_CACHE_GB if options.on_cpu else None)
     if memory is not None:
-        given["kv_cache_memory_bytes"] = int(memory * 2**30)
+        args["kv_cache_memory_bytes"] = int(memory * 2**30)
     if options.max_lora_rank is not None:
-        given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(options.max_lora_rank)}
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(options.max_lora_rank)}
     if options.speculative_config is not None:
-        given["speculative_config"] = _speculative_config(options)
+        args["speculative_config"] = _speculative_config(options)
     if options.sleep_level and not options.on_cpu:
-        given["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**{**given, **options.extra_args})
+        args["enable_sleep_mode"] = True
+    return AsyncEngineArgs(**{**args, **options.extra_args})
 
 
 def _speculative_config(options: VllmOptions) -> dict[str, Any]:
     """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
-    given = dict(options.speculative_config or {})
-    if "model" not in given:
-        return given
-    return {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": options.tensor_parallel_size, **given}
+    config = dict(options.speculative_config or {})
+    if "model" not in config:
+        return config
+    return {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": options.tensor_parallel_size, **config}
 
 
 def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:
@@ -118,10 +118,10 @@ def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:
         if name not in known:
             from vllm import __version__
 
-            near = difflib.get_close_matches(name, known, n=1)
+            matches = difflib.get_close_matches(name, known, n=1)
             raise ValueError(
                 f"{key}: the installed vLLM ({__version__}) has no such engine argument"
-                + (f"; did you mean {near[0]}?" if near else "")
+                + (f"; did you mean {matches[0]}?" if matches else "")
             )
 
 

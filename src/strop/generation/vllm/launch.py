@@ -4,7 +4,7 @@ vLLM starts the core of an engine, and the core its workers, as fresh interprete
 compiler and vLLM. Here a server process (Python's ``forkserver``) imports them once, without computing anything. Every engine core is a
 fork of the server, and every worker a fork of its core. An engine that died restarts in a quarter of the time.
 
-Only on a CPU: with CUDA, or a library preloaded for it, how processes start is left to vLLM.
+Used only on a CPU: with CUDA, vLLM starts its processes itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PRELOAD = [
     "vllm.model_executor.models.llama",
     "strop.weight_sync.fingerprints",
 ]
-
-
+DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
+DRIVER_POLL_SECONDS = 1.0  # between two checks of the driver
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # OpenMP reads it only when it is loaded, which happens once, in the server
 
 
@@ -90,12 +90,6 @@ def _redirect_standard_output(file: Path) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.close(descriptor)
-
-
-DRIVER_PID_VARIABLE = "STROP_DRIVER"  # environment variable: pid of the process that started the engine
-
-
-DRIVER_POLL_SECONDS = 1.0  # seconds between checks
 
 
 def exit_with_driver() -> None:

@@ -13,9 +13,8 @@ from vllm.sampling_params import RequestOutputKind
 from strop.generation.base import Completion
 from strop.sampling import Sampling, pad_kept_tokens
 
-MIN_TEMPERATURE = (
-    0.01  # vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match
-)
+# vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match.
+MIN_TEMPERATURE = 0.01
 
 
 class RequestInterrupted(RuntimeError):
@@ -23,15 +22,14 @@ class RequestInterrupted(RuntimeError):
 
 
 def to_sampling_params(sampling: Sampling, *, seed: int, max_tokens: int, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return vLLM's parameters for a request with room for ``limit`` new tokens.
+    """Return vLLM's parameters for a request with room for ``max_tokens`` new tokens.
 
     Raises ValueError for options that vLLM would sample differently from what the learner computes.
     """
     if 0 < sampling.temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"temperature is {sampling.temperature}, but vLLM raises positive temperatures below "
-            f"{MIN_TEMPERATURE} to {MIN_TEMPERATURE}: set it to 0 "
-            f"(greedy) or to at least {MIN_TEMPERATURE}"
+            f"temperature is {sampling.temperature}, but vLLM raises positive temperatures below {MIN_TEMPERATURE} to "
+            f"{MIN_TEMPERATURE}: set it to 0 (greedy) or to at least {MIN_TEMPERATURE}"
         )
     if sampling.entropy:
         raise ValueError("vLLM does not report the entropy of the distributions it samples from; set Sampling.entropy=False")
@@ -93,6 +91,6 @@ def _kept_ids(flat: Any, tokens: Tensor) -> Tensor:
     """Return the ids with positive probability after filtering, at each position, [L, K] int32."""
     rows = []
     for start, end, sampled in zip(flat.start_indices, flat.end_indices, tokens.tolist(), strict=True):
-        found = {flat.token_ids[place] for place in range(start, end) if flat.logprobs[place] > float("-inf")}
-        rows.append(torch.tensor(sorted(found | {sampled}), dtype=torch.int32))
+        kept = {flat.token_ids[position] for position in range(start, end) if flat.logprobs[position] > float("-inf")}
+        rows.append(torch.tensor(sorted(kept | {sampled}), dtype=torch.int32))
     return pad_kept_tokens(rows)

@@ -43,6 +43,7 @@ T = TypeVar("T")
 NO_VERSION = -1
 ADAPTER_ID = 1  # vLLM's integer id of the only adapter
 POLL_SECONDS = 0.5  # seconds between liveness checks during a call
+SHUTDOWN_SECONDS = 5.0  # for which a failed call waits to learn that the engine is shutting down
 OUTPUT_TAIL_LINES = 12  # of an engine's output, in the message about its death
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -69,7 +70,7 @@ class VllmEngine:
         self._adapter: Path | None = None
         self._counters: Any = None
 
-    # --- starting and ending ----------------------------------------------------------------------------------------------
+    # --- start and close --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self.close()
@@ -105,7 +106,7 @@ class VllmEngine:
         from strop.generation.vllm.engine_stats import EngineStats
 
         self._counters = EngineStats()
-        return AsyncLLM.from_engine_args(make_engine_args(self.options), stat_loggers=[self._counters.attach])
+        return AsyncLLM.from_engine_args(make_engine_args(self.options), stat_loggers=[self._counters.make_logger])
 
     async def close(self) -> None:
         self._resumed.clear()
@@ -123,14 +124,14 @@ class VllmEngine:
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         params = self._sampling_params(prompt, sampling, seed)
         await self._resumed.wait()
-        completed, _ = await self._complete(prompt, sampling, params)
-        return completed
+        completion, _ = await self._complete(prompt, sampling, params)
+        return completion
 
     async def sample_canary(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> CanarySample:
         params = self._sampling_params(prompt, sampling, seed)
         await self._await_call(self._require_alive().resume_generation(), "while sampling the canary")
-        completed, cached = await self._complete(prompt, sampling, params)
-        return CanarySample(tokens=completed.tokens, logprobs=completed.logprobs, cached=cached, kept=completed.kept)
+        completion, cached = await self._complete(prompt, sampling, params)
+        return CanarySample(tokens=completion.tokens, logprobs=completion.logprobs, cached=cached, kept=completion.kept)
 
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params
@@ -159,8 +160,10 @@ class VllmEngine:
         request = TokensPrompt(prompt_token_ids=prompt, cache_salt=self._cache_salt())
         output = None
         try:
-            async for answer in engine.generate(request, params, f"{self.name}/{next(self._request_ids)}", lora_request=adapter):
-                output = answer
+            async for response in engine.generate(
+                request, params, f"{self.name}/{next(self._request_ids)}", lora_request=adapter
+            ):
+                output = response
         except (EngineDeadError, EngineGenerateError) as error:
             if engine.errored:
                 raise EngineDied(f"{self.name}: its process died while generating{self._output_tail()}") from error
@@ -194,10 +197,10 @@ class VllmEngine:
 
     async def load(self, manifest: Manifest, version: int) -> LoadReceipt:
         self.version = self._loaded_version = NO_VERSION
-        answers = [pickle.loads(answer) for answer in await self._call_workers("strop_load_weights", pickle.dumps(manifest))]
-        received = {name: tuple(marks[name] for marks, _ in answers) for name in manifest.names}
+        results = [pickle.loads(result) for result in await self._call_workers("strop_load_weights", pickle.dumps(manifest))]
+        received = {name: tuple(fingerprints[name] for fingerprints, _ in results) for name in manifest.names}
         return LoadReceipt(
-            version=await self._set_version(version), fingerprints=received, seconds=max(seconds for _, seconds in answers)
+            version=await self._set_version(version), fingerprints=received, seconds=max(seconds for _, seconds in results)
         )
 
     async def load_adapter(self, adapter: AdapterFiles, version: int) -> LoadReceipt:
@@ -214,8 +217,8 @@ class VllmEngine:
         self._delete_adapter_files()
         self._adapter = folder
         received = {
-            name: _combine_regions(parts)
-            for name, parts in (await self._read_back("strop_read_adapter_fingerprints", ADAPTER_ID)).items()
+            name: _combine_regions(shards)
+            for name, shards in (await self._read_back("strop_read_adapter_fingerprints", ADAPTER_ID)).items()
         }
         seconds = asyncio.get_running_loop().time() - started
         return LoadReceipt(version=await self._set_version(version), fingerprints=received, seconds=seconds)
@@ -242,11 +245,11 @@ class VllmEngine:
         return await self._read_back("strop_read_fingerprints")
 
     async def _read_back(self, method: str, *arguments: Any) -> dict[str, tuple[TensorFingerprint, ...]]:
-        found: dict[str, list[TensorFingerprint]] = {}
-        for answer in await self._call_workers(method, *arguments):
-            for name, piece in pickle.loads(answer).items():
-                found.setdefault(name, []).append(piece)
-        return {name: tuple(parts) for name, parts in found.items()}
+        fingerprints: dict[str, list[TensorFingerprint]] = {}
+        for result in await self._call_workers(method, *arguments):
+            for name, shard in pickle.loads(result).items():
+                fingerprints.setdefault(name, []).append(shard)
+        return {name: tuple(shards) for name, shards in fingerprints.items()}
 
     async def resume(self, version: int) -> None:
         if self._loaded_version != version:
@@ -279,16 +282,24 @@ class VllmEngine:
         """Await a call to the engine's processes. Raises EngineDied if they die meanwhile, where vLLM itself would wait forever."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        engine, answer = self._engine, asyncio.ensure_future(call)
+        engine, task = self._engine, asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait([answer], timeout=POLL_SECONDS))[0]:
+            while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
                 if engine.errored:
                     raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}")
-            return answer.result()
+            return task.result()
         except EngineDeadError as error:
             raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}") from error
+        except EngineDied:
+            raise
+        except Exception as error:  # a core whose worker died cancels its calls while it shuts down, before vLLM reports it dead
+            for _ in range(round(SHUTDOWN_SECONDS / POLL_SECONDS)):
+                if engine.errored:
+                    raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}") from error
+                await asyncio.sleep(POLL_SECONDS)
+            raise
         finally:
-            answer.cancel()
+            task.cancel()
 
     def _delete_adapter_files(self) -> None:
         folder, self._adapter = self._adapter, None
@@ -299,11 +310,11 @@ class VllmEngine:
         return {} if self._counters is None else self._counters.read()
 
 
-def _combine_regions(parts: Sequence[TensorFingerprint]) -> tuple[int, ...]:
+def _combine_regions(shards: Sequence[TensorFingerprint]) -> tuple[int, ...]:
     """Combine the fingerprints of a tensor's regions into one. If replicas of a region differ, return one fingerprint per process."""
-    if len({part.region for part in parts}) < len(set(parts)):
-        return tuple(part.value for part in parts)
-    return (combine_fingerprints(part.value for part in set(parts)),)
+    if len({shard.region for shard in shards}) < len(set(shards)):
+        return tuple(shard.value for shard in shards)
+    return (combine_fingerprints(shard.value for shard in set(shards)),)
 
 
 @contextmanager
@@ -312,21 +323,23 @@ def engine_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
     vLLM itself also changes the environment (preloaded libraries, thread counts); those changes are undone too.
     """
-    before = dict(os.environ)
+    saved = dict(os.environ)
     os.environ.update({**ENGINE_ENVIRONMENT, DRIVER_PID_VARIABLE: str(os.getpid()), **changes})
     try:
         yield
     finally:
         with suppress(KeyError):
-            for name in set(os.environ) - before.keys():
+            for name in set(os.environ) - saved.keys():
                 del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(saved)
 
 
 @contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Keep processes started inside from importing the main script, which may lack an ``if __name__ == "__main__"`` guard. They do not need
-    it."""
+    """Keep processes started inside from importing the main script.
+
+    They do not need it, and it may lack an ``if __name__ == "__main__"`` guard.
+    """
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
     main.__spec__ = None

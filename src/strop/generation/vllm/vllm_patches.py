@@ -34,11 +34,11 @@ def _patch_draft_loading() -> None:
 
     create = DraftModelProposer._create_draft_vllm_config
 
-    def create_with_its_own_loading(self: Any) -> Any:
-        created, loading = create(self), self.speculative_config.draft_load_config
-        return created if loading is None else replace(created, load_config=loading)
+    def create_with_draft_load_config(self: Any) -> Any:
+        created, load_config = create(self), self.speculative_config.draft_load_config
+        return created if load_config is None else replace(created, load_config=load_config)
 
-    DraftModelProposer._create_draft_vllm_config = create_with_its_own_loading
+    DraftModelProposer._create_draft_vllm_config = create_with_draft_load_config
 
 
 def _patch_rejection_sampler() -> None:
@@ -56,8 +56,10 @@ def _patch_rejection_sampler() -> None:
 def expand_batch_to_tokens(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> Tensor:
-    """Expand [B] values of requests to [num_tokens], replacing ``replace_from`` by ``replace_to``. Request i ends before
-    ``cu_num_tokens[i]``."""
+    """Expand [B] values of requests to [num_tokens], replacing ``replace_from`` by ``replace_to``.
+
+    Request i ends before ``cu_num_tokens[i]``.
+    """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
@@ -65,38 +67,38 @@ def expand_batch_to_tokens(
 def _patch_chunked_prefill() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sample, keep_books = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+    sample, bookkeep = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
 
-    def sample_and_take_back(self: Any, *arguments: Any, **named: Any) -> Any:
+    def sample_and_restore_generators(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = self.input_batch
-        unread = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()  # their token will be discarded
-        generators = [batch.generators[place] for place in unread if place in batch.generators]
+        unfinished = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()  # their token will be discarded
+        generators = [batch.generators[index] for index in unfinished if index in batch.generators]
         states = [generator.get_state() for generator in generators]
-        output = sample(self, *arguments, **named)
+        output = sample(self, *args, **kwargs)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         return output
 
-    def keep_books_without_generators(self: Any, *arguments: Any, **named: Any) -> Any:
+    def bookkeep_without_generators(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
-            return keep_books(self, *arguments, **named)
+            return bookkeep(self, *args, **kwargs)
         finally:
             self.input_batch.generators = generators
 
-    GPUModelRunner._sample = sample_and_take_back
-    GPUModelRunner._bookkeeping_sync = keep_books_without_generators
+    GPUModelRunner._sample = sample_and_restore_generators
+    GPUModelRunner._bookkeeping_sync = bookkeep_without_generators
 
 
 def _patch_expert_packing() -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    set_up = UnquantizedFusedMoEMethod._setup_kernel
+    setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
 
-    def set_up_and_pack(self: Any, *arguments: Any, **named: Any) -> None:
-        before = self.moe_kernel
-        set_up(self, *arguments, **named)
-        if before is not None:
-            before.fused_experts.process_weights_after_loading(named.get("layer") or arguments[0])
+    def setup_and_pack(self: Any, *args: Any, **kwargs: Any) -> None:
+        old_kernel = self.moe_kernel
+        setup_kernel(self, *args, **kwargs)
+        if old_kernel is not None:
+            old_kernel.fused_experts.process_weights_after_loading(kwargs.get("layer") or args[0])
 
-    UnquantizedFusedMoEMethod._setup_kernel = set_up_and_pack
+    UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack

@@ -1,4 +1,4 @@
-"""Read the weights that a vLLM model computes with back under canonical names.
+"""Read back the weights that a vLLM model computes with, under canonical names.
 
 vLLM fuses matrices (q, k and v into one), shards them over tensor-parallel ranks, and on a CPU packs them into a kernel's layout and frees
 the original. Packed weights are read through the kernel itself: a product with the identity returns every weight exactly, since all other
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-_IDENTITY_ROWS = 1024  # of the identity per product, to limit memory
+_IDENTITY_ROWS = 1024  # rows of the identity per product, to limit memory
 _BASE_LAYER_SUFFIX = ".base_layer"  # name of the original layer inside vLLM's LoRA layers
 
 
@@ -33,7 +33,7 @@ class WeightShard:
 
     name: str  # canonical
     tensor: Tensor  # [rows, columns], or [n]
-    row: int = 0  # first row in the whole tensor
+    row: int = 0  # first row in the full tensor
     column: int = 0  # first column
 
     @property
@@ -46,8 +46,8 @@ def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
     """Yield a shard of every tensor that can be read back. Quantized tensors and unknown layer types are left out."""
     packed = getattr(model, "packed_modules_mapping", {})
     done: set[int] = set()
-    for found, module in model.named_modules():
-        path = found.removesuffix(_BASE_LAYER_SUFFIX)
+    for module_path, module in model.named_modules():
+        path = module_path.removesuffix(_BASE_LAYER_SUFFIX)
         if isinstance(module, LinearBase):
             yield from _read_linear(path, module, packed, rank, done)
         elif isinstance(module, VocabParallelEmbedding):
@@ -57,7 +57,7 @@ def read_weight_shards(model: Any, rank: int) -> Iterator[WeightShard]:
 
 
 def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[WeightShard]:
-    """Yield vectors such as those of norms, which are whole on every rank and named as in the checkpoint."""
+    """Yield vectors such as norm weights, which are replicated on every rank and named as in the checkpoint."""
     for name, parameter in module.named_parameters(recurse=False):
         if id(parameter) not in done and parameter.dim() == 1:
             done.add(id(parameter))
@@ -67,18 +67,18 @@ def _read_plain(path: str, module: nn.Module, done: set[int]) -> Iterator[Weight
 def _read_linear(path: str, module: Any, packed: dict[str, list[str]], rank: int, done: set[int]) -> Iterator[WeightShard]:
     if not isinstance(module.quant_method, UnquantizedLinearMethod):
         return
-    parent, _, own = path.rpartition(".")
+    parent, _, leaf = path.rpartition(".")
     matrix = _dense_weight(module)
     bias = getattr(module, "bias", None)
     if isinstance(module, QKVParallelLinear):
-        names, sizes, starts = packed[own], *_qkv_rows(module, rank)
+        names, sizes, starts = packed[leaf], *_qkv_rows(module, rank)
     elif isinstance(module, MergedColumnParallelLinear):
         sizes = [size // module.tp_size for size in module.output_sizes]
-        names, starts = packed.get(own, [own]), [rank * size if module.tp_size > 1 else 0 for size in sizes]
+        names, starts = packed.get(leaf, [leaf]), [rank * size if module.tp_size > 1 else 0 for size in sizes]
     elif isinstance(module, ColumnParallelLinear):
-        names, sizes, starts = [own], [matrix.shape[0]], [rank * matrix.shape[0] if module.tp_size > 1 else 0]
+        names, sizes, starts = [leaf], [matrix.shape[0]], [rank * matrix.shape[0] if module.tp_size > 1 else 0]
     else:
-        names, sizes, starts = [own], [matrix.shape[0]], [0]
+        names, sizes, starts = [leaf], [matrix.shape[0]], [0]
     if len(names) != len(sizes):
         return
     column = rank * matrix.shape[1] if isinstance(module, RowParallelLinear) and module.tp_size > 1 else 0
@@ -97,8 +97,8 @@ def _qkv_rows(module: Any, rank: int) -> tuple[list[int], list[int]]:
     q = module.num_heads * module.head_size
     k = module.num_kv_heads * module.head_size
     v = module.num_kv_heads * getattr(module, "v_head_size", module.head_size)
-    place = rank // getattr(module, "num_kv_head_replicas", 1)
-    return [q, k, v], [rank * q, place * k, place * v]
+    kv_rank = rank // getattr(module, "num_kv_head_replicas", 1)
+    return [q, k, v], [rank * q, kv_rank * k, kv_rank * v]
 
 
 def _read_embedding(path: str, module: Any, done: set[int]) -> Iterator[WeightShard]:
@@ -123,18 +123,18 @@ def read_adapter_shards(model: Any, manager: Any, adapter: int) -> Iterator[Weig
         return
     packed = getattr(model, "packed_modules_mapping", {})
     slot = manager.lora_index_to_id.index(adapter)
-    for path, registered in manager.get_adapter(adapter).loras.items():
+    for path, adapter_layer in manager.get_adapter(adapter).loras.items():
         layer = manager.modules[path]
-        parent, _, own = path.rpartition(".")
-        parts = registered.lora_a if isinstance(registered.lora_a, list) else [registered.lora_a]
-        names = packed.get(own, [own]) if len(parts) > 1 else [own]
+        parent, _, leaf = path.rpartition(".")
+        parts = adapter_layer.lora_a if isinstance(adapter_layer.lora_a, list) else [adapter_layer.lora_a]
+        names = packed.get(leaf, [leaf]) if len(parts) > 1 else [leaf]
         column = layer.tp_rank * layer.input_size if isinstance(layer.base_layer, RowParallelLinear) else 0
-        for place, (name, part, row) in enumerate(zip(names, parts, _lora_b_rows(layer), strict=True)):
+        for index, (name, part, row) in enumerate(zip(names, parts, _lora_b_rows(layer), strict=True)):
             if part is None:
                 continue
             full, rank = f"{parent}.{name}", len(part)
-            yield WeightShard(f"{full}.A", layer.lora_a_stacked[place][slot, 0, :rank], column=column)
-            yield WeightShard(f"{full}.B", layer.lora_b_stacked[place][slot, 0, :, :rank], row=row)
+            yield WeightShard(f"{full}.A", layer.lora_a_stacked[index][slot, 0, :rank], column=column)
+            yield WeightShard(f"{full}.B", layer.lora_b_stacked[index][slot, 0, :, :rank], row=row)
 
 
 def _lora_b_rows(layer: Any) -> list[int]:
@@ -150,8 +150,8 @@ def _dense_weight(module: Any) -> Tensor:
     kernel = getattr(module, "cpu_linear", None)
     if kernel is None:
         return module.weight.detach()  # type: ignore[no-any-return]
-    embeds = isinstance(module, VocabParallelEmbedding)
-    width = module.embedding_dim if embeds else getattr(module, "input_size_per_partition", module.input_size)
+    is_embedding = isinstance(module, VocabParallelEmbedding)
+    width = module.embedding_dim if is_embedding else getattr(module, "input_size_per_partition", module.input_size)
     dtype = module.weight.dtype
     parts = []
     for first in range(0, width, _IDENTITY_ROWS):

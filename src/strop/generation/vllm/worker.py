@@ -51,17 +51,17 @@ class StropWorker:
         """
         if self._strop_receiver is None:
             raise RuntimeError("no channel is connected")
-        wanted: Manifest = pickle.loads(manifest)
+        expected: Manifest = pickle.loads(manifest)
         started = time.perf_counter()
-        marks: dict[str, int] = {}
-        arriving = self._strop_receiver.receive(wanted)
+        fingerprints: dict[str, int] = {}
+        incoming = self._strop_receiver.receive(expected)
         on_cpu = self.device.type == "cpu"
-        tensors = _copy_and_fingerprint(arriving, marks)
+        tensors = _copy_and_fingerprint(incoming, fingerprints)
         self._strop_apply_weights(list(tensors) if on_cpu else tensors)
-        missing = set(wanted.names) - marks.keys()
+        missing = set(expected.names) - fingerprints.keys()
         if missing:
             raise RuntimeError(f"the publish ended without {', '.join(sorted(missing)[:3])}")
-        return pickle.dumps((marks, time.perf_counter() - started))
+        return pickle.dumps((fingerprints, time.perf_counter() - started))
 
     def _strop_apply_weights(self, tensors: Any) -> None:
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
@@ -83,18 +83,22 @@ class StropWorker:
         return pickle.dumps(_fingerprint_shards(read_adapter_shards(runner.get_model(), manager._adapter_manager, adapter)))
 
 
-def _fingerprint_shards(found: Iterable[WeightShard]) -> dict[str, TensorFingerprint]:
-    held: dict[str, TensorFingerprint] = {}
-    for piece in found:
-        row, _, column, _ = piece.region
-        held[piece.name] = TensorFingerprint(fingerprint(normalize_zeros(piece.tensor), rows=row, columns=column), piece.region)
-    return held
+def _fingerprint_shards(shards: Iterable[WeightShard]) -> dict[str, TensorFingerprint]:
+    fingerprints: dict[str, TensorFingerprint] = {}
+    for shard in shards:
+        row, _, column, _ = shard.region
+        fingerprints[shard.name] = TensorFingerprint(
+            fingerprint(normalize_zeros(shard.tensor), rows=row, columns=column), shard.region
+        )
+    return fingerprints
 
 
-def _copy_and_fingerprint(arriving: Any, marks: dict[str, int]) -> Any:
-    """Copy each arriving tensor and record its fingerprint. vLLM loads a layer only when all its tensors have arrived, so it needs
-    copies."""
-    for name, tensor in arriving:
+def _copy_and_fingerprint(incoming: Any, fingerprints: dict[str, int]) -> Any:
+    """Copy each incoming tensor and record its fingerprint.
+
+    vLLM needs copies, since it loads a layer only when all its tensors have arrived.
+    """
+    for name, tensor in incoming:
         copy = tensor.clone()
-        marks[name] = fingerprint(copy)
+        fingerprints[name] = fingerprint(copy)
         yield name, copy

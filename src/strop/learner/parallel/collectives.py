@@ -73,53 +73,53 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: Group
 
 
 class _Collective(torch.autograd.Function):
-    """A function of (tensor, group) with another one, ``ctx.back``, as its backward pass."""
+    """A collective whose backward pass is another function of (tensor, group), ``ctx.reverse``."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        there: Any = ctx.back
-        return there(grad, ctx.group), None
+        reverse: Any = ctx.reverse
+        return reverse(grad, ctx.group), None
 
 
 class _Copy(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _all_reduce
+        ctx.group, ctx.reverse = group, _all_reduce
         return tensor.view_as(tensor)
 
 
 class _AllReduce(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _identity
+        ctx.group, ctx.reverse = group, _identity
         return _all_reduce(tensor, group)
 
 
 class _AllGather(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _reduce_scatter
+        ctx.group, ctx.reverse = group, _reduce_scatter
         return _all_gather(tensor, group)
 
 
 class _ReduceScatter(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _all_gather
+        ctx.group, ctx.reverse = group, _all_gather
         return _reduce_scatter(tensor, group)
 
 
 class _Split(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _all_gather
+        ctx.group, ctx.reverse = group, _all_gather
         return local_rows(tensor, group).clone()
 
 
 class _Join(_Collective):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.back = group, _copy_local_rows
+        ctx.group, ctx.reverse = group, _copy_local_rows
         return _all_gather(tensor, group)
 
 
@@ -136,11 +136,11 @@ class _AllToAll(torch.autograd.Function):
 
 def local_rows(tensor: Tensor, group: Group) -> Tensor:
     """Return a view of this rank's rows of [ranks * n, ...]."""
-    size, place = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
     if len(tensor) % size:
         raise ValueError(f"{len(tensor)} rows cannot be split evenly among {size} ranks; pad them first")
     count = len(tensor) // size
-    return tensor[place * count : (place + 1) * count]
+    return tensor[rank * count : (rank + 1) * count]
 
 
 def _copy_local_rows(tensor: Tensor, group: Group) -> Tensor:
@@ -158,15 +158,15 @@ def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: Group) -> Tensor:
-    whole = tensor.new_empty(len(tensor) * dist.get_world_size(group), *tensor.shape[1:])
-    dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)
-    return whole
+    gathered = tensor.new_empty(len(tensor) * dist.get_world_size(group), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered
 
 
 def _reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    own = torch.empty_like(local_rows(tensor, group), memory_format=torch.contiguous_format)
-    dist.reduce_scatter_tensor(own, tensor.contiguous(), group=group)
-    return own
+    rows = torch.empty_like(local_rows(tensor, group), memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(rows, tensor.contiguous(), group=group)
+    return rows
 
 
 def _all_to_all(tensor: Tensor, group: Group, received: list[int] | None, sent: list[int] | None) -> Tensor:

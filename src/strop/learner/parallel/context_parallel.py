@@ -36,27 +36,27 @@ class SampleSharding:
 
     def shard_tokens(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, AttentionPlan]:
         """[T] -> [t]: T is padded to a multiple of the sample group's size and split among the context ranks."""
-        missing = -len(tokens) % self.dims.sample
-        tokens, positions = (pad(column, (0, missing)) for column in (tokens, positions))
-        if not missing and self.dims.context == 1:
+        padding = -len(tokens) % self.dims.sample
+        tokens, positions = (pad(column, (0, padding)) for column in (tokens, positions))
+        if not padding and self.dims.context == 1:
             return tokens, positions, plan
         count = len(tokens) // self.dims.context
         first = dist.get_rank(self.context) * count
-        own = slice(first, first + count)
-        return tokens[own], positions[own], UlyssesPlan(plan, self.context, len(tokens) - missing)
+        local = slice(first, first + count)
+        return tokens[local], positions[local], UlyssesPlan(plan, self.context, len(tokens) - padding)
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         """[t, H], or a tensor rank's rows of it -> [T or more, H], which each rank uses for its own predictions."""
-        across = all_gather if self.dims.sequence else copy_to_ranks
-        return all_gather(across(hidden, self.tensor), self.context)
+        gather = all_gather if self.dims.sequence else copy_to_ranks
+        return all_gather(gather(hidden, self.tensor), self.context)
 
     def shard_predictions(self, column: Tensor) -> Tensor:
         """[N, ...] -> [n, ...], with equal n on all ranks; the last row is repeated as padding."""
         count: int = -(-len(column) // self.dims.sample)
         first: int = dist.get_rank(self.sample) * count
-        own = column[first : first + count]
-        missing = count - len(own)
-        return torch.cat([own, column[-1:].expand(missing, *column.shape[1:])]) if missing else own
+        local = column[first : first + count]
+        padding = count - len(local)
+        return torch.cat([local, column[-1:].expand(padding, *column.shape[1:])]) if padding else local
 
     def gather_outputs(self, outputs: OutputsT, size: int) -> OutputsT:
         columns: dict[str, Any] = {name: join_rows(value, self.sample)[:size] for name, value in tensor_fields(outputs)}
@@ -80,19 +80,19 @@ class UlyssesPlan:
         if repeats > 1:  # send a key to every rank with a query head that uses it
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         query, key, value = self._to_heads(query, key, value)
-        missing = len(query) - self.length
+        padding = len(query) - self.length
         query, key, value = (tensor[: self.length] for tensor in (query, key, value))
         attended = self.plan.attend(query, key, value, spec)
-        return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended)
+        return self._to_tokens(pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[t, heads, D] each -> [ranks * t, heads / ranks, D] each, in one exchange."""
         if self.world_size == 1:
             return list(tensors)
-        pieces = [tensor.unflatten(1, (self.world_size, -1)) for tensor in tensors]  # [t, ranks, heads / ranks, D]
-        rows = torch.cat([piece.flatten(2) for piece in pieces], dim=2).transpose(0, 1).flatten(0, 1)
-        received = all_to_all(rows, self.group).split([piece.shape[2] * piece.shape[3] for piece in pieces], dim=1)
-        return [rows.unflatten(1, piece.shape[2:]) for rows, piece in zip(received, pieces, strict=True)]
+        blocks = [tensor.unflatten(1, (self.world_size, -1)) for tensor in tensors]  # [t, ranks, heads / ranks, D]
+        rows = torch.cat([block.flatten(2) for block in blocks], dim=2).transpose(0, 1).flatten(0, 1)
+        received = all_to_all(rows, self.group).split([block.shape[2] * block.shape[3] for block in blocks], dim=1)
+        return [rows.unflatten(1, block.shape[2:]) for rows, block in zip(received, blocks, strict=True)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
         """[ranks * t, heads / ranks, D] -> [t, heads, D]."""

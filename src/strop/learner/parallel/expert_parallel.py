@@ -47,8 +47,8 @@ def check_experts(model: Any, dims: ParallelDims) -> None:
                 "expert_parallel_size=1 and tensor_parallel_size=1, and shard with FSDP alone"
             )
         if (count := int(module.num_experts)) % dims.expert_size:
-            asked = "expert_parallel_size" if dims.expert > 1 else "tensor_parallel_size, which shards experts too,"
-            raise ValueError(f"{asked} {dims.expert_size} does not divide the {count} experts of {name}; set it to a divisor")
+            key = "expert_parallel_size" if dims.expert > 1 else "tensor_parallel_size, which shards experts too,"
+            raise ValueError(f"{key} {dims.expert_size} does not divide the {count} experts of {name}; set it to a divisor")
 
 
 def apply_expert_parallel(model: Any, meshes: DeviceMeshes) -> frozenset[str]:
@@ -61,22 +61,24 @@ def apply_expert_parallel(model: Any, meshes: DeviceMeshes) -> frozenset[str]:
     check_experts(model, meshes.dims)
     if meshes.dims.expert_size == 1:
         return frozenset()
-    alike = meshes.dims.tensor > 1 and not meshes.dims.sequence
-    ranks = _ExpertGroups(meshes.expert, meshes.tensor if alike else None)
+    same_tokens = meshes.dims.tensor > 1 and not meshes.dims.sequence
+    ranks = _ExpertGroups(meshes.expert, meshes.tensor if same_tokens else None)
     experts = find_experts(model)
     for module in experts.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, shard_parameter(parameter, meshes.experts["expert"], 0))
         kind = type(module)
-        module.__class__ = type(f"Divided{kind.__name__}", (ShardedExperts, kind), {"whole_class": kind})
+        module.__class__ = type(f"Sharded{kind.__name__}", (ShardedExperts, kind), {"whole_class": kind})
         module.__dict__["ranks"] = ranks
     return frozenset(experts)
 
 
 @dataclass(frozen=True, eq=False)
 class _ExpertGroups:
-    expert: Any  # process group of the ranks that the experts are sharded over
-    same_tokens: Any | None  # process group of those ranks among them that have the same tokens
+    """Process groups of the experts of a layer."""
+
+    expert: Any  # the ranks that the experts are sharded over
+    same_tokens: Any | None  # those of them that have the same tokens; None: every rank has other tokens
 
     @property
     def size(self) -> int:
@@ -91,51 +93,57 @@ class ShardedExperts(nn.Module):
     num_experts: Any  # of the layer, over all ranks
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        alike = self.ranks.same_tokens
-        if alike is None:
+        same_tokens = self.ranks.same_tokens
+        if same_tokens is None:
             return self._dispatch(hidden_states, top_k_index, top_k_weights)
-        own = split_rows(hidden_states, alike), local_rows(top_k_index, alike), split_rows(top_k_weights, alike)
-        return join_rows(self._dispatch(*own), alike)
+        local = (
+            split_rows(hidden_states, same_tokens),
+            local_rows(top_k_index, same_tokens),
+            split_rows(top_k_weights, same_tokens),
+        )
+        return join_rows(self._dispatch(*local), same_tokens)
 
     def _dispatch(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Send each pair to the rank of its expert and return the weighted sum. Pairs sorted by expert are also sorted by rank."""
         pairs = index.flatten()
         order = pairs.argsort(stable=True)
         counts = torch.bincount(pairs, minlength=int(self.num_experts)).view(self.ranks.size, -1)  # [ranks, experts of each]
-        coming = all_to_all(counts, self.ranks.expert)
-        sent, received = torch.stack([counts, coming]).sum(2).tolist()
-        arrived = all_to_all(hidden.index_select(0, order // index.shape[1]), self.ranks.expert, received, sent)
-        computed = self._compute(arrived, _expert_of_each_row(coming))
+        incoming = all_to_all(counts, self.ranks.expert)
+        sent, received = torch.stack([counts, incoming]).sum(2).tolist()
+        rows = all_to_all(hidden.index_select(0, order // index.shape[1]), self.ranks.expert, received, sent)
+        computed = self._compute(rows, _expert_of_each_row(incoming))
         returned = all_to_all(computed, self.ranks.expert, sent, received)
-        at_home = returned.index_select(0, order.argsort()).view(*index.shape, -1)  # [n, k, H]
-        return (at_home * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        results = returned.index_select(0, order.argsort()).view(*index.shape, -1)  # [n, k, H]
+        return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, rows: Tensor, expert: Tensor) -> Tensor:
-        """Compute rows [m, H] with their local experts [m]. Without rows, compute one row of zeros, so that the backward pass runs on every
-        rank and every expert has a gradient."""
+        """Compute rows [m, H] with their local experts [m].
+
+        Without rows, compute one row of zeros, so that the backward pass runs on every rank and every expert has a gradient.
+        """
         count = len(rows)
         if not count:
             rows, expert = F.pad(rows, (0, 0, 0, 1)), expert.new_zeros(1)
-        own: Any = _LocalExperts(self)
+        local: Any = _LocalExperts(self)
         function: Any = self.whole_class.forward
-        output: Tensor = function(own, rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
+        output: Tensor = function(local, rows, expert.unsqueeze(1), rows.new_ones(len(rows), 1))
         return output[:count]
 
 
-def _expert_of_each_row(coming: Tensor) -> Tensor:
+def _expert_of_each_row(incoming: Tensor) -> Tensor:
     """[ranks, experts] row counts by sender and expert -> [m], the local expert index of each received row."""
-    senders, experts = coming.shape
-    return torch.arange(experts, device=coming.device).repeat(senders).repeat_interleave(coming.flatten())
+    senders, experts = incoming.shape
+    return torch.arange(experts, device=incoming.device).repeat(senders).repeat_interleave(incoming.flatten())
 
 
 class _LocalExperts:
     """A layer with this rank's experts only, for the forward method of the original class."""
 
-    def __init__(self, whole: ShardedExperts) -> None:
-        self._whole = whole
-        for name, parameter in whole.named_parameters(recurse=False):
+    def __init__(self, full: ShardedExperts) -> None:
+        self._full = full
+        for name, parameter in full.named_parameters(recurse=False):
             setattr(self, name, to_local(parameter))
-        self.num_experts = int(whole.num_experts) // whole.ranks.size
+        self.num_experts = int(full.num_experts) // full.ranks.size
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
+        return getattr(self._full, name)

@@ -27,32 +27,32 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchOutputs:
-    """The results of a rank's micro-batches; empty if another rank that read the same ones reports them."""
+    """The results of a rank's micro-batches; empty if another rank that read the same micro-batches reports them."""
 
     outputs: tuple[tuple[Tensor, Outputs], ...] = ()  # (index [n] into the batch's N, outputs of these n tokens on the CPU)
     metrics: Metrics | None = None  # merged over its micro-batches
 
 
-def assemble_result(answers: Sequence[MicroBatchOutputs], size: int) -> BackwardResult:
+def assemble_result(results: Sequence[MicroBatchOutputs], size: int) -> BackwardResult:
     """Combine the results of all ranks for a batch of ``size`` predicted tokens. Raises ValueError if one is missing."""
-    logged = [answer.metrics for answer in answers if answer.metrics is not None]
-    return BackwardResult(metrics=metrics.merge(*logged), outputs=assemble_outputs(answers, size))
+    logged = [result.metrics for result in results if result.metrics is not None]
+    return BackwardResult(metrics=metrics.merge(*logged), outputs=assemble_outputs(results, size))
 
 
-def assemble_outputs(answers: Sequence[MicroBatchOutputs], size: int) -> Outputs:
+def assemble_outputs(results: Sequence[MicroBatchOutputs], size: int) -> Outputs:
     """Combine the outputs only, [size]. Raises ValueError unless they cover every predicted token once."""
-    pieces = [piece for answer in answers for piece in answer.outputs]
-    covered = sum(len(index) for index, _ in pieces)
-    if covered != size or not pieces:
+    parts = [part for result in results for part in result.outputs]
+    covered = sum(len(index) for index, _ in parts)
+    if covered != size or not parts:
         raise ValueError(
             f"the outputs cover {covered} of the batch's {size} predicted tokens: some ranks are missing; combine the outputs of all "
             "ranks"
         )
-    first = pieces[0][1]
+    first = parts[0][1]
     columns: dict[str, Any] = {}
     for name, example in tensor_fields(first):
         column = torch.zeros(size, *example.shape[1:], dtype=example.dtype)
-        for index, outputs in pieces:
+        for index, outputs in parts:
             column[index] = getattr(outputs, name)
         columns[name] = column
     return replace(first, **columns)

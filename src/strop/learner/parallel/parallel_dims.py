@@ -121,24 +121,24 @@ class DeviceMeshes:
     @property
     def data_rank(self) -> int:
         """The index of this rank's micro-batches among ``dims.data``."""
-        place: Sequence[int] = self.dense.get_coordinate()
-        return place[0] * self.dims.shard + place[1]
+        coordinate: Sequence[int] = self.dense.get_coordinate()
+        return coordinate[0] * self.dims.shard + coordinate[1]
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank reports the results of all ranks that read the same micro-batch."""
-        place = self.dense.get_coordinate()
-        return not any(place[2:])
+        coordinate = self.dense.get_coordinate()
+        return not any(coordinate[2:])
 
 
 def shard_parameter(parameter: nn.Parameter, mesh: Any, dimension: int) -> nn.Parameter:
     """Shard a parameter evenly along one dimension over a mesh. Every rank has it in full, so there is no communication."""
-    part = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
-    own = DTensor.from_local(part.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    shard = parameter.detach().chunk(mesh.size(), dimension)[mesh.get_local_rank()]
+    sharded = DTensor.from_local(shard.contiguous().clone(), mesh, [Shard(dimension)], run_check=False)
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
 def to_local(tensor: Any) -> Tensor:
     """Return this rank's shard of a DTensor, differentiably; return any other tensor unchanged."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

@@ -20,7 +20,7 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class ParallelNetwork(Protocol):
-    """The interface of a network to its parallelism."""
+    """The attributes of a network that its parallelism uses."""
 
     model: Any
     packed: bool
@@ -50,11 +50,14 @@ class Parallelism(Protocol):
         ...
 
     def finish_passes(self) -> None:
-        """Finish the passes over a batch: set the gradients of the trained parameters and release gathered weights."""
+        """Finish the passes over a batch: set the gradients of the trained parameters and free gathered weights."""
         ...
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Clip the gradients of ``parameters`` to a norm of ``limit`` over all ranks; return their norm before. Call it once per step."""
+        """Clip the gradients of ``parameters`` to a norm of ``limit`` over all ranks; return their norm before clipping.
+
+        Call it once per step.
+        """
         ...
 
     def after_step(self) -> None:
@@ -87,8 +90,8 @@ class SingleDevice:
 
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
-        idle = (part.batch.zero_gradient for part in parts)
-        return [MicroBatch(part, here is not None and bool(here.all())) for part, here in zip(parts, idle, strict=True)], {}
+        flags = (part.batch.zero_gradient for part in parts)
+        return [MicroBatch(part, flag is not None and bool(flag.all())) for part, flag in zip(parts, flags, strict=True)], {}
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
         return self.network.outputs(batch, sampling)

@@ -20,17 +20,17 @@ dist: Any = torch.distributed
 def load_on_rank_zero(load: Callable[[], Any]) -> Any:
     """Call ``load`` on the first rank and return its model; on the other ranks return the same model on the meta device.
 
-    All ranks must call it. An error of ``load`` is raised on every rank.
+    All ranks must call it. If ``load`` fails, its error is raised on every rank.
     """
     model: Any = None
 
-    def loaded() -> tuple[Any, Any, bool, dict[str, tuple[torch.dtype, bool]]]:
+    def load_and_describe() -> tuple[Any, Any, bool, dict[str, tuple[torch.dtype, bool]]]:
         nonlocal model
         model = load()
-        parameters = {name: (one.dtype, one.requires_grad) for name, one in model.named_parameters()}
+        parameters = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
         return type(model), model.config, model.training, parameters
 
-    kind, config, training, parameters = broadcast_from_rank_zero(loaded)
+    kind, config, training, parameters = broadcast_from_rank_zero(load_and_describe)
     if model is None:
         with torch.device("meta"):
             model = kind(config).train(training)
@@ -45,12 +45,12 @@ def probe_on_rank_zero(model: Any, make: Callable[..., Network]) -> Network:
     """Call ``make(model)`` on the first rank, which probes the model, and ``make(model, packed=...)`` with its result on the others."""
     network: Network | None = None
 
-    def made() -> tuple[bool, str | None]:
+    def probe() -> tuple[bool, str | None]:
         nonlocal network
         network = make(model)
         return network.packed, network.fallback
 
-    packed, fallback = broadcast_from_rank_zero(made)
+    packed, fallback = broadcast_from_rank_zero(probe)
     if network is None:
         network = make(model, packed=packed)
         network.fallback = fallback
@@ -58,24 +58,24 @@ def probe_on_rank_zero(model: Any, make: Callable[..., Network]) -> Network:
 
 
 def broadcast_from_rank_zero(find: Callable[[], Any]) -> Any:
-    """Call ``find`` on the first rank and return its result on every rank. Its error is raised on every rank."""
-    told: list[Any] = [None, None]
+    """Call ``find`` on the first rank and return its result, or raise its error, on every rank."""
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            told = [find(), None]
+            outcome = [find(), None]
         except Exception as error:
-            told = [None, error]
-    dist.broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            outcome = [None, error]
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
-def any_rank(here: bool) -> bool:
-    """Return whether ``here`` is true on any rank."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, here)
-    return any(told)
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank."""
+    flags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
 
 
 def is_meta_model(model: nn.Module) -> bool:
@@ -84,18 +84,18 @@ def is_meta_model(model: nn.Module) -> bool:
 
 def to_meta(model: nn.Module) -> dict[str, Tensor]:
     """Replace a model's parameters by meta tensors and return the original ones by name."""
-    taken: dict[str, Tensor] = {}
+    originals: dict[str, Tensor] = {}
     for name, parameter in list(model.named_parameters()):
-        taken[name] = parameter.detach()
+        originals[name] = parameter.detach()
         _replace_parameter(
             model, parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         )
-    return taken
+    return originals
 
 
 @torch.no_grad()
 def broadcast_weights(
-    root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shards: torch.device
+    root: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], device: torch.device, shard_device: torch.device
 ) -> None:
     """Fill a sharded meta model with the first rank's full ``weights``, and with the buffers of its model.
 
@@ -108,32 +108,32 @@ def broadcast_weights(
             f"the model on the first rank has no {', '.join(missing[:3])}: sharding changed the names of its weights"
         )
     for name, parameter in parameters:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if dist.get_rank() == 0:
-            whole.copy_(weights[name])
-        dist.broadcast(whole, 0)
-        piece = _local_shard_of(whole, parameter).to(shards)
-        filled = DTensor.from_local(
-            piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            full.copy_(weights[name])
+        dist.broadcast(full, 0)
+        local = _local_shard_of(full, parameter).to(shard_device)
+        sharded = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
-        _replace_parameter(model, parameter, nn.Parameter(filled, requires_grad=parameter.requires_grad))
+        _replace_parameter(model, parameter, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     root.load_state_dict({}, strict=False)  # loads nothing, but makes FSDP update its references to the parameters
     for holder, key, tensor in _non_parameter_tensors(model):
-        here = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
-        dist.broadcast(here, 0)
-        holder[key] = here
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
+        dist.broadcast(received, 0)
+        holder[key] = received
 
 
-def _local_shard_of(whole: Tensor, like: Any) -> Tensor:
+def _local_shard_of(full: Tensor, like: Any) -> Tensor:
     """Return this rank's shard: inner mesh dimensions are split first, as FSDP does with a tensor that is already sharded."""
-    place = like.device_mesh.get_coordinate()
+    coordinate = like.device_mesh.get_coordinate()
     for dimension in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[dimension]
         if not placement.is_replicate():
-            size = -(-whole.shape[placement.dim] // like.device_mesh.size(dimension))
-            first = min(place[dimension] * size, whole.shape[placement.dim])
-            whole = whole.narrow(placement.dim, first, min(size, whole.shape[placement.dim] - first))
-    return whole.contiguous().clone()
+            size = -(-full.shape[placement.dim] // like.device_mesh.size(dimension))
+            first = min(coordinate[dimension] * size, full.shape[placement.dim])
+            full = full.narrow(placement.dim, first, min(size, full.shape[placement.dim] - first))
+    return full.contiguous().clone()
 
 
 def _replace_parameter(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
@@ -145,7 +145,7 @@ def _replace_parameter(model: nn.Module, old: Tensor, new: nn.Parameter) -> None
 
 
 def _non_parameter_tensors(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield buffers, and tensors that are plain attributes, as (dictionary, key, tensor)."""
+    """Yield buffers and tensors that are plain attributes, as (dictionary, key, tensor)."""
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
         for holder in holders:

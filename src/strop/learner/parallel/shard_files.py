@@ -56,17 +56,17 @@ def local_shard(tensor: Tensor) -> TensorShard:
         return TensorShard(tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
     local: Tensor = tensor.to_local().detach()
     offset, size = [0] * tensor.dim(), list(tensor.shape)
-    place = tensor.device_mesh.get_coordinate() or ()
+    coordinate = tensor.device_mesh.get_coordinate() or ()
     # FSDP splits the shards of tensor parallelism: its splits, strided as they come first in the mesh, are the inner ones.
-    cuts = sorted(enumerate(tensor.placements), key=lambda cut: isinstance(cut[1], _StridedShard))
-    for dimension, placement in cuts:
+    splits = sorted(enumerate(tensor.placements), key=lambda item: isinstance(item[1], _StridedShard))
+    for dimension, placement in splits:
         if placement.is_replicate():
             continue
         along = getattr(placement, "dim", None)
         if along is None:
             raise ValueError(f"a tensor with placements {tensor.placements} is not sharded into blocks")
         length = -(-size[along] // tensor.device_mesh.size(dimension))
-        begin = min(place[dimension] * length, size[along])
+        begin = min(coordinate[dimension] * length, size[along])
         offset[along] += begin
         size[along] = min(length, size[along] - begin)
     if tuple(size) != tuple(local.shape):
@@ -78,14 +78,14 @@ def local_shard(tensor: Tensor) -> TensorShard:
 
 
 def is_sharded(folder: Path) -> bool:
-    """Return whether a folder has shards."""
+    """Return whether a folder contains shards."""
     return (folder / METADATA).is_file()
 
 
 def write_shards(folder: Path, shards: Mapping[str, TensorShard], group: Any | None) -> None:
-    """Write the shards of all ranks of ``group``, which must all call this; None: only this process. Write replicated shards once.
+    """Write the shards of all ranks of ``group``, or of this process only if it is None. All ranks of ``group`` must call it.
 
-    Files are flushed to disk, ``.metadata`` last. Raises if the shards do not cover the tensors.
+    Replicated shards are written once. Files are flushed to disk, ``.metadata`` last. Raises if the shards do not cover the tensors.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _ignore_single_process_warnings():
@@ -113,8 +113,8 @@ class ShardedReader:
         if not is_sharded(folder):
             raise FileNotFoundError(f"{folder / METADATA} is missing")
         self.folder = folder
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        tensors = {name: data for name, data in found.items() if isinstance(data, TensorStorageMetadata)}
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors = {name: data for name, data in stored.items() if isinstance(data, TensorStorageMetadata)}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(data.size) for name, data in tensors.items()}
         self.dtypes: Mapping[str, torch.dtype] = {name: data.properties.dtype for name, data in tensors.items()}
 
@@ -136,12 +136,12 @@ class InMemoryReader:
         object.__setattr__(self, "dtypes", {name: tensor.dtype for name, tensor in self.tensors.items()})
 
     def read(self, into: Mapping[str, TensorShard]) -> None:
-        for name, piece in into.items():
-            piece.tensor.copy_(self.tensors[name][piece.index])
+        for name, shard in into.items():
+            shard.tensor.copy_(self.tensors[name][shard.index])
 
 
 class SafetensorsReader:
-    """Reads the safetensors files of a Hugging Face folder, and of these only the requested parts."""
+    """Reads only the requested parts of the safetensors files of a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -151,20 +151,25 @@ class SafetensorsReader:
             with _open(path) as file:
                 names: list[str] = file.keys()
                 for name in names:
-                    found = file.get_slice(name)
+                    entry = file.get_slice(name)
                     self._files[name] = path
-                    self.shapes[name] = tuple(found.get_shape())
-                    self.dtypes[name] = _DTYPES[found.get_dtype()]
+                    self.shapes[name] = tuple(entry.get_shape())
+                    self.dtypes[name] = _DTYPES[entry.get_dtype()]
 
     def read(self, into: Mapping[str, TensorShard]) -> None:
         for path in sorted({self._files[name] for name in into}):
             with _open(path) as file:
                 for name in (name for name in into if self._files[name] == path):
-                    found = file.get_slice(name)[into[name].index] if into[name].index else file.get_tensor(name)
-                    into[name].tensor.copy_(found)
+                    values = file.get_slice(name)[into[name].index] if into[name].index else file.get_tensor(name)
+                    into[name].tensor.copy_(values)
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64} | {
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
@@ -179,8 +184,8 @@ def _open(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _chunk_metadata(piece: TensorShard) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=piece.tensor.shape)
+def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=shard.tensor.shape)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -191,16 +196,16 @@ class _SavePlanner(DefaultSavePlanner):
         self.shards = shards
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_make_write_item(name, piece) for name, piece in self.shards.items() if piece.tensor.numel()])
+        self.plan = SavePlan([_make_write_item(name, shard) for name, shard in self.shards.items() if shard.tensor.numel()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.shards[index.fqn].tensor
 
 
-def _make_write_item(name: str, piece: TensorShard) -> WriteItem:
-    data = TensorWriteData(_chunk_metadata(piece), TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
-    return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+def _make_write_item(name: str, shard: TensorShard) -> WriteItem:
+    data = TensorWriteData(_chunk_metadata(shard), TensorProperties(dtype=shard.tensor.dtype), torch.Size(shard.shape))
+    return WriteItem(MetadataIndex(name, torch.Size(shard.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -211,12 +216,12 @@ class _LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored: Mapping[str, Any] = self.metadata.state_dict_metadata
-        here = ((name, piece) for name, piece in self.shards.items() if piece.tensor.numel())
+        shards = ((name, shard) for name, shard in self.shards.items() if shard.tensor.numel())
         return LoadPlan(
             [
                 item
-                for name, piece in here
-                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk_metadata(piece)])
+                for name, shard in shards
+                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk_metadata(shard)])
             ]
         )
 

@@ -1,6 +1,6 @@
 """A network sharded over several ranks (FSDP2, HSDP): micro-batches are distributed and gradients summed.
 
-Losses are normalized by counts of the whole optimizer step, so the ranks' gradients are summed and never averaged. The optimizer steps the
+Losses are normalized by counts of the full optimizer step, so the ranks' gradients are summed and never averaged. The optimizer steps the
 local shards: plain tensors that share the memory of FSDP's DTensors.
 """
 
@@ -39,11 +39,8 @@ dist: Any = torch.distributed
 ELEMENTWISE_OPTIMIZERS = frozenset(
     {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "SGD", "RMSprop", "Rprop", "ASGD", "Lion"}
 )
-QUANTIZED_STATE_SUFFIXES = (
-    "8bit",
-    "4bit",
-    "Fp8",
-)  # suffixes of elementwise optimizers with quantized state, of bitsandbytes and torchao
+# Suffixes of the elementwise optimizers with quantized state in bitsandbytes and torchao.
+QUANTIZED_STATE_SUFFIXES = ("8bit", "4bit", "Fp8")
 
 
 def parallelize_network(
@@ -54,9 +51,9 @@ def parallelize_network(
     cpu_offload: bool = False,
     tensor_plan: Mapping[str, str] | None = None,
 ) -> Sharded:
-    """Shard a network over the ranks of ``meshes``, in place. All ranks must call it with the same full network, which may be on the meta
-    device on all but the first rank (``load_on_rank_zero``).
+    """Shard a network over the ranks of ``meshes``, in place.
 
+    All ranks must call it with the same full network, which may be on the meta device on all but the first rank (``load_on_rank_zero``).
     Freeze parameters before the call. ``weights_dtype`` is the dtype of the computation: trained weights are float32 shards that are cast
     when they are gathered, frozen weights are cast once; None keeps all dtypes. ``cpu_offload`` keeps shards, gradients and the optimizer
     state in CPU memory. ``tensor_plan`` replaces the model's own tensor-parallel plan. Raises ValueError for a network that cannot be
@@ -65,9 +62,9 @@ def parallelize_network(
     check_parallelizable(network, meshes.dims)
     model: nn.Module = network.model
     policy = _apply_weights_dtype(model, weights_dtype)
-    shells = any_rank(is_meta_model(model))
-    weights = to_meta(model) if shells and not is_meta_model(model) else {}
-    if not shells and meshes.dims.tensor * meshes.dims.expert > 1:
+    any_meta = any_rank(is_meta_model(model))
+    weights = to_meta(model) if any_meta and not is_meta_model(model) else {}
+    if not any_meta and meshes.dims.tensor * meshes.dims.expert > 1:
         model.to(_local_device(meshes))  # tensor and expert shards must be on the device of their mesh
     partial, experts = _shard_layers(model, meshes, tensor_plan)
     offload = CPUOffloadPolicy() if cpu_offload and meshes.dense.device_type != "cpu" else OffloadPolicy()
@@ -85,7 +82,7 @@ def parallelize_network(
     if meshes.dims.sample > 1:
         network.token_sharding = SampleSharding(meshes)
     network.device = _local_device(meshes)
-    if shells:
+    if any_meta:
         broadcast_weights(
             root, model, weights, network.device, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else network.device
         )
@@ -93,7 +90,7 @@ def parallelize_network(
 
 
 def parallelize_head(head: ValueHead, trunk: Sharded) -> Sharded:
-    """Shard a critic that is a head on the policy's trunk, after the policy. All ranks must call it with the same head."""
+    """Shard a critic that is a head on the policy's trunk. All ranks must call it with the same head, after sharding the policy."""
     meshes = trunk.meshes
     head.device = trunk.device
     head.model.to(trunk.device)
@@ -128,9 +125,9 @@ def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) ->
     """Cast the weights to the dtypes of their shards and return the policy that they are gathered with."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weights_dtype is None:
-        if low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
+        if low_precision := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
             raise ValueError(
-                f"trained weights are {low.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
+                f"trained weights are {low_precision.pop()}: an optimizer would lose small updates; pass that dtype as weights_dtype"
             )
         return MixedPrecisionPolicy()
     if lora_layers(model) or not trained:
@@ -138,9 +135,10 @@ def _apply_weights_dtype(model: nn.Module, weights_dtype: torch.dtype | None) ->
             if not parameter.requires_grad and parameter.is_floating_point() and ".lora_" not in name:
                 parameter.data = parameter.data.to(weights_dtype)
         return MixedPrecisionPolicy()
-    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
+    if float32_names := getattr(model, "_keep_in_fp32_modules_strict", None):
         raise ValueError(
-            f"{type(model).__name__} requires {sorted(kept)} in float32, and shards are gathered in one dtype: set weights_dtype=float32"
+            f"{type(model).__name__} requires {sorted(float32_names)} in float32, and shards are gathered in one dtype: set "
+            "weights_dtype=float32"
         )
     cast_weights(model, weights_dtype)
     for parameter in trained:
@@ -167,14 +165,18 @@ def _shard_layers(
 
 def _make_shard_placement(meshes: DeviceMeshes) -> Callable[[nn.Parameter], Shard | None]:
     """Return FSDP's ``shard_placement_fn``: dimension 1 for a weight that is already sharded along dimension 0, if it splits evenly."""
-    ways: int = meshes.fsdp.size(-1)
+    ranks: int = meshes.fsdp.size(-1)
 
-    def dimension(parameter: nn.Parameter) -> Shard | None:
-        if not isinstance(parameter, DTensor) or parameter.dim() < 2 or not any(one.is_shard(0) for one in parameter.placements):
+    def shard_dimension(parameter: nn.Parameter) -> Shard | None:
+        if (
+            not isinstance(parameter, DTensor)
+            or parameter.dim() < 2
+            or not any(placement.is_shard(0) for placement in parameter.placements)
+        ):
             return None
-        return Shard(1) if parameter.to_local().shape[1] % ways == 0 else None
+        return Shard(1) if parameter.to_local().shape[1] % ranks == 0 else None
 
-    return dimension
+    return shard_dimension
 
 
 def _local_device(meshes: DeviceMeshes) -> torch.device:
@@ -190,7 +192,7 @@ def _fully_shard(module: nn.Module, mesh: Any, options: Mapping[str, Any]) -> An
 
 
 class FsdpRoot(nn.Module):
-    """FSDP's root module: a computation inside its forward pass has the gathered embedding, final norm and output layer."""
+    """FSDP's root module: in its forward pass the embedding, the final norm and the output layer are gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -245,26 +247,26 @@ class Sharded:
 
     def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
         padded = not self.network.packed
-        division = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
-        plan = division.ranks[self.meshes.data_rank]
-        shares = [
-            MicroBatch(select_rollouts(batch, part or (division.dummy_sequence,)), idle, dummy=not part)
-            for parts, idle in ((plan.trained, False), (plan.forward_only, True))
+        partition = partition_batch(batch, self.meshes.dims.data, token_budget, padded=padded, whole_groups=whole_groups)
+        plan = partition.ranks[self.meshes.data_rank]
+        micro_batches = [
+            MicroBatch(select_rollouts(batch, part or (partition.dummy_sequence,)), zero_gradient, dummy=not part)
+            for parts, zero_gradient in ((plan.trained, False), (plan.forward_only, True))
             for part in parts
         ]
-        return shares, {"tokens_per_rank_max_over_mean": metrics.mean(division.max_over_mean, 1)}
+        return micro_batches, {"tokens_per_rank_max_over_mean": metrics.mean(partition.max_over_mean, 1)}
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        found: list[Outputs] = []
+        results: list[Outputs] = []
 
         def compute() -> list[Tensor]:
-            found.append(self.network.outputs(batch, sampling))
-            return [tensor for _, tensor in tensor_fields(found[0])]
+            results.append(self.network.outputs(batch, sampling))
+            return [tensor for _, tensor in tensor_fields(results[0])]
 
         tensors = self.root(compute)
-        names = (name for name, _ in tensor_fields(found[0]))
+        names = (name for name, _ in tensor_fields(results[0]))
         columns: dict[str, Any] = dict(zip(names, tensors, strict=True))
-        return replace(found[0], **columns)
+        return replace(results[0], **columns)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return ``Network.hidden`` of a language model, for a value head on it."""
@@ -289,16 +291,16 @@ class Sharded:
                 summed = gradient.to(self.device)  # from the CPU with offload
                 dist.all_reduce(summed, group=self.meshes.tensor)
                 gradient.copy_(summed)
-        held = [parameter for parameter in parameters if parameter.grad is not None]
+        with_grad = [parameter for parameter in parameters if parameter.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter in held:
+        for parameter in with_grad:
             norm = torch.linalg.vector_norm(parameter.grad).to(self.device, torch.float64)  # type: ignore[arg-type]
             squares += norm.square() / self._copy_counts[id(parameter)]
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        if held and held[0].dtype != torch.float64:
+        if with_grad and with_grad[0].dtype != torch.float64:
             norm = norm.float()
-        nn.utils.clip_grads_with_norm_(held, limit, norm)
+        nn.utils.clip_grads_with_norm_(with_grad, limit, norm)
         return norm
 
     def after_step(self) -> None:
@@ -308,17 +310,17 @@ class Sharded:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""
         model = self.network.model
-        left = Counter(_storage_pointer(tensor) for _, tensor, _ in weights_with_layers(model))
+        counts = Counter(_storage_pointer(tensor) for _, tensor, _ in weights_with_layers(model))
         tied: dict[int, Tensor] = {}
 
-        def whole(tensor: Tensor) -> Tensor:
-            if (memory := _storage_pointer(tensor)) not in tied:
-                if left[memory] <= 1:
+        def gather(tensor: Tensor) -> Tensor:
+            if (pointer := _storage_pointer(tensor)) not in tied:
+                if counts[pointer] <= 1:
                     return self.full_tensor(tensor)
-                tied[memory] = self.full_tensor(tensor)
-            return tied[memory]
+                tied[pointer] = self.full_tensor(tensor)
+            return tied[pointer]
 
-        return merged_weights(model, whole)
+        return merged_weights(model, gather)
 
     def adapters(self) -> Mapping[str, Tensor]:
         return {name: self.full_tensor(tensor) for name, tensor in adapter_weights(self.network.model).items()}
@@ -329,14 +331,14 @@ class Sharded:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         dtype = self.param_dtype if self.param_dtype is not None and tensor.is_floating_point() else tensor.dtype
-        whole: Tensor = dtensor_like(tensor, _local_tensor(tensor).to(self.device, dtype)).full_tensor()
-        return whole
+        full: Tensor = dtensor_like(tensor, _local_tensor(tensor).to(self.device, dtype)).full_tensor()
+        return full
 
 
 def _base_optimizer_name(kind: type) -> str:
     name = kind.__name__.removeprefix("Paged")
-    for ending in QUANTIZED_STATE_SUFFIXES:
-        name = name.removesuffix(ending)
+    for suffix in QUANTIZED_STATE_SUFFIXES:
+        name = name.removesuffix(suffix)
     return name
 
 
@@ -350,20 +352,20 @@ def dtensor_like(tensor: DTensor, local: Tensor) -> DTensor:
 def _count_copies(parameter: DTensor) -> int:
     """Return how many ranks have the same shard of a parameter."""
     mesh = parameter.device_mesh
-    pieces = 1
+    shards = 1
     for dimension, placement in enumerate(parameter.placements):
-        pieces *= 1 if placement.is_replicate() else mesh.size(dimension)
-    return int(dist.get_world_size()) // pieces
+        shards *= 1 if placement.is_replicate() else mesh.size(dimension)
+    return int(dist.get_world_size()) // shards
 
 
 def _storage_pointer(tensor: Tensor) -> int:
-    """Return a value that is equal only for tied weights; an empty shard has one too, because FSDP pads it."""
-    piece = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return piece.untyped_storage().data_ptr()
+    """Return a value that is equal only for tied weights, also for empty shards, because FSDP pads them."""
+    local = _local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
 def _local_tensor(tensor: DTensor) -> Tensor:
     """Return this rank's shard, sharing its memory."""
-    piece: Tensor = tensor.to_local().detach()
-    return piece
+    local: Tensor = tensor.to_local().detach()
+    return local

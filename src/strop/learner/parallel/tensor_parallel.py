@@ -31,33 +31,33 @@ Group = Any  # torch.distributed.ProcessGroup
 def apply_tensor_parallel(model: Any, meshes: DeviceMeshes, plan: TensorPlan | None = None) -> frozenset[str]:
     """Shard a model over the tensor ranks, in place; return the names of the parameters with a partial gradient on each of them.
 
-    ``plan`` None is the model's own. Call it before ``fully_shard``, on a model that every rank has in full (or on the meta device).
-    Sharded parameters become DTensors on the tensor mesh; the gradients of all other parameters that are not returned are equal on all
-    tensor ranks.
+    Without ``plan``, the model's own is used. Call it before ``fully_shard``, on a model that every rank has in full (or on the meta
+    device). Sharded parameters become DTensors on the tensor mesh; the gradients of all other parameters that are not returned are equal
+    on all tensor ranks.
 
-    Afterwards call the model with the same tokens [1, T] on all tensor ranks, T a multiple of their number. It returns hidden states [1,
-    T, H], or with sequence parallelism this rank's rows [1, T / ranks, H]. Seed the random generators equally on all tensor ranks, so that
-    dropout in adapters outside of regions is equal. Raises ValueError as ``check_tensor_plan`` does.
+    Afterwards call the model with the same tokens [1, T] on all tensor ranks, where T is a multiple of their number. It returns hidden
+    states [1, T, H], or with sequence parallelism this rank's rows [1, T / ranks, H]. Seed the random generators equally on all
+    tensor ranks, so that dropout in adapters outside of regions is equal. Raises ValueError as ``check_tensor_plan`` does.
     """
     if meshes.dims.tensor == 1:
         return frozenset()
     check_experts(model, meshes.dims)
     regions = find_regions(model, meshes.dims, plan)
     group, sequence = meshes.tensor, meshes.dims.sequence
-    divided: set[int] = set()
+    sharded: set[int] = set()
     for region in regions:
-        ends = _RegionHooks(region, group, sequence)
-        region.module.register_forward_pre_hook(ends.on_enter, with_kwargs=True)
-        region.module.register_forward_hook(ends.check_output)
+        hooks = _RegionHooks(region, group, sequence)
+        region.module.register_forward_pre_hook(hooks.on_enter, with_kwargs=True)
+        region.module.register_forward_hook(hooks.check_output)
         for layer in region.layers:
-            divided |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"])}
-            _register_layer_hooks(layer, group, ends)
+            sharded |= {id(parameter) for parameter in _shard_layer(layer, meshes.dense["tensor"])}
+            _register_layer_hooks(layer, group, hooks)
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(partial(_local_tokens, group))
     if not sequence:
         embedding.register_forward_hook(partial(_gather_tokens, group))
-    parts = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - divided
-    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in parts)
+    partial_ids = {id(parameter) for parameter in _partial_gradient_parameters(model, regions, sequence)} - sharded
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in partial_ids)
 
 
 def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bool) -> Iterator[nn.Parameter]:
@@ -67,10 +67,9 @@ def _partial_gradient_parameters(model: Any, regions: list[Region], sequence: bo
         yield from (parameter for parameter in model.parameters() if id(parameter) not in experts)
         return
     yield from model.get_input_embeddings().parameters()
-    inner = {id(parameter) for parameter in model.base_model.parameters()}
-    yield from (
-        parameter for parameter in model.parameters() if id(parameter) not in inner
-    )  # the head is applied to some of the tokens
+    decoder = {id(parameter) for parameter in model.base_model.parameters()}
+    # The output layer is applied to some of the tokens.
+    yield from (parameter for parameter in model.parameters() if id(parameter) not in decoder)
     after_sum = {id(layer.base.bias) for region in regions for layer in region.layers if not layer.is_colwise}
     for region in regions:
         yield from (parameter for parameter in region.module.parameters() if id(parameter) not in after_sum)
@@ -103,8 +102,8 @@ def _shard_layer(layer: ShardedLayer, mesh: Any) -> Iterator[nn.Parameter]:
         base.bias = shard_parameter(base.bias, mesh, 0)
         yield base.bias
     if layer.module is not base:
-        held: Any = layer.module
-        adapter = (held.lora_B if layer.is_colwise else held.lora_A)[ADAPTER]
+        wrapper: Any = layer.module
+        adapter = (wrapper.lora_B if layer.is_colwise else wrapper.lora_A)[ADAPTER]
         adapter.__class__ = LocalLinear
         adapter.weight = shard_parameter(adapter.weight, mesh, 0 if layer.is_colwise else 1)
         yield adapter.weight
@@ -121,11 +120,11 @@ class _RegionHooks:
         self.enter_collective, self.sum_collective = (all_gather, reduce_scatter) if sequence else (copy_to_ranks, all_reduce)
         self.last_sum_pointer = 0  # data pointer of the last sum
 
-    def on_enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def on_enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Apply the collective to the input, which is the first argument or ``hidden_states``."""
-        if given:
-            return (_apply_to_rows(self.enter_collective, given[0], self.group), *given[1:]), named
-        return given, named | {"hidden_states": _apply_to_rows(self.enter_collective, named["hidden_states"], self.group)}
+        if args:
+            return (_apply_to_rows(self.enter_collective, args[0], self.group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _apply_to_rows(self.enter_collective, kwargs["hidden_states"], self.group)}
 
     def sum_outputs(self, layer: Any, _: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sum the output of a layer sharded by rows, including its adapter, over the ranks; add the bias once."""
@@ -145,13 +144,13 @@ class _RegionHooks:
             )
 
 
-def _register_layer_hooks(layer: ShardedLayer, group: Group, ends: _RegionHooks) -> None:
+def _register_layer_hooks(layer: ShardedLayer, group: Group, hooks: _RegionHooks) -> None:
     if layer.is_colwise and layer.is_boundary_replicated:
         layer.module.register_forward_hook(partial(_gather_columns, group))
     if not layer.is_colwise:
         if layer.is_boundary_replicated:
             layer.module.register_forward_pre_hook(partial(_local_columns, group))
-        layer.module.register_forward_hook(ends.sum_outputs)
+        layer.module.register_forward_hook(hooks.sum_outputs)
 
 
 def _apply_to_rows(collective: Callable[[Tensor, Group], Tensor], tensor: Tensor, group: Group) -> Tensor:
@@ -164,14 +163,14 @@ def _gather_columns(group: Group, _: nn.Module, __: tuple[Any, ...], output: Ten
     return all_gather(output.movedim(-1, 0), group).movedim(0, -1)
 
 
-def _local_columns(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _local_columns(group: Group, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Select this rank's columns, without a collective in the backward pass: inside a region gradients are partial sums."""
-    count, place = given[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
-    return given[0].narrow(-1, place * count, count), *given[1:]
+    count, rank = args[0].shape[-1] // dist.get_world_size(group), dist.get_rank(group)
+    return args[0].narrow(-1, rank * count, count), *args[1:]
 
 
-def _local_tokens(group: Group, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return local_rows(given[0].squeeze(0), group).unsqueeze(0), *given[1:]
+def _local_tokens(group: Group, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return local_rows(args[0].squeeze(0), group).unsqueeze(0), *args[1:]
 
 
 def _gather_tokens(group: Group, _: nn.Module, __: tuple[Any, ...], embedded: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: which linear layers are sharded over the tensor ranks, by the model's own plan or one given by its dotted name.
+"""Tensor-parallel plans: which linear layers are sharded over the tensor ranks, by the model's own plan or a custom one.
 
 A plan maps patterns of module names to styles, as in Transformers. It defines a list of *regions*: an attention or an MLP whose first
 layers are sharded by columns (outputs: heads, neurons) and whose last layers by rows (inputs), so that each tensor rank computes a partial
@@ -23,19 +23,12 @@ from strop.models.attention import mixes_tokens
 TensorPlan = Mapping[str, str]  # pattern -> style; * matches one part of a name
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
 
-COLWISE_STYLES = {
-    "colwise": False,
-    "colwise_gather_output": True,
-    "colwise_rep": True,
-}  # style -> whether its outputs are gathered
-ROWWISE_STYLES = {
-    "rowwise": False,
-    "rowwise_split_input": True,
-    "rowwise_rep": True,
-}  # style -> whether its inputs are replicated
-REPLICATED_STYLES = frozenset(
-    {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
-)  # replicated inside a region; implied without a style
+# Style -> whether the outputs of the layer are gathered.
+COLWISE_STYLES = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
+# Style -> whether the inputs of the layer are replicated.
+ROWWISE_STYLES = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
+# Layers that are replicated inside a region, as are layers without a style.
+REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce", "mla_kv_a_proj"})
 STYLES = (*COLWISE_STYLES, *ROWWISE_STYLES, *sorted(REPLICATED_STYLES))
 
 
@@ -75,28 +68,28 @@ class Region:
 
 
 def load_tensor_plan(name: str) -> TensorPlan:
-    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError that says what was found instead."""
+    """Import the plan ``module:NAME`` or ``module.NAME``. Raises ValueError for a name of anything else."""
     module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not (module and separator and attribute):
         raise ValueError(
             f"{PLAN_KEY}: {name!r} is not a name of a plan; set it to module:NAME, where NAME is a dictionary in that module"
         )
     try:
-        found: Any = importlib.import_module(module)
+        plan: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            plan = getattr(plan, part)
     except ImportError as error:
         raise ValueError(
             f"{PLAN_KEY}: {module} of {name!r} cannot be imported ({error}); add its folder to PYTHONPATH in every process"
         ) from error
     except AttributeError as error:
         raise ValueError(f"{PLAN_KEY}: {name!r} does not exist ({error})") from error
-    if not (isinstance(found, Mapping) and found and all(isinstance(part, str) for item in found.items() for part in item)):
+    if not (isinstance(plan, Mapping) and plan and all(isinstance(part, str) for item in plan.items() for part in item)):
         raise ValueError(
-            f"{PLAN_KEY}: {name!r} is a {type(found).__name__}, not a plan; a plan is a dictionary of patterns and styles, such as "
+            f"{PLAN_KEY}: {name!r} is a {type(plan).__name__}, not a plan; a plan is a dictionary of patterns and styles, such as "
             "{'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise'}"
         )
-    return dict(found)
+    return dict(plan)
 
 
 def check_tensor_plan(model: Any, dims: ParallelDims, plan: TensorPlan | None = None) -> None:
@@ -112,7 +105,7 @@ def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None)
     parents: dict[str, list[ShardedLayer]] = {}
     for layer in layers:
         parents.setdefault(layer.name.rpartition(".")[0], []).append(layer)
-    regions = [Region(name, model.get_submodule(name), tuple(found)) for name, found in parents.items()]
+    regions = [Region(name, model.get_submodule(name), tuple(members)) for name, members in parents.items()]
     for region in regions:
         _check_region(region, regions, model, dims)
     if not regions:
@@ -130,32 +123,32 @@ def find_regions(model: Any, dims: ParallelDims, plan: TensorPlan | None = None)
 
 def _planned_layers(model: Any, plan: TensorPlan | None) -> list[ShardedLayer]:
     """Return the sharded layers in the model's order."""
-    own = plan is None
+    is_default = plan is None
     if plan is None and not (plan := model.tp_plan):
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; name one in {PLAN_KEY}, or set tensor_parallel_size=1"
         )
-    experts, ends = find_experts(model), _embedding_and_head(model)
+    experts, replicated = find_experts(model), _embedding_and_head(model)
     known = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    chosen: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
+    styles: dict[str, tuple[str, str]] = {}  # name -> (pattern, style)
     for pattern, style in sorted(plan.items(), key=lambda item: -item[0].count("*")):  # the most specific pattern wins
         names = [name for name in known if _matches(pattern, name, model)]
-        if not names and not own:
+        if not names and not is_default:
             raise ValueError(f"{PLAN_KEY}: {pattern!r} matches nothing in {type(model).__name__}; correct it, or remove it")
-        chosen.update((name, (pattern, style)) for name in names if name not in ends and not _is_inside(name, experts))
+        styles.update((name, (pattern, style)) for name in names if name not in replicated and not _is_inside(name, experts))
     modules = dict(model.named_modules())
-    layers = [ShardedLayer(name, modules[name], chosen[name][1]) for name in modules if name in chosen]
-    for name, (pattern, style) in chosen.items():
+    layers = [ShardedLayer(name, modules[name], styles[name][1]) for name in modules if name in styles]
+    for name, (pattern, style) in styles.items():
         _check_style(name, modules.get(name), pattern, style)
-    divided = [layer for layer in layers if layer.style not in REPLICATED_STYLES]
-    regions = {layer.name.rpartition(".")[0] for layer in divided}
+    sharded = [layer for layer in layers if layer.style not in REPLICATED_STYLES]
+    regions = {layer.name.rpartition(".")[0] for layer in sharded}
     for layer in layers:
         if layer.style in REPLICATED_STYLES and not _is_inside(layer.name, regions):
             raise ValueError(
                 f"the tensor-parallel plan gives {layer.name} the style {layer.style!r}, which is valid only between layers sharded by "
                 f"columns and by rows, and its neighbours are not sharded; remove it from the plan that {PLAN_KEY} names"
             )
-    return divided
+    return sharded
 
 
 def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
@@ -177,10 +170,10 @@ def _check_style(name: str, module: Any, pattern: str, style: str) -> None:
 
 def _embedding_and_head(model: Any) -> set[str]:
     """Return the names of the embedding and the output layer, which are replicated: each rank applies them to some of the tokens."""
-    ends = {id(model.get_input_embeddings())}
+    ids = {id(model.get_input_embeddings())}
     if (head := model.get_output_embeddings()) is not None:
-        ends.add(id(head))
-    return {name for name, module in model.named_modules() if id(module) in ends}
+        ids.add(id(head))
+    return {name for name, module in model.named_modules() if id(module) in ids}
 
 
 def _matches(pattern: str, name: str, model: Any) -> bool:
@@ -199,9 +192,9 @@ def _is_inside(name: str, parents: Iterable[str]) -> bool:
 
 def _check_region(region: Region, regions: list[Region], model: Any, dims: ParallelDims) -> None:
     if {layer.is_colwise for layer in region.layers} != {True, False}:
-        found = ", ".join(f"{layer.name.rpartition('.')[2]} {layer.style}" for layer in region.layers)
+        styles = ", ".join(f"{layer.name.rpartition('.')[2]} {layer.style}" for layer in region.layers)
         raise ValueError(
-            f"the tensor-parallel plan shards only {found} in {region.name}: a partial sum needs layers sharded by columns followed by "
+            f"the tensor-parallel plan shards only {styles} in {region.name}: a partial sum needs layers sharded by columns followed by "
             f"layers sharded by rows, and one of the two is missing; name another plan in {PLAN_KEY}"
         )
     others = [other.name for other in regions if other is not region] + list(find_experts(model))
@@ -220,7 +213,7 @@ def _check_region(region: Region, regions: list[Region], model: Any, dims: Paral
             )
 
 
-def _check_heads(region: Region, model: Any, ways: int) -> None:
+def _check_heads(region: Region, model: Any, ranks: int) -> None:
     if not region.mixes_tokens or any(layer.is_boundary_replicated for layer in region.layers):
         return
     config = model.config.get_text_config()
@@ -228,9 +221,9 @@ def _check_heads(region: Region, model: Any, ways: int) -> None:
     if getattr(config, "kv_lora_rank", None) is None:  # latent attention has keys of every head
         counts["key-value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for what, count in counts.items():
-        if count % ways:
+        if count % ranks:
             raise ValueError(
-                f"tensor_parallel_size {ways} does not divide the {count} {what} of {type(model).__name__}, and a head cannot "
+                f"tensor_parallel_size {ranks} does not divide the {count} {what} of {type(model).__name__}, and a head cannot "
                 f"be split; set it to a divisor of {count}"
             )
 

@@ -23,7 +23,7 @@ from strop.learner.parallel.micro_batch import (
     tensor_fields,
 )
 from strop.learner.parallel.parallelism import Parallelism, SingleDevice
-from strop.learner.torch import sharded_checkpoint as divided
+from strop.learner.torch import sharded_checkpoint
 from strop.learner.torch.master_weights import MasterWeights
 from strop.learner.torch.optimizer import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
 from strop.learner.torch.scorer import TrainableNetwork, score_local
@@ -43,7 +43,7 @@ STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU me
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLearnerOptions:
-    """Options of training; the model and its precision belong to the network."""
+    """Training options; the model and its precision are options of the network."""
 
     optimizer: str = "torch.optim.AdamW"
     optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
@@ -113,7 +113,7 @@ class TorchLearner:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: the whole batch on a single device."""
+        """Score this rank's micro-batches: the full batch on a single device."""
         return score_local(self.parallelism, batch, self.sampling, self.options.score_tokens)
 
     def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
@@ -128,22 +128,22 @@ class TorchLearner:
         return self._run_micro_batches(batch, loss, self.options.score_tokens, backward=False)
 
     def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
-        shares, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.options.whole_groups)
+        micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.options.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
-        pieces: list[tuple[Tensor, Outputs]] = []
-        for share in shares:
-            outputs, measured = self._run_micro_batch(share, loss, backward=backward and not share.zero_gradient)
-            if not share.dummy:
-                pieces.append((share.sub_batch.index, outputs))
+        results: list[tuple[Tensor, Outputs]] = []
+        for micro_batch in micro_batches:
+            outputs, measured = self._run_micro_batch(micro_batch, loss, backward=backward and not micro_batch.zero_gradient)
+            if not micro_batch.dummy:
+                results.append((micro_batch.sub_batch.index, outputs))
                 logged.append(measured)
         self.parallelism.finish_passes()
-        return MicroBatchOutputs(tuple(pieces), metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
+        return MicroBatchOutputs(tuple(results), metrics.merge(*logged)) if self.parallelism.is_leader else MicroBatchOutputs()
 
-    def _run_micro_batch(self, share: MicroBatch, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
-        batch = share.sub_batch.batch
+    def _run_micro_batch(self, micro_batch: MicroBatch, loss: LossFn, *, backward: bool) -> tuple[Outputs, Metrics]:
+        batch = micro_batch.sub_batch.batch
         with torch.set_grad_enabled(backward):
             outputs = self.parallelism.outputs(batch, self.sampling)
-            value, logged = _dummy_loss(outputs) if share.dummy else loss(outputs, _to_device(batch, self.network.device))
+            value, logged = _dummy_loss(outputs) if micro_batch.dummy else loss(outputs, _to_device(batch, self.network.device))
         if backward:
             value.backward()
         return detach_to_cpu(outputs), logged
@@ -179,11 +179,14 @@ class TorchLearner:
         yield from self.parallelism.adapters().items()
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Write ``weights/`` as a Hugging Face folder or as adapters in PEFT's format, ``ema/`` with their average, and ``optimizer.pt``
-        with the state needed to resume. On several ranks, all of which must call it, write shards
-        (``strop.learner.torch.sharded_checkpoint``)."""
+        """Write the weights, their average and the optimizer state.
+
+        ``weights/`` is a Hugging Face folder, or adapters in PEFT's format; ``ema/`` has the average of the weights; ``optimizer.pt`` has
+        the state needed to resume. With several ranks, all of which must call it, write shards instead
+        (``strop.learner.torch.sharded_checkpoint``).
+        """
         if not isinstance(self.parallelism, SingleDevice):
-            return divided.save(self, folder, optimizer=optimizer)
+            return sharded_checkpoint.save(self, folder, optimizer=optimizer)
         save_weights(self.model, folder / "weights")
         if self.average is not None:
             with self.average.swap_in(self.trainable_parameters):
@@ -199,8 +202,8 @@ class TorchLearner:
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
-        if not isinstance(self.parallelism, SingleDevice) or divided.is_sharded_checkpoint(folder):
-            return divided.load(self, folder)
+        if not isinstance(self.parallelism, SingleDevice) or sharded_checkpoint.is_sharded_checkpoint(folder):
+            return sharded_checkpoint.load(self, folder)
         load_weights(self.model, folder / "weights")
         path = folder / "optimizer.pt"
         if not path.exists():
@@ -241,7 +244,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     if lora_layers(model):
         return load_adapters(model, folder)
-    divided.load_weights(model, folder)
+    sharded_checkpoint.load_weights(model, folder)
 
 
 def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:

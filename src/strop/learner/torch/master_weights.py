@@ -59,10 +59,10 @@ class MasterWeights:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the masters and the module's weights. Raises ValueError for masters of other parameters."""
         if state.keys() != self._low_precision.keys():
-            odd = sorted(state.keys() ^ self._low_precision.keys())
+            differing = sorted(state.keys() ^ self._low_precision.keys())
             raise ValueError(
                 f"the checkpoint has float32 masters of {len(state)} weights and this run keeps {len(self._low_precision)}; they differ "
-                f"in {', '.join(odd[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
+                f"in {', '.join(differing[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
             )
         for name, (master, _) in self._low_precision.items():
             master.copy_(state[name])

@@ -22,7 +22,7 @@ from strop.learner.torch.schedules import make_lr_scheduler, make_schedule
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
-# Optional packages with optimizers; an error names the one to install.
+# Optional packages with optimizers; if one is missing, the error names it.
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
 
 
@@ -35,8 +35,8 @@ class ParameterGroup:
     weight_decay: float | None = None
 
     def options(self) -> dict[str, float]:
-        given = {"lr": self.lr, "weight_decay": self.weight_decay}
-        return {key: value for key, value in given.items() if value is not None}
+        options = {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {key: value for key, value in options.items() if value is not None}
 
 
 def make_optimizer(
@@ -59,13 +59,13 @@ def make_optimizer(
     grouped = make_parameter_groups(named_parameters, groups, no_decay, section=section)
     for options in grouped:
         _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
-    chosen = dict(kwargs)
-    if "betas" in chosen:
-        chosen["betas"] = tuple(chosen["betas"])
-    if "fused" in known and chosen.get("fused") is None and chosen.get("foreach") is None:
+    arguments = dict(kwargs)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if "fused" in known and arguments.get("fused") is None and arguments.get("foreach") is None:
         dtypes = (torch.float32, torch.bfloat16, torch.float64)
-        chosen["fused"] = all(parameter.dtype in dtypes for _, parameter in named_parameters)
-    optimizer: Optimizer = factory(grouped, **chosen)
+        arguments["fused"] = all(parameter.dtype in dtypes for _, parameter in named_parameters)
+    optimizer: Optimizer = factory(grouped, **arguments)
     return optimizer
 
 
@@ -79,40 +79,42 @@ def make_parameter_groups(
     """
     names = [name for name, _ in named_parameters]
     _check_patterns(no_decay, names, f"{section}.optimizer.no_decay")
-    for place, group in enumerate(groups):
-        _check_patterns(group.match, names, f"{section}.optimizer.groups.{place}.match")
+    for index, group in enumerate(groups):
+        _check_patterns(group.match, names, f"{section}.optimizer.groups.{index}.match")
     buckets: dict[tuple[int, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:
-        place = next((place for place, group in enumerate(groups) if matches_any(name, group.match)), -1)
-        buckets.setdefault((place, matches_any(name, no_decay)), []).append((name, parameter))
-    for place, group in enumerate(groups):
-        if not {(place, False), (place, True)} & buckets.keys():
+        index = next((index for index, group in enumerate(groups) if matches_any(name, group.match)), -1)
+        buckets.setdefault((index, matches_any(name, no_decay)), []).append((name, parameter))
+    for index, group in enumerate(groups):
+        if not {(index, False), (index, True)} & buckets.keys():
             raise ValueError(
-                f"{section}.optimizer.groups.{place}: earlier groups contain every parameter that {list(group.match)} match; "
+                f"{section}.optimizer.groups.{index}: earlier groups contain every parameter that {list(group.match)} match; "
                 "move this group before them, or remove it"
             )
     return [
         {
             "params": [parameter for _, parameter in members],
             "param_names": [name for name, _ in members],
-            **(groups[place].options() if place >= 0 else {}),
-            **({"weight_decay": 0.0} if undecayed else {}),
+            **(groups[index].options() if index >= 0 else {}),
+            **({"weight_decay": 0.0} if exempt else {}),
         }
-        for (place, undecayed), members in sorted(buckets.items(), key=lambda item: item[0])
+        for (index, exempt), members in sorted(buckets.items(), key=lambda item: item[0])
     ]
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name contains one of the patterns; a pattern with ``*``, ``?`` or ``[`` must match the whole name."""
-    return any(fnmatchcase(name, one) if any(sign in one for sign in "*?[") else one in name for one in patterns)
+    return any(
+        fnmatchcase(name, pattern) if any(wildcard in pattern for wildcard in "*?[") else pattern in name for pattern in patterns
+    )
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Restore a saved state. Raises ValueError if it has other parameters or parameter groups."""
-    saved, own = state["param_groups"], optimizer.param_groups
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    named = all("param_names" in group for group in (*saved, *own))
-    if sizes[0] != sizes[1] or (named and [g["param_names"] for g in saved] != [g["param_names"] for g in own]):
+    saved, current = state["param_groups"], optimizer.param_groups
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, current)]
+    named = all("param_names" in group for group in (*saved, *current))
+    if sizes[0] != sizes[1] or (named and [g["param_names"] for g in saved] != [g["param_names"] for g in current]):
         raise ValueError(
             f"the optimizer state was saved with groups of {sizes[0]} parameters, and this run has groups of {sizes[1]}"
             + (" with other names" if sizes[0] == sizes[1] else "")
@@ -142,11 +144,11 @@ def make_scheduler(
     lengths = [
         None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
     ]
-    built = [
+    schedulers = [
         _make_stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
         for entry, length in zip(stages, lengths, strict=True)
     ]
-    return built[0] if len(built) == 1 else SequentialLR(optimizer, built, milestones)
+    return schedulers[0] if len(schedulers) == 1 else SequentialLR(optimizer, schedulers, milestones)
 
 
 def _make_stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, length: int | None, section: str) -> LRScheduler:
@@ -158,9 +160,9 @@ def _make_stage(name: str, kwargs: Mapping[str, Any], optimizer: Optimizer, leng
     return scheduler
 
 
-def _check_arguments(given: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
-    """Raises ValueError for an argument that ``name`` does not take; ``first`` is not allowed: Strop passes it."""
-    for argument in sorted(given):
+def _check_arguments(arguments: Any, known: Mapping[str, Any], first: str, key: str, name: str) -> None:
+    """Raises ValueError for an argument that ``name`` does not take, and for ``first``, which Strop passes."""
+    for argument in sorted(arguments):
         if argument not in known or argument == first:
             raise ValueError(f"{key}.{argument}: {name} takes {sorted(set(known) - {first})}")
 
@@ -178,13 +180,13 @@ def _import_class(name: str, key: str, base: type) -> Any:
     module, _, attribute = name.rpartition(".")
     package = module.partition(".")[0]
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         if package in OPTIONAL_PACKAGES and getattr(error, "name", None) == package:
             raise ValueError(
                 f"{key}: {name} needs the package {package}, which is not installed; run pip install {package}"
             ) from error
         raise ValueError(f"{key}: {name!r} does not name a class ({error}); write it like torch.optim.AdamW") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"{key}: {name} is not a {base.__name__}")
-    return found
+    return cls

@@ -1,7 +1,7 @@
 """Reference log-probabilities computed once before training and stored in a file, so that no reference model stays in memory.
 
 An example is identified by the name of its data, its task id, its rollout number and a fingerprint of its tokens: an example that has
-changed since raises an error. The file records the weights it was computed with.
+changed since then raises an error. The file records the weights it was computed with.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ReferenceStore:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Return the column of the batch, [N] float32. Raises LookupError for an example that is missing or has changed."""
-        found = [self._lookup(group, rollout) for group in groups for rollout in group.rollouts]
-        column = torch.cat(found) if found else torch.zeros(0)
+        parts = [self._lookup(group, rollout) for group in groups for rollout in group.rollouts]
+        column = torch.cat(parts) if parts else torch.zeros(0)
         if len(column) != len(batch.target):
             raise ValueError(
                 f"the batch predicts {len(batch.target)} tokens, and its groups have {len(column)} loss tokens: reference "
@@ -47,15 +47,15 @@ class ReferenceStore:
 
     def _lookup(self, group: Group, rollout: Rollout) -> Tensor:
         name = _rollout_name(group, rollout)
-        place = self.spans.get((_hash(name), rollout_fingerprint(rollout)))
-        if place is None:
-            known = any(found == _hash(name) for found, _ in self.spans)
+        span = self.spans.get((_hash(name), rollout_fingerprint(rollout)))
+        if span is None:
+            known = any(key == _hash(name) for key, _ in self.spans)
             reason = "has other tokens than when" if known else "was not among the examples when"
             raise LookupError(
-                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the reading of "
-                "examples has changed. Remove that file to compute them again"
+                f"{name} {reason} the reference log-probabilities in {self.path} were computed: the data, the tokenizer or the options of "
+                "reading have changed. Remove that file to compute them again"
             )
-        return self.logprobs[slice(*place)]
+        return self.logprobs[slice(*span)]
 
 
 async def load_or_compute_reference(
@@ -74,24 +74,24 @@ async def load_or_compute_reference(
     training, before a checkpoint is loaded. ``weights`` (see ``model_fingerprint``) and ``data``, a description of the examples' source and
     of how they are read, must be those that the file was computed with. Raises ValueError otherwise. An interrupted call leaves no file.
     """
-    made_with = {"weights": weights, "data": data}
+    provenance = {"weights": weights, "data": data}
     if path.exists():
-        return _read(path, made_with)
+        return _read(path, provenance)
     columns: list[Tensor] = []
-    places: dict[tuple[int, int], tuple[int, int]] = {}
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
     end = 0
-    for some in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
-        batch = pack(some, algorithm, share_prefixes=share_prefixes)
+    for chunk in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
+        batch = pack(chunk, algorithm, share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await scorer.score(batch)).logprobs
         lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
-        rollouts = ((group, rollout) for group in some for rollout in group.rollouts)
-        for (group, rollout), own in zip(rollouts, logprobs.split(lengths), strict=True):
-            if (key := (_hash(_rollout_name(group, rollout)), rollout_fingerprint(rollout))) not in places:
-                places[key] = (end, end + len(own))
-                columns.append(own)
-                end += len(own)
-    store = ReferenceStore(path, torch.cat(columns) if columns else torch.zeros(0), places)
-    _write(store, made_with)
+        rollouts = ((group, rollout) for group in chunk for rollout in group.rollouts)
+        for (group, rollout), values in zip(rollouts, logprobs.split(lengths), strict=True):
+            if (key := (_hash(_rollout_name(group, rollout)), rollout_fingerprint(rollout))) not in spans:
+                spans[key] = (end, end + len(values))
+                columns.append(values)
+                end += len(values)
+    store = ReferenceStore(path, torch.cat(columns) if columns else torch.zeros(0), spans)
+    _write(store, provenance)
     return store
 
 
@@ -124,8 +124,8 @@ def _hash(name: str) -> int:
 
 def _chunks(groups: Iterable[Group], size: int) -> Iterator[list[Group]]:
     remaining = iter(groups)
-    while some := list(islice(remaining, size)):
-        yield some
+    while chunk := list(islice(remaining, size)):
+        yield chunk
 
 
 def _write(store: ReferenceStore, provenance: Mapping[str, str]) -> None:

@@ -182,8 +182,8 @@ class WarmupStableDecaySchedule(Schedule):
 
     def after_warmup(self, step: int) -> float:
         steps = self.decay_length
-        begun = step + self.warmup - (self.require_total_steps("the decay ends there") - steps)
-        shape = DECAYS[self.decay](min(max(begun, 0), steps) / steps)
+        elapsed = step + self.warmup - (self.require_total_steps("the decay ends there") - steps)
+        shape = DECAYS[self.decay](min(max(elapsed, 0), steps) / steps)
         return self.min_ratio + (1 - self.min_ratio) * shape
 
 
@@ -223,11 +223,11 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
     for key in kwargs:
         if key not in known:
             raise ValueError(f"{section}.scheduler.kwargs.{key}: {name} has no such argument{suggest_names(key, known)}")
-    given = dict(kwargs)
-    if given.get("total_steps") is None:
-        given["total_steps"] = total_steps
+    arguments = dict(kwargs)
+    if arguments.get("total_steps") is None:
+        arguments["total_steps"] = total_steps
     try:
-        return kind(**given)
+        return kind(**arguments)
     except ValueError as error:
         raise ValueError(f"{section}.scheduler.kwargs.{error}") from error
 

@@ -8,11 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from strop.algorithms.base import Outputs
-from strop.learner.parallel.micro_batch import (
-    MicroBatchOutputs,
-    assemble_outputs,
-    detach_to_cpu,
-)
+from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, detach_to_cpu
 from strop.learner.parallel.parallelism import Parallelism, SingleDevice
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
@@ -21,7 +17,7 @@ from strop.types import Batch
 
 
 class TrainableNetwork(Protocol):
-    """What a learner trains: a language model (``strop.models.network``) or one with a scalar head (``strop.models.value_network``)."""
+    """A language model (``strop.models.network``) or a network with a scalar head (``strop.models.value_network``)."""
 
     model: Any
     device: torch.device
@@ -63,7 +59,7 @@ class FrozenScorer:
         return scores
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
+        """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
 
 
@@ -80,7 +76,7 @@ class NetworkScorer:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
+        """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
 
 
@@ -92,11 +88,17 @@ def score_batch(network: TrainableNetwork, batch: Batch, sampling: Sampling, tok
 @torch.no_grad()
 def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, token_budget: int) -> MicroBatchOutputs:
     """Score this rank's micro-batches of a batch."""
-    shares, _ = parallelism.split_batch(batch, token_budget)
-    pieces = [(share, detach_to_cpu(parallelism.outputs(share.sub_batch.batch, sampling))) for share in shares]
+    micro_batches, _ = parallelism.split_batch(batch, token_budget)
+    results = [
+        (micro_batch, detach_to_cpu(parallelism.outputs(micro_batch.sub_batch.batch, sampling))) for micro_batch in micro_batches
+    ]
     parallelism.finish_passes()
-    counted = ((share.sub_batch.index, outputs) for share, outputs in pieces if parallelism.is_leader and not share.dummy)
-    return MicroBatchOutputs(tuple(counted))
+    reported = (
+        (micro_batch.sub_batch.index, outputs)
+        for micro_batch, outputs in results
+        if parallelism.is_leader and not micro_batch.dummy
+    )
+    return MicroBatchOutputs(tuple(reported))
 
 
 class AdapterOffScorer:
@@ -120,6 +122,6 @@ class AdapterOffScorer:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: on several ranks a part of what ``score`` returns."""
+        """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
         with self.network.disable_adapters():
             return score_local(self.parallelism, batch, self.sampling, self.score_tokens)

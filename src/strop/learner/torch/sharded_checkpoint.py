@@ -52,7 +52,7 @@ BARRIER_TIMEOUT = timedelta(minutes=60)  # how long ranks wait for each other's 
 
 
 class ShardedLearner(Protocol):
-    """What a checkpoint saves of a learner."""
+    """The attributes of a learner that a checkpoint saves."""
 
     model: nn.Module
     parallelism: Parallelism
@@ -139,9 +139,9 @@ def save(learner: ShardedLearner, folder: Path, *, optimizer: bool = True) -> No
 
 @torch.no_grad()
 def take_snapshot(learner: ShardedLearner, *, optimizer: bool = True, copies: bool = True) -> LearnerSnapshot:
-    """Take a snapshot of a learner; all ranks must call it. With ``copies`` in CPU memory, training may continue immediately."""
-    keep: Callable[[Tensor], Tensor] = _copy_to_cpu if copies else Tensor.detach
-    places = _trainable_shards(learner)
+    """Take a snapshot of a learner; all ranks must call it. With ``copies``, which are in CPU memory, training may continue immediately."""
+    to_snapshot: Callable[[Tensor], Tensor] = _copy_to_cpu if copies else Tensor.detach
+    trainable = _trainable_shards(learner)
     adapted = bool(lora_layers(learner.model))
     average = learner.average.state_dict() if learner.average is not None else None
     weights: dict[str, TensorShard] = {}
@@ -149,52 +149,52 @@ def take_snapshot(learner: ShardedLearner, *, optimizer: bool = True, copies: bo
     if adapted:
         adapters = _gather_adapters(learner)
     else:
-        rounded = _param_dtype(learner)
-        for name, piece in _model_shards(learner.model):
-            tensor = piece.tensor.to(rounded) if rounded is not None and name in places else piece.tensor
-            weights[name] = piece.with_tensor(keep(tensor))
+        dtype = _param_dtype(learner)
+        for name, shard in _model_shards(learner.model):
+            tensor = shard.tensor.to(dtype) if dtype is not None and name in trainable else shard.tensor
+            weights[name] = shard.with_tensor(to_snapshot(tensor))
     averaged: dict[str, TensorShard] | None = None
-    pieces: dict[str, TensorShard] = {}
+    optimizer_shards: dict[str, TensorShard] = {}
     if average is not None:
-        kept = {name: places[name].with_tensor(keep(tensor)) for name, tensor in average["average"].items()}
-        pieces = {f"average.{name}": piece for name, piece in kept.items()}
+        average_shards = {name: trainable[name].with_tensor(to_snapshot(tensor)) for name, tensor in average["average"].items()}
+        optimizer_shards = {f"average.{name}": shard for name, shard in average_shards.items()}
         averaged = {
-            name: piece.with_tensor(kept[name].tensor.to(piece.tensor.dtype)) if name in kept else piece
-            for name, piece in weights.items()
+            name: shard.with_tensor(average_shards[name].tensor.to(shard.tensor.dtype)) if name in average_shards else shard
+            for name, shard in weights.items()
         }
     state: Mapping[str, Any] = {}
     if optimizer:
-        found, state = _optimizer_state(learner, places, keep)
-        pieces |= found
+        entries, state = _optimizer_state(learner, trainable, to_snapshot)
+        optimizer_shards |= entries
     group = _gloo_group(dist.group.WORLD) if dist.is_initialized() else None
-    return LearnerSnapshot(weights, averaged, pieces if optimizer else {}, state, adapters, learner.model, group)
+    return LearnerSnapshot(weights, averaged, optimizer_shards if optimizer else {}, state, adapters, learner.model, group)
 
 
 def _optimizer_state(
-    learner: ShardedLearner, places: Mapping[str, TensorShard], keep: Callable[[Tensor], Tensor]
+    learner: ShardedLearner, trainable: Mapping[str, TensorShard], to_snapshot: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, TensorShard], dict[str, Any]]:
     """Return the shards and the unsharded state of the optimizer, the masters, the average and the schedule."""
     saved = learner.optimizer.state_dict()
-    pieces: dict[str, TensorShard] = {}
-    undivided: dict[str, dict[str, Any]] = {}
+    shards: dict[str, TensorShard] = {}
+    unsharded: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(_parameter_names(saved)):
         for key, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0:
-                if value.shape != places[name].tensor.shape:
+                if value.shape != trainable[name].tensor.shape:
                     raise ValueError(
                         f"{type(learner.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, whose shard has shape "
-                        f"{tuple(places[name].tensor.shape)}: another number of ranks could not load it. Use torch.optim.AdamW, or set "
+                        f"{tuple(trainable[name].tensor.shape)}: another number of ranks could not load it. Use torch.optim.AdamW, or set "
                         "checkpointing.save_optimizer=false"
                     )
-                pieces[f"state.{name}.{key}"] = places[name].with_tensor(keep(value))
+                shards[f"state.{name}.{key}"] = trainable[name].with_tensor(to_snapshot(value))
             else:
-                undivided.setdefault(name, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                unsharded.setdefault(name, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     for name, master in _masters(learner).items():
-        pieces[f"masters.{name}"] = places[name].with_tensor(keep(master))
+        shards[f"masters.{name}"] = trainable[name].with_tensor(to_snapshot(master))
     groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-    return pieces, {
+    return shards, {
         "groups": copy.deepcopy(groups),
-        "undivided": undivided,
+        "undivided": unsharded,
         "average_steps": learner.average.steps if learner.average is not None else None,
         "scheduler": copy.deepcopy(learner.scheduler.state_dict()) if learner.scheduler is not None else None,
     }
@@ -203,14 +203,14 @@ def _optimizer_state(
 def _gather_adapters(learner: ShardedLearner) -> dict[str, Mapping[str, Tensor]]:
     """Gather the full adapters on all ranks; only the first rank keeps them."""
 
-    def whole() -> dict[str, Tensor]:
-        found = {name: tensor.detach().cpu().clone() for name, tensor in learner.parallelism.adapters().items()}
-        return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
+    def gather() -> dict[str, Tensor]:
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in learner.parallelism.adapters().items()}
+        return tensors if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
-    adapters: dict[str, Mapping[str, Tensor]] = {"weights": whole()}
+    adapters: dict[str, Mapping[str, Tensor]] = {"weights": gather()}
     if learner.average is not None:
         with learner.average.swap_in(learner.trainable_parameters):
-            adapters["ema"] = whole()
+            adapters["ema"] = gather()
     return adapters
 
 
@@ -220,7 +220,7 @@ def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -
     if config is None:
         return
     config.architectures = [type(model).__name__]
-    config.dtype = next((piece.tensor.dtype for piece in weights.values() if piece.tensor.is_floating_point()), None)
+    config.dtype = next((shard.tensor.dtype for shard in weights.values() if shard.tensor.is_floating_point()), None)
     with quiet_transformers():
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
@@ -251,26 +251,28 @@ def load(learner: ShardedLearner, folder: Path) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: Path) -> None:
-    """Load shards or a Hugging Face folder into a module, in place. Raises ValueError unless every weight is present, tied ones once."""
+    """Load shards or a Hugging Face folder into a module, in place. Raises ValueError unless every weight is present (tied ones once)."""
     if adapter_folder(str(folder)) is not None:
         raise ValueError(
             f"{folder} has adapters, and this run trains the full model; set dtensor_cfg.lora_cfg as it was when they were "
             "saved, or start with another checkpointing.checkpoint_dir"
         )
     aliases = _aliases(model)
-    own = dict(_model_shards(model))
+    shards = dict(_model_shards(model))
     stored = _open_weights(model, folder, {alias for names in aliases.values() for alias in names})
-    found = {name: next((alias for alias in aliases[name] if alias in stored.shapes), None) for name in own}
-    missing = [name for name, alias in found.items() if alias is None]
+    stored_names = {name: next((alias for alias in aliases[name] if alias in stored.shapes), None) for name in shards}
+    missing = [name for name, alias in stored_names.items() if alias is None]
     known = {alias for names in aliases.values() for alias in names}
     unexpected = [name for name in stored.shapes if name not in known]
-    other = [name for name, alias in found.items() if alias is not None and stored.shapes[alias] != own[name].shape]
-    if missing or unexpected or other:
+    mismatched = [
+        name for name, alias in stored_names.items() if alias is not None and stored.shapes[alias] != shards[name].shape
+    ]
+    if missing or unexpected or mismatched:
         raise ValueError(
             f"the weights in {folder} do not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}, of another shape "
-            f"{other[:3]}"
+            f"{mismatched[:3]}"
         )
-    stored.read({alias: own[name] for name, alias in found.items() if alias is not None})
+    stored.read({alias: shards[name] for name, alias in stored_names.items() if alias is not None})
 
 
 def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
@@ -288,24 +290,24 @@ def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
         return stored
     with quiet_transformers():
         config = copy.deepcopy(model.config)
-        whole, found = type(model).from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
-    if odd := {kind: sorted(names)[:3] for kind, names in found.items() if names}:
-        raise ValueError(f"the weights in {folder} do not fit the model: {odd}")
-    return InMemoryReader(whole.state_dict())
+        full, info = type(model).from_pretrained(folder, config=config, dtype="auto", output_loading_info=True)
+    if mismatches := {kind: sorted(names)[:3] for kind, names in info.items() if names}:
+        raise ValueError(f"the weights in {folder} do not fit the model: {mismatches}")
+    return InMemoryReader(full.state_dict())
 
 
 def _load_masters(learner: ShardedLearner, stored: TensorReader) -> None:
-    saved, own = names_with_prefix(stored, "masters."), _masters(learner)
-    if set(saved) != set(own):
+    saved, masters = names_with_prefix(stored, "masters."), _masters(learner)
+    if set(saved) != set(masters):
         raise ValueError(
-            f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(own)}; they differ in "
-            f"{', '.join(sorted(set(saved) ^ set(own))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
+            f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(masters)}; they differ in "
+            f"{', '.join(sorted(set(saved) ^ set(masters))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
         )
-    places = _trainable_shards(learner)
+    trainable = _trainable_shards(learner)
     stored.read(
         {
-            f"masters.{name}": _check_shape(stored, f"masters.{name}", places[name].with_tensor(tensor))
-            for name, tensor in own.items()
+            f"masters.{name}": _check_shape(stored, f"masters.{name}", trainable[name].with_tensor(tensor))
+            for name, tensor in masters.items()
         }
     )
     learner.masters.write_back()
@@ -313,18 +315,18 @@ def _load_masters(learner: ShardedLearner, stored: TensorReader) -> None:
 
 def _load_optimizer(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any]) -> None:
     """Load the optimizer state through ``load_optimizer``, which checks the parameter groups."""
-    places = _trainable_shards(learner)
-    numbers = iter(range(len(places)))
+    trainable = _trainable_shards(learner)
+    numbers = iter(range(len(trainable)))
     groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in state["groups"]]
     entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["undivided"].items()}
     into: dict[str, TensorShard] = {}
-    for full in names_with_prefix(stored, "state."):
-        name, _, key = full.rpartition(".")
-        if name in places:
-            place = places[name]
-            room = torch.empty_like(place.tensor, dtype=stored.dtypes[f"state.{full}"])
-            into[f"state.{full}"] = _check_shape(stored, f"state.{full}", place.with_tensor(room))
-            entries.setdefault(name, {})[key] = room
+    for full_name in names_with_prefix(stored, "state."):
+        name, _, key = full_name.rpartition(".")
+        if name in trainable:
+            shard = trainable[name]
+            buffer = torch.empty_like(shard.tensor, dtype=stored.dtypes[f"state.{full_name}"])
+            into[f"state.{full_name}"] = _check_shape(stored, f"state.{full_name}", shard.with_tensor(buffer))
+            entries.setdefault(name, {})[key] = buffer
     stored.read(into)
     names = _parameter_names(learner.optimizer.state_dict())
     numbered = {number: entries[name] for number, name in enumerate(names) if name in entries}
@@ -334,34 +336,34 @@ def _load_optimizer(learner: ShardedLearner, stored: TensorReader, state: Mappin
 def _load_average(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any], folder: Path) -> None:
     if learner.average is None or state["average_steps"] is None:
         return learner.load_average(None, folder)
-    own, places = learner.average.state_dict()["average"], _trainable_shards(learner)
-    found: dict[str, Tensor] = {}
+    current, trainable = learner.average.state_dict()["average"], _trainable_shards(learner)
+    loaded: dict[str, Tensor] = {}
     for name in names_with_prefix(stored, "average."):  # the average reports other names as an error
-        found[name] = torch.empty_like(own[name]) if name in own else torch.empty(0)
-    into = {f"average.{name}": places[name].with_tensor(room) for name, room in found.items() if name in own}
-    stored.read({name: _check_shape(stored, name, piece) for name, piece in into.items()})
-    learner.load_average({"steps": state["average_steps"], "average": found}, folder)
+        loaded[name] = torch.empty_like(current[name]) if name in current else torch.empty(0)
+    into = {f"average.{name}": trainable[name].with_tensor(buffer) for name, buffer in loaded.items() if name in current}
+    stored.read({name: _check_shape(stored, name, shard) for name, shard in into.items()})
+    learner.load_average({"steps": state["average_steps"], "average": loaded}, folder)
 
 
 def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
     """Return a reader of the optimizer state of several ranks or a single process, in the sharded format, and the unsharded state."""
-    pieces, file = folder / "optimizer", folder / "optimizer.pt"
-    if is_sharded(pieces):
-        return ShardedReader(pieces), torch.load(pieces / STATE_FILE, map_location="cpu", weights_only=True)
-    if not file.exists():
+    shards, path = folder / "optimizer", folder / "optimizer.pt"
+    if is_sharded(shards):
+        return ShardedReader(shards), torch.load(shards / STATE_FILE, map_location="cpu", weights_only=True)
+    if not path.exists():
         raise FileNotFoundError(
-            f"{pieces} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
+            f"{shards} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
         )
-    saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     names = _parameter_names(saved["optimizer"])
     tensors = {f"masters.{name}": tensor for name, tensor in saved.get("masters", {}).items()}
-    undivided: dict[str, dict[str, Any]] = {}
+    unsharded: dict[str, dict[str, Any]] = {}
     for number, values in saved["optimizer"]["state"].items():
         for key, value in values.items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 tensors[f"state.{names[number]}.{key}"] = value
             else:
-                undivided.setdefault(names[number], {})[key] = value
+                unsharded.setdefault(names[number], {})[key] = value
     average = saved.get("average")
     if average is not None:
         tensors |= {f"average.{name}": tensor for name, tensor in average["average"].items()}
@@ -369,7 +371,7 @@ def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
         "groups": [
             {key: value for key, value in group.items() if key != "params"} for group in saved["optimizer"]["param_groups"]
         ],
-        "undivided": undivided,
+        "undivided": unsharded,
         "average_steps": None if average is None else average["steps"],
         "scheduler": saved["scheduler"],
     }
@@ -380,14 +382,14 @@ def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
 
 def _trainable_shards(learner: ShardedLearner) -> dict[str, TensorShard]:
     """Return this rank's shards of the trained parameters."""
-    divided: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
-    return {name: local_shard(divided.get(name, parameter)) for name, parameter in learner.trainable_parameters}
+    sharded: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
+    return {name: local_shard(sharded.get(name, parameter)) for name, parameter in learner.trainable_parameters}
 
 
 def _param_dtype(learner: ShardedLearner) -> torch.dtype | None:
     """Return the dtype of the computation if the shards have a higher precision, else None."""
-    placement = learner.parallelism
-    return None if isinstance(placement, SingleDevice) else cast("Sharded", placement).param_dtype
+    parallelism = learner.parallelism
+    return None if isinstance(parallelism, SingleDevice) else cast("Sharded", parallelism).param_dtype
 
 
 def _masters(learner: ShardedLearner) -> Mapping[str, Tensor]:
@@ -407,12 +409,12 @@ def _model_shards(model: Any) -> Iterator[tuple[str, TensorShard]]:
 
 def _aliases(model: Any) -> dict[str, list[str]]:
     """Return all names of each weight by its first name."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    aliases: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in model.state_dict().items():
-        piece = local_shard(tensor).tensor
-        key = (piece.untyped_storage().data_ptr(), piece.storage_offset(), tuple(tensor.shape))
-        found.setdefault(key if piece.untyped_storage().nbytes() else (name,), []).append(name)
-    return {names[0]: names for names in found.values()}
+        local = local_shard(tensor).tensor
+        key = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(tensor.shape))
+        aliases.setdefault(key if local.untyped_storage().nbytes() else (name,), []).append(name)
+    return {names[0]: names for names in aliases.values()}
 
 
 def _parameter_names(saved: Mapping[str, Any]) -> list[str]:
@@ -425,16 +427,16 @@ def _parameter_names(saved: Mapping[str, Any]) -> list[str]:
     return [name for group in saved["param_groups"] for name in group["param_names"]]
 
 
-def _check_shape(stored: TensorReader, name: str, piece: TensorShard) -> TensorShard:
-    if stored.shapes[name] != piece.shape:
-        raise ValueError(f"the checkpoint has {name} of shape {stored.shapes[name]}, and this run's is {piece.shape}")
-    return piece
+def _check_shape(stored: TensorReader, name: str, shard: TensorShard) -> TensorShard:
+    if stored.shapes[name] != shard.shape:
+        raise ValueError(f"the checkpoint has {name} of shape {stored.shapes[name]}, and this run's is {shard.shape}")
+    return shard
 
 
-def _copy_shard(own: Tensor, whole: Tensor) -> None:
+def _copy_shard(local: Tensor, full: Tensor) -> None:
     """Copy this rank's shard of ``whole`` into ``own``."""
-    piece = local_shard(own)
-    piece.tensor.copy_(whole[piece.index])
+    shard = local_shard(local)
+    shard.tensor.copy_(full[shard.index])
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
                                    TeacherTopK(teacher, count)          -> candidates, teacher_candidates [N, K]
     one of several by environment  RoutedTeachers({environment: source})
     a mixture of several           MixedTeachers([source, ...])
-    the policy with demonstration  SelfTeacher(source, prompt)
+    the policy, after a            SelfTeacher(source, prompt)
+        demonstration
 
 A teacher scores the token ids that the student sampled, so both must share a vocabulary: ``shared_vocabulary_size`` checks it.
 """
@@ -51,26 +52,28 @@ class Teacher:
 
     @torch.no_grad()
     def top_k(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` most likely token ids below ``vocabulary`` at each position and their log-probabilities: [N, K] each,
-        int64 and float32, on the CPU. Raises ValueError if ``count`` exceeds the vocabulary."""
-        known = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
-        if not 1 <= count <= known:
-            raise ValueError(f"the {count} most likely of {known} tokens were requested; set topk_logits_k to at most {known}")
+        """Return the ``count`` most likely token ids below ``vocabulary`` at each position, and their log-probabilities.
+
+        Both are [N, K] on the CPU, int64 and float32. Raises ValueError if ``count`` exceeds the vocabulary.
+        """
+        size = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
+        if not 1 <= count <= size:
+            raise ValueError(f"the {count} most likely of {size} tokens were requested; set topk_logits_k to at most {size}")
         ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
         logprobs = torch.zeros(len(batch.target), count)
         with self.context():
             for part in split_micro_batches(batch, self.score_tokens, padded=not self.network.packed):
-                ids[part.index], logprobs[part.index] = self._top_k(part.batch, count, known)
+                ids[part.index], logprobs[part.index] = self._top_k(part.batch, count, size)
         return ids, logprobs
 
     def _top_k(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-        network, pieces = self.network, []
+        network, chunks = self.network, []
         with network.autocast():
             for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
                 logits = filtered_logits(network.head.compute_logits(rows), self.sampling)
-                best, places = logits[:, :vocabulary].topk(count, dim=-1)
-                pieces.append((places.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
-        ids, logprobs = zip(*pieces, strict=True)
+                best, indices = logits[:, :vocabulary].topk(count, dim=-1)
+                chunks.append((indices.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
+        ids, logprobs = zip(*chunks, strict=True)
         return torch.cat(ids), torch.cat(logprobs)
 
 
@@ -96,9 +99,8 @@ class TeacherLogprobs:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """A teacher's ``count`` most likely tokens at each position and their log-probabilities: ``candidates`` and
-    ``teacher_candidates`` [N, K].
-    """
+    """A teacher's ``count`` most likely tokens at each position, as ``candidates``, and their log-probabilities, as
+    ``teacher_candidates``: [N, K] each."""
 
     teacher: Teacher
     count: int
@@ -119,15 +121,15 @@ class RoutedTeachers:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a group without a teacher."""
         owners = [self.teacher_for(group.environment) for group in groups]
-        asked = []
+        calls = []
         for teacher in {id(owner): owner for owner in owners}.values():
-            places = [place for place, owner in enumerate(owners) if owner is teacher]
-            part = select_rollouts(batch, torch.isin(batch.group, torch.tensor(places)).nonzero().flatten().tolist())
-            asked.append((part, teacher.columns(part.batch, [groups[place] for place in places])))
+            indices = [index for index, owner in enumerate(owners) if owner is teacher]
+            part = select_rollouts(batch, torch.isin(batch.group, torch.tensor(indices)).nonzero().flatten().tolist())
+            calls.append((part, teacher.columns(part.batch, [groups[index] for index in indices])))
         columns: dict[str, Tensor] = {}
-        answers = await asyncio.gather(*(answer for _, answer in asked))  # concurrent if the teachers are in other processes
-        for (part, _), found in zip(asked, answers, strict=True):
-            for name, column in found.items():
+        results = await asyncio.gather(*(call for _, call in calls))  # concurrent if the teachers are in other processes
+        for (part, _), result in zip(calls, results, strict=True):
+            for name, column in result.items():
                 if name not in columns:
                     columns[name] = torch.zeros(len(batch.target), *column.shape[1:], dtype=column.dtype)
                 columns[name][part.index] = column
@@ -160,11 +162,11 @@ class MixedTeachers:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a teacher that returns other columns."""
-        found = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
-        if any(set(columns) != {TEACHER_LOGPROBS} for columns in found):
+        results = await asyncio.gather(*(teacher.columns(batch, groups) for teacher in self.teachers))
+        if any(set(columns) != {TEACHER_LOGPROBS} for columns in results):
             raise ValueError("teachers can be mixed only for distillation on sampled tokens; otherwise route them by environment")
-        weights = torch.tensor(self.weights or [1.0] * len(found), dtype=torch.float64)
-        logs = torch.stack([columns[TEACHER_LOGPROBS].double() for columns in found]) + (weights / weights.sum()).log()[:, None]
+        weights = torch.tensor(self.weights or [1.0] * len(results), dtype=torch.float64)
+        logs = torch.stack([columns[TEACHER_LOGPROBS].double() for columns in results]) + (weights / weights.sum()).log()[:, None]
         return {TEACHER_LOGPROBS: logs.logsumexp(0).float()}
 
 
@@ -181,11 +183,11 @@ class SelfTeacher:
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError if the batch was not packed from ``groups``."""
-        shown = [self._with_demonstration(group) for group in groups]
-        reading = pack(shown, _ReadOnlyAlgorithm())
-        if not torch.equal(reading.target, batch.target):
+        teacher_groups = [self._with_demonstration(group) for group in groups]
+        teacher_batch = pack(teacher_groups, _ReadOnlyAlgorithm())
+        if not torch.equal(teacher_batch.target, batch.target):
             raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
-        return await self.teacher.columns(reading, shown)
+        return await self.teacher.columns(teacher_batch, teacher_groups)
 
     def _with_demonstration(self, group: Group) -> Group:
         prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)
@@ -229,17 +231,18 @@ def shared_vocabulary_size(student: int, teacher: int, tokenizers: tuple[Any, An
                 "be compared; choose a teacher of the student's family"
             )
         return student
-    known, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
-    if odd := sorted((place, token) for token, place in known.items() if others.get(token) != place):
-        place, token = odd[0]
+    student_ids, teacher_ids = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    if differing := sorted((index, token) for token, index in student_ids.items() if teacher_ids.get(token) != index):
+        index, token = differing[0]
         raise ValueError(
-            f"the tokenizers of student and teacher differ in {len(odd)} tokens; the first is {token!r}: {place} for the "
-            f"student and {others.get(token, 'unknown')} for the teacher; choose a teacher of the student's family"
+            f"the tokenizers of student and teacher differ in {len(differing)} tokens; the first is {token!r}: {index} for the "
+            f"student and {teacher_ids.get(token, 'unknown')} for the teacher; choose a teacher of the student's family"
         )
-    ours, theirs = (tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
-    if ours != theirs:
+    student_tokens, teacher_tokens = (tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers)
+    if student_tokens != teacher_tokens:
         raise ValueError(
             f"the tokenizers of student and teacher have the same tokens but split text differently: {_PROBE_TEXT[:20]!r}... is "
-            f"{len(ours)} tokens for the student and {len(theirs)} for the teacher; choose a teacher of the student's family"
+            f"{len(student_tokens)} tokens for the student and {len(teacher_tokens)} for the teacher; choose a teacher of the student's "
+            "family"
         )
-    return min(student, int(max(known.values())) + 1)
+    return min(student, int(max(student_ids.values())) + 1)

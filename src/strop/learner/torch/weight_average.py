@@ -60,7 +60,7 @@ class AveragedWeights:
         The swap is in place, so everything that shares the module sees it. An engine that keeps copies of the weights must refresh them on
         entry and on exit.
         """
-        kept = [parameter.detach().clone() for _, parameter in named_parameters]
+        backup = [parameter.detach().clone() for _, parameter in named_parameters]
         try:
             with torch.no_grad():
                 for name, parameter in named_parameters:
@@ -68,7 +68,7 @@ class AveragedWeights:
             yield
         finally:
             with torch.no_grad():
-                for (_, parameter), weight in zip(named_parameters, kept, strict=True):
+                for (_, parameter), weight in zip(named_parameters, backup, strict=True):
                     parameter.copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,10 +79,10 @@ class AveragedWeights:
         """Restore a ``state_dict``. Raises ValueError for the average of other parameters."""
         saved: Mapping[str, Tensor] = state["average"]
         if saved.keys() != self._average.keys():
-            odd = sorted(saved.keys() ^ self._average.keys())
+            differing = sorted(saved.keys() ^ self._average.keys())
             raise ValueError(
                 f"the checkpoint has the average of {len(saved)} weights and this run trains {len(self._average)}; they differ in "
-                f"{', '.join(odd[:3])}; start with another checkpointing.checkpoint_dir"
+                f"{', '.join(differing[:3])}; start with another checkpointing.checkpoint_dir"
             )
         self.steps = int(state["steps"])
         for name, average in self._average.items():

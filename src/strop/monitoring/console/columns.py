@@ -66,11 +66,11 @@ def phase_times(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
         if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME and math.isfinite(value) and value > 0
     }
     order = [name for name in _PHASE_NAMES if name in seconds] + sorted(seconds.keys() - _PHASE_NAMES.keys())
-    parts = [Phase(_PHASE_NAMES.get(name, name.replace("_", " ")), seconds[name]) for name in order]
-    rest = metrics.get(TOTAL_TIME, 0.0) - sum(part.seconds for part in parts)
+    phases = [Phase(_PHASE_NAMES.get(name, name.replace("_", " ")), seconds[name]) for name in order]
+    rest = metrics.get(TOTAL_TIME, 0.0) - sum(phase.seconds for phase in phases)
     if rest > 0.01 * metrics.get(TOTAL_TIME, 0.0):
-        parts.append(Phase("other", rest))
-    return tuple(parts)
+        phases.append(Phase("other", rest))
+    return tuple(phases)
 
 
 def format_number(value: float) -> str:

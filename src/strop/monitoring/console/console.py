@@ -76,16 +76,16 @@ class PlainConsole(NullTracker):
         ]
 
     def _format_times(self, metrics: Mapping[str, float]) -> str:
-        parts = phase_times(metrics)
-        total = sum(part.seconds for part in parts)
-        if not parts:
+        phases = phase_times(metrics)
+        total = sum(phase.seconds for phase in phases)
+        if not phases:
             return ""
-        shares = ", ".join(f"{part.name} {part.seconds / total:.0%}" for part in parts if part.seconds >= 0.005 * total)
-        return f"{format_seconds(total)} ({shares})"
+        fractions = ", ".join(f"{phase.name} {phase.seconds / total:.0%}" for phase in phases if phase.seconds >= 0.005 * total)
+        return f"{format_seconds(total)} ({fractions})"
 
     def _format_eta(self) -> str:
-        left = self._progress.eta_seconds
-        return f"{format_duration(left)} left" if math.isfinite(left) and left > 0 else ""
+        eta = self._progress.eta_seconds
+        return f"{format_duration(eta)} left" if math.isfinite(eta) and eta > 0 else ""
 
     def _print(self, line: str) -> None:
         stamped = f"{time.strftime('%m-%d %H:%M:%S')}  {line}"

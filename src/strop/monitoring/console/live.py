@@ -82,26 +82,28 @@ class Dashboard:
         yield Panel(Group(*blocks), title=Text(name, "bold"), title_align="left", border_style="dim", width=width)
 
     def _render_progress(self, width: int) -> RenderableType:
-        pace, row = self.progress, Table.grid(padding=(0, 2), expand=True)
-        steps = f"{pace.step}" if pace.max_steps is None else f"{pace.step}/{pace.max_steps}"
+        progress, row = self.progress, Table.grid(padding=(0, 2), expand=True)
+        steps = f"{progress.step}" if progress.max_steps is None else f"{progress.step}/{progress.max_steps}"
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        left = "" if not math.isfinite(pace.eta_seconds) or self.closed else f"{format_duration(pace.eta_seconds)} left"
-        if pace.max_steps is None:
-            row.add_row(Text(f"step {steps}", "bold"), "", Text(format_duration(pace.elapsed), "dim"))
+        eta = "" if not math.isfinite(progress.eta_seconds) or self.closed else f"{format_duration(progress.eta_seconds)} left"
+        if progress.max_steps is None:
+            row.add_row(Text(f"step {steps}", "bold"), "", Text(format_duration(progress.elapsed), "dim"))
             return row
-        share = pace.step / pace.max_steps if pace.max_steps else 1.0
-        bar = ProgressBar(total=max(pace.max_steps, 1), completed=pace.step, complete_style="cyan", finished_style="green")
-        ending = Text.assemble(f"{share:.0%}", (f"  {left}" if left else "", "dim")) if width >= 36 else Text(left, "dim")
+        fraction = progress.step / progress.max_steps if progress.max_steps else 1.0
+        bar = ProgressBar(
+            total=max(progress.max_steps, 1), completed=progress.step, complete_style="cyan", finished_style="green"
+        )
+        ending = Text.assemble(f"{fraction:.0%}", (f"  {eta}" if eta else "", "dim")) if width >= 36 else Text(eta, "dim")
         row.add_row(Text(f"step {steps}", "bold"), bar, ending)
         return row
 
     def _render_tiles(self, width: int) -> Text:
         tiles = [self._render_tile(column) for column in COLUMNS if column.tag in self._history]
-        across = max(1, min(3, (width + TILE_GAP) // (TILE_WIDTH + TILE_GAP)))
-        down = -(-len(tiles) // across)
-        lines = [Text(" " * TILE_GAP).join(tiles[line::down]) for line in range(down)]  # column by column
+        num_columns = max(1, min(3, (width + TILE_GAP) // (TILE_WIDTH + TILE_GAP)))
+        num_rows = -(-len(tiles) // num_columns)
+        lines = [Text(" " * TILE_GAP).join(tiles[line::num_rows]) for line in range(num_rows)]  # column by column
         return Text("\n").join(lines)
 
     def _render_tile(self, column: Column) -> Text:
@@ -118,7 +120,7 @@ class Dashboard:
         return tile
 
     def _render_step_time(self, width: int, letters: bool) -> RenderableType:
-        total = sum(part.seconds for part in self._phases)
+        total = sum(phase.seconds for phase in self._phases)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
@@ -177,11 +179,11 @@ class LiveConsole(NullTracker):
         """Leave the last drawing on the screen and restore the cursor."""
         if self._live is None:
             return
-        pace = self._dashboard.progress
-        done = pace.max_steps is not None and pace.step >= pace.max_steps
-        said = "finished" if done else f"stopped at step {pace.step}"
+        progress = self._dashboard.progress
+        done = progress.max_steps is not None and progress.step >= progress.max_steps
+        outcome = "finished" if done else f"stopped at step {progress.step}"
         self._dashboard.closed = True
-        self._dashboard.activity = (f"{said} after {format_duration(pace.elapsed)}", self._clock())
+        self._dashboard.activity = (f"{outcome} after {format_duration(progress.elapsed)}", self._clock())
         live, self._live = self._live, None
         live.stop()
         atexit.unregister(self.close)
@@ -213,25 +215,25 @@ def _activity_kind(progress: str) -> str:
     return progress.split(" ", 1)[0]
 
 
-def _render_phase_bar(parts: tuple[Phase, ...], width: int, letters: bool) -> Text:
+def _render_phase_bar(phases: tuple[Phase, ...], width: int, letters: bool) -> Text:
     """Render a bar of ``width`` cells. Rounds edges instead of lengths, so that the cells add up."""
-    total, bar, edge, start = sum(part.seconds for part in parts), Text(no_wrap=True), 0.0, 0
-    for index, part in enumerate(parts):
-        edge += part.seconds / total * width
-        bar.append((part.name[0] if letters else "█") * (round(edge) - start), PHASE_COLOURS[index % len(PHASE_COLOURS)])
+    total, bar, edge, start = sum(phase.seconds for phase in phases), Text(no_wrap=True), 0.0, 0
+    for index, phase in enumerate(phases):
+        edge += phase.seconds / total * width
+        bar.append((phase.name[0] if letters else "█") * (round(edge) - start), PHASE_COLOURS[index % len(PHASE_COLOURS)])
         start = round(edge)
     return bar
 
 
-def _render_legend(parts: tuple[Phase, ...], total: float, letters: bool, width: int) -> Text:
+def _render_legend(phases: tuple[Phase, ...], total: float, letters: bool, width: int) -> Text:
     """Render the legend. Breaks lines between entries, since Rich would also break inside one."""
     lines = [Text()]
-    for index, part in enumerate(parts):
-        if part.seconds < 0.005 * total:
+    for index, phase in enumerate(phases):
+        if phase.seconds < 0.005 * total:
             continue
         entry = Text.assemble(
-            (part.name[0] if letters else "■", PHASE_COLOURS[index % len(PHASE_COLOURS)]),
-            f" {part.name} {part.seconds / total:.0%}  ",
+            (phase.name[0] if letters else "■", PHASE_COLOURS[index % len(PHASE_COLOURS)]),
+            f" {phase.name} {phase.seconds / total:.0%}  ",
         )
         if lines[-1] and len(lines[-1]) + len(entry) - 2 > width:
             lines.append(Text())

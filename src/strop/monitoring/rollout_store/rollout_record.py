@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from strop.types import Batch, Group, Rollout
 
-if TYPE_CHECKING:
-    pass  # type: ignore[import-untyped,unused-ignore]
-
-
 DropReason = Literal["filtered", "error", "stale"]
-
-
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
 
 
@@ -61,15 +55,15 @@ def make_records(
     log-probabilities cover the rollout's sampled tokens, or all its tokens after the prompt. ``dropped`` maps group.index to
     the reason. ``decode`` is the tokenizer's, for the prompt exactly as the model reads it; without it the messages are stored.
     """
-    credit, scored, why = advantages or {}, learner_logprobs or {}, dropped or {}
+    advantages, learner_logprobs, dropped = advantages or {}, learner_logprobs or {}, dropped or {}
     return [
         _make_record(
             step,
             group,
             rollout,
-            advantage=credit.get((group.index, rollout.sample)),
-            learner=scored.get((group.index, rollout.sample)),
-            dropped=why.get(group.index),
+            advantage=advantages.get((group.index, rollout.sample)),
+            learner=learner_logprobs.get((group.index, rollout.sample)),
+            dropped=dropped.get(group.index),
             prompt=decode(rollout.prompt.tolist()) if decode else _format_prompt(rollout),
         )
         for group in groups
@@ -133,13 +127,13 @@ def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[
             f"{len(values)} learner log-probs for a rollout of {len(sampled)} tokens, {sum(sampled)} of them sampled: "
             "give one for each sampled token, or one for each token"
         )
-    rest = iter(values)
-    return tuple(next(rest) if mine else 0.0 for mine in sampled)
+    remaining = iter(values)
+    return tuple(next(remaining) if is_sampled else 0.0 for is_sampled in sampled)
 
 
 def _format_prompt(rollout: Rollout) -> str:
     """Return the messages before the policy's first turn. Counts from the end, since a prompt may contain assistant messages."""
-    said = [place for place, message in enumerate(rollout.messages) if message.role == "assistant"]
-    mine = len(rollout.policy_turns)
-    end = said[-mine] if 0 < mine <= len(said) else len(rollout.messages)
+    assistant_indices = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
+    num_turns = len(rollout.policy_turns)
+    end = assistant_indices[-num_turns] if 0 < num_turns <= len(assistant_indices) else len(rollout.messages)
     return "\n".join(f"{message.role}: {message.content}" for message in rollout.messages[:end])

@@ -17,21 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.atomic_file import atomic_write
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, find_largest_ratios, read_ratios, write_ratios
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 
 StoreFormat = Literal["parquet", "jsonl", "none"]
 
-
 ROLLOUTS_FOLDER = "rollouts"
-
-
 _FILE_PATTERN = re.compile(r"step_(\d+)\.(parquet|jsonl)")
-
-
 _RATIOS_PATTERN = re.compile(r"step_(\d+)_ratios\.jsonl")
 
 
@@ -53,8 +48,8 @@ class RolloutStore:
         if self.format == "none":
             return None
         path = self.folder / f"step_{step:06d}.{self.format}"
-        with atomic_write(path) as draft:
-            (_write_parquet if self.format == "parquet" else _write_jsonl)(draft, records)
+        with atomic_write(path) as temporary:
+            (_write_parquet if self.format == "parquet" else _write_jsonl)(temporary, records)
         for other in self._files_by_step().get(step, ()):
             if other != path:  # the format changed between two attempts of the run
                 other.unlink()
@@ -82,8 +77,8 @@ class RolloutStore:
         if not rows:
             path.unlink(missing_ok=True)
             return
-        with atomic_write(path) as draft:
-            write_ratios(draft, rows)
+        with atomic_write(path) as temporary:
+            write_ratios(temporary, rows)
 
     def read_all(self) -> Iterator[RolloutRecord]:
         """Iterate over all rollouts in step order, holding one step in memory at a time."""
@@ -102,15 +97,15 @@ class RolloutStore:
         for path in self.folder.glob("step_*_ratios.jsonl"):
             if (match := _RATIOS_PATTERN.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
-        for draft in self.folder.glob(".step_*.tmp"):
-            draft.unlink()
+        for temporary in self.folder.glob(".step_*.tmp"):
+            temporary.unlink()
 
     def _files_by_step(self) -> dict[int, list[Path]]:
-        found: dict[int, list[Path]] = {}
+        files: dict[int, list[Path]] = {}
         for path in sorted(self.folder.glob("step_*")):
             if match := _FILE_PATTERN.fullmatch(path.name):
-                found.setdefault(int(match[1]), []).append(path)
-        return found
+                files.setdefault(int(match[1]), []).append(path)
+        return files
 
 
 def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
@@ -172,8 +167,8 @@ def _encode_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {name: _encode_nonfinite(part) for name, part in value.items()}
-    return [_encode_nonfinite(part) for part in value] if isinstance(value, tuple) else value
+        return {name: _encode_nonfinite(item) for name, item in value.items()}
+    return [_encode_nonfinite(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _to_dict(record: RolloutRecord) -> dict[str, Any]:

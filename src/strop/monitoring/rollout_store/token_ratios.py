@@ -44,36 +44,36 @@ class TokenRatio:
 def find_largest_ratios(records: Sequence[RolloutRecord], decode: Decode, count: int = MAX_TOKENS) -> list[TokenRatio]:
     """Return the ``count`` tokens with the largest |log ratio| among rollouts that the learner scored. NaN ranks above all numbers."""
     ranked = heapq.nlargest(count, _iter_differences(records))
-    return [_token_ratio(records[-record], -place, decode) for _, record, place in ranked]
+    return [_token_ratio(records[-record], -index, decode) for _, record, index in ranked]
 
 
 def _iter_differences(records: Sequence[RolloutRecord]) -> Iterator[tuple[float, int, int]]:
     """Yield (|log ratio|, -record index, -token index), so that among equal ratios the first token ranks first."""
-    for number, record in enumerate(records):
+    for record_index, record in enumerate(records):
         if record.learner_logprobs is None:
             continue
         pairs = zip(record.sampled, record.sampler_logprobs, record.learner_logprobs, strict=True)
-        for place, (sampled, sampler, learner) in enumerate(pairs):
+        for index, (sampled, sampler, learner) in enumerate(pairs):
             if sampled and sampler != learner:
                 size = abs(learner - sampler)
-                yield (math.inf if math.isnan(size) else size, -number, -place)
+                yield (math.inf if math.isnan(size) else size, -record_index, -index)
 
 
-def _token_ratio(record: RolloutRecord, place: int, decode: Decode) -> TokenRatio:
+def _token_ratio(record: RolloutRecord, index: int, decode: Decode) -> TokenRatio:
     assert record.learner_logprobs is not None
-    sampler, learner = record.sampler_logprobs[place], record.learner_logprobs[place]
-    before = [*record.prompt_tokens, *record.tokens[:place]][-CONTEXT_TOKENS:]
-    sampled = record.sampled[: place + 1]
-    begins = [mine and not (index and sampled[index - 1]) for index, mine in enumerate(sampled)]
+    sampler, learner = record.sampler_logprobs[index], record.learner_logprobs[index]
+    context = [*record.prompt_tokens, *record.tokens[:index]][-CONTEXT_TOKENS:]
+    sampled = record.sampled[: index + 1]
+    turn_starts = [is_sampled and not (i and sampled[i - 1]) for i, is_sampled in enumerate(sampled)]
     return TokenRatio(
         step=record.step,
         log_ratio=learner - sampler,
-        token=record.tokens[place],
-        text=decode([record.tokens[place]]),
-        context=decode(before),
+        token=record.tokens[index],
+        text=decode([record.tokens[index]]),
+        context=decode(context),
         position=sum(sampled),
-        turn=sum(begins),
-        version=record.versions[place],
+        turn=sum(turn_starts),
+        version=record.versions[index],
         sampler_logprob=sampler,
         learner_logprob=learner,
         task_id=record.task_id,

@@ -49,9 +49,9 @@ class JsonlTracker(NullTracker):
             self._last_step = step
 
     def resume(self, step: int) -> None:
-        kept = {known: line for known, line in _read_lines(self.path) if known <= step}
-        self._replace(list(kept.values()))
-        self._last_step = max(kept, default=None)
+        lines = {logged_step: line for logged_step, line in _read_lines(self.path) if logged_step <= step}
+        self._replace(list(lines.values()))
+        self._last_step = max(lines, default=None)
 
     def close(self) -> None:
         if self._file is not None:
@@ -67,15 +67,15 @@ class JsonlTracker(NullTracker):
 
     def _merge(self, step: int, metrics: Mapping[str, float]) -> None:
         lines = list(_read_lines(self.path))
-        known = decode_line(lines[-1][1])[1]
-        self._replace([line for _, line in lines[:-1]] + [encode_line(step, {**known, **metrics})])
+        previous = decode_line(lines[-1][1])[1]
+        self._replace([line for _, line in lines[:-1]] + [encode_line(step, {**previous, **metrics})])
 
     def _replace(self, lines: list[str]) -> None:
         self.close()  # after the rename the open file would be the old one
         if not lines and not self.path.exists():
             return
-        with atomic_write(self.path) as draft:
-            draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        with atomic_write(self.path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:
@@ -93,12 +93,12 @@ def encode_line(step: int, metrics: Mapping[str, float]) -> str:
 
 def decode_line(line: str) -> tuple[int, dict[str, float]]:
     """Parse a line into (step, metrics), the inverse of ``encode_line``. Raises ValueError for an invalid line."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise ValueError('expected an object with an integer "step"')
-    nonfinite = found.pop("nonfinite", {})
-    step = found.pop("step")
-    values = {name: nonfinite.get(name, "nan") if value is None else value for name, value in found.items()}
+    nonfinite = row.pop("nonfinite", {})
+    step = row.pop("step")
+    values = {name: nonfinite.get(name, "nan") if value is None else value for name, value in row.items()}
     return step, {name: float(value) for name, value in values.items() if _is_number(value)}
 
 
@@ -134,8 +134,8 @@ def _repair(path: Path) -> None:
     if not path.exists() or _ends_with_newline(path):
         return
     lines = [line for _, line in _read_lines(path)]
-    with atomic_write(path) as draft:
-        draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def _ends_with_newline(path: Path) -> bool:

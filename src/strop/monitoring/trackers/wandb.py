@@ -57,8 +57,8 @@ class WandbTracker(NullTracker):
             import wandb
 
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            starts_anew = resume_step is not None and resume_step < 0
-            run_id = None if starts_anew else _read_run_id(self._log_dir)
+            from_scratch = resume_step is not None and resume_step < 0
+            run_id = None if from_scratch else _read_run_id(self._log_dir)
             # Console capture would record every redraw of the live console.
             common = {**self._init, "settings": wandb.Settings(console="off")}
             if run_id is None or resume_step is None or self._is_offline():
@@ -108,6 +108,6 @@ def _read_run_id(log_dir: Path) -> str | None:
 def _create_run_id(log_dir: Path) -> str:
     """Create and store a run id, before the service uses it: a kill in between wastes an id but never creates a second run."""
     run_id = secrets.token_hex(4)
-    with atomic_write(log_dir / ID_FILE) as draft:
-        draft.write_text(run_id + "\n", encoding="utf-8")
+    with atomic_write(log_dir / ID_FILE) as temporary:
+        temporary.write_text(run_id + "\n", encoding="utf-8")
     return run_id

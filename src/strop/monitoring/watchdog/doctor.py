@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from strop.monitoring.console.columns import format_duration
-from strop.monitoring.trackers.jsonl import METRICS_FILE as METRICS
-from strop.monitoring.trackers.jsonl import MalformedMetrics, read_metrics
+from strop.monitoring.trackers.jsonl import METRICS_FILE, MalformedMetrics, read_metrics
 from strop.monitoring.watchdog.status import Status, process_start_time, read_status
 from strop.monitoring.watchdog.waits import Wait
 
@@ -58,15 +57,19 @@ class Diagnosis:
 def find_run(run: Path) -> Path:
     """Return the log folder for ``run``, which is the folder or a file in it. Raises RunNotFound."""
     for folder in (run, run.parent) if run.is_file() else (run,):
-        if (folder / "status.json").is_file() or (folder / METRICS).is_file():
+        if (folder / "status.json").is_file() or (folder / METRICS_FILE).is_file():
             return folder
     if not run.exists():
         raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir)")
-    below = (
-        sorted(path.parent.name for name in ("status.json", METRICS) for path in run.glob(f"*/{name}")) if run.is_dir() else []
+    run_names = (
+        sorted(path.parent.name for name in ("status.json", METRICS_FILE) for path in run.glob(f"*/{name}"))
+        if run.is_dir()
+        else []
     )
-    hint = f"; there are runs in it: {', '.join(dict.fromkeys(below))}" if below else ""
-    raise RunNotFound(f"{run} contains neither status.json nor {METRICS}, so it is not a run's log folder (logger.log_dir){hint}")
+    hint = f"; there are runs in it: {', '.join(dict.fromkeys(run_names))}" if run_names else ""
+    raise RunNotFound(
+        f"{run} contains neither status.json nor {METRICS_FILE}, so it is not a run's log folder (logger.log_dir){hint}"
+    )
 
 
 def diagnose(run: Path) -> Diagnosis:
@@ -74,10 +77,10 @@ def diagnose(run: Path) -> Diagnosis:
     folder = find_run(run)
     status = read_status(folder)
     try:
-        steps = read_metrics(folder / METRICS)
+        steps = read_metrics(folder / METRICS_FILE)
     except MalformedMetrics as error:
         raise ValueError(str(error)) from error
-    last = steps[-1][0] if steps else 0
+    last_step = steps[-1][0] if steps else 0
     checkpoint = find_newest_checkpoint(status)
     common = {
         "folder": str(folder),
@@ -89,24 +92,26 @@ def diagnose(run: Path) -> Diagnosis:
             **common,  # type: ignore[arg-type]
             verdict="unknown",
             why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
-            step=last, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
+            step=last_step, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
             process="", versions={}, advice=("check whether its process exists and when metrics.jsonl was last written",),
         )  # fmt: skip
     verdict, why = find_verdict(status)
-    ago = None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
+    since_step = (
+        None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
+    )
     return Diagnosis(
         **common,  # type: ignore[arg-type]
         verdict=verdict,
         why=why,
-        step=max(last, status.step, 0),
-        since_step=ago,
+        step=max(last_step, status.step, 0),
+        since_step=since_step,
         doing=status.doing,
         waits=tuple(format_tree(status.waits)),
         troubles=status.troubles,
         error=status.error,
         checkpoint=checkpoint,
         stacks=status.stacks,
-        notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(said.when))}  {said.text}" for said in status.notes[-5:]),
+        notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(note.when))}  {note.text}" for note in status.notes[-5:]),
         process=(
             f"pid {status.pid} on {status.host}, started {_format_time(status.started)}, seen "
             f"{_format_time(status.written)}: {status.command}"
@@ -125,15 +130,13 @@ def find_verdict(status: Status) -> tuple[Verdict, str]:
     if status.host == socket.gethostname():
         if not _is_alive(status):
             return "dead", (
-                f"its process (pid {status.pid}) died without a final status, about {format_duration(silence)} "
-                f"ago: it was killed from outside, "
-                "e.g. by the out-of-memory killer, or the machine went down"
+                f"its process (pid {status.pid}) died without a final status, about {format_duration(silence)} ago: "
+                "it was killed from outside, e.g. by the out-of-memory killer, or the machine went down"
             )
         if not fresh:
             return "hung", (
-                f"its process exists, but even its watchdog has been silent for {format_duration(silence)}: it "
-                f"is stopped, or a call holds the "
-                "interpreter lock (GIL)"
+                f"its process exists, but even its watchdog has been silent for {format_duration(silence)}: "
+                "it is stopped, or a call holds the interpreter lock (GIL)"
             )
     elif not fresh:
         return (
@@ -173,10 +176,10 @@ def format_tree(waits: Sequence[Wait]) -> Iterator[str]:
             yield f"{'   ' * depth}{wait.who} waits for {wait.on}{detail}: {wait.seconds:.1f}{limit} s{over}"
             yield from lines(wait.number, depth + 1)
 
-    found = list(lines(None, 0))
-    yield from found[:MAX_WAITS_SHOWN]
-    if len(found) > MAX_WAITS_SHOWN:
-        yield f"... and {len(found) - MAX_WAITS_SHOWN} more"
+    rendered = list(lines(None, 0))
+    yield from rendered[:MAX_WAITS_SHOWN]
+    if len(rendered) > MAX_WAITS_SHOWN:
+        yield f"... and {len(rendered) - MAX_WAITS_SHOWN} more"
 
 
 def find_newest_checkpoint(status: Status | None) -> str | None:
@@ -208,20 +211,20 @@ def _read_errors(folder: Path, step: int) -> list[str]:
 
 def _describe_mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
     """Describe the mismatch: its last value, the worst of the last steps, and the last warning."""
-    seen = [
+    ratios = [
         (step, values["train/token_mult_prob_error"])
         for step, values in steps[-RECENT_STEPS:]
         if "train/token_mult_prob_error" in values
     ]
-    if not seen:
+    if not ratios:
         return None
-    worst = max(seen, key=lambda item: item[1])
+    worst = max(ratios, key=lambda item: item[1])
     text = (
-        f"train/token_mult_prob_error {seen[-1][1]:.4f} in step {seen[-1][0]}; maximum of the last {len(seen)} steps "
+        f"train/token_mult_prob_error {ratios[-1][1]:.4f} in step {ratios[-1][0]}; maximum of the last {len(ratios)} steps "
         f"{worst[1]:.4f} (step {worst[0]})"
     )
-    warned = [said.text for said in (status.notes if status else ()) if said.text.startswith(MISMATCH_WARNING_PREFIX)]
-    return f"{text}\n{warned[-1]}" if warned else text
+    warnings = [note.text for note in (status.notes if status else ()) if note.text.startswith(MISMATCH_WARNING_PREFIX)]
+    return f"{text}\n{warnings[-1]}" if warnings else text
 
 
 ADVICE_BY_KIND = {
@@ -237,21 +240,22 @@ ADVICE_BY_KIND = {
 
 
 def _give_advice(verdict: Verdict, status: Status, checkpoint: str | None) -> Iterator[str]:
-    again = f"start the same command again; it continues {f'from {checkpoint}' if checkpoint else 'from the beginning (no checkpoint yet)'}"
+    start = f"from {checkpoint}" if checkpoint else "from the beginning (no checkpoint yet)"
+    restart = f"start the same command again; it continues {start}"
     if verdict == "hung":
         kinds = dict.fromkeys(wait.kind for wait in status.waits if wait.overdue)
         yield from (ADVICE_BY_KIND[kind] for kind in kinds if kind in ADVICE_BY_KIND)
         if status.stacks is not None:
             yield f"read the stacks of all threads and tasks: {status.stacks}"
-        yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {again}"
+        yield f"to end it: kill -INT {status.pid} (kill -KILL {status.pid} if that does nothing); then {restart}"
         yield "set watchdog.stop_after_seconds to end such runs automatically"
     elif verdict == "dead":
         yield "look for the cause in the system log (out of memory?) and in its last output"
-        yield again
+        yield restart
     elif verdict == "failed":
-        yield f"fix the error, then {again}"
+        yield f"fix the error, then {restart}"
     elif verdict == "interrupted":
-        yield again
+        yield restart
 
 
 def _format_time(when: float) -> str:
@@ -272,7 +276,7 @@ def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     ago = "" if diagnosis.since_step is None else f", {format_duration(diagnosis.since_step)} before that"
     if diagnosis.verdict in ("running", "hung"):
         ago = ago.replace("before that", "ago")
-    found = {
+    rows = {
         "run": diagnosis.folder,
         "state": f"{diagnosis.verdict}: {diagnosis.why}",
         "last step": f"{diagnosis.step}{ago}" if diagnosis.step else "none yet",
@@ -289,7 +293,7 @@ def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
         "versions": ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()),
         "what to do": "\n".join(f"- {line}" for line in diagnosis.advice),
     }
-    yield from ((label, text) for label, text in found.items() if text)
+    yield from ((label, text) for label, text in rows.items() if text)
 
 
 def format_plain(diagnosis: Diagnosis) -> str:

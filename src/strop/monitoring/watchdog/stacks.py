@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-MAX_TASKS = 200  # at most
+MAX_TASKS = 200
 
 
 def dump_stacks(path: Path, header: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -27,11 +27,11 @@ def dump_stacks(path: Path, header: str, loop: asyncio.AbstractEventLoop) -> Non
 def _await_chain(coroutine: Any) -> Iterator[str]:
     """Yield a suspended coroutine, what it awaits, and so on. (``Task.print_stack`` shows only the outermost one.)"""
     while coroutine is not None:
-        frame = next((found for name in ("cr_frame", "gi_frame", "ag_frame") if (found := getattr(coroutine, name, None))), None)
+        frame = next((value for name in ("cr_frame", "gi_frame", "ag_frame") if (value := getattr(coroutine, name, None))), None)
         if frame is None:
             yield repr(coroutine)
             return
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         coroutine = next(
-            (found for name in ("cr_await", "gi_yieldfrom", "ag_await") if (found := getattr(coroutine, name, None))), None
+            (value for name in ("cr_await", "gi_yieldfrom", "ag_await") if (value := getattr(coroutine, name, None))), None
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from strop.monitoring.watchdog.waits import Wait, describe_wait
 
-MAX_WAITS_REPORTED = 5  # waits named in one report
+MAX_WAITS_REPORTED = 5  # in one report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +40,31 @@ class Stall:
 
 
 def find_stalls(waits: Sequence[Wait], limits: WaitLimits, *, loop_thread: int, loop_blocked: float | None = None) -> list[Stall]:
-    """Return the waits over their limits. ``silent``: seconds for which the event loop, in ``loop_thread``, is blocked; None: it runs.
+    """Return the waits over their limits.
+
+    ``loop_blocked``: seconds for which the event loop, in ``loop_thread``, has been blocked; None: it runs.
 
     While it is blocked, blame only the task that holds it: what other tasks await may already be done.
     """
-    judged = waits if loop_blocked is None else [wait for wait in waits if wait.thread != loop_thread]
+    candidates = waits if loop_blocked is None else [wait for wait in waits if wait.thread != loop_thread]
     by_kind: dict[str, list[Wait]] = {}
-    for wait in _innermost_overdue(judged, waits):
+    for wait in _innermost_overdue(candidates, waits):
         by_kind.setdefault(wait.kind or wait.on, []).append(wait)
-    found = [
-        Stall(kind, min(wait.limit or 0.0 for wait in several), tuple(sorted(several, key=lambda wait: -wait.seconds)))
-        for kind, several in by_kind.items()
+    stalls = [
+        Stall(kind, min(wait.limit or 0.0 for wait in group), tuple(sorted(group, key=lambda wait: -wait.seconds)))
+        for kind, group in by_kind.items()
     ]
-    return found if loop_blocked is None else [*found, *_find_loop_stall(waits, limits, loop_blocked)]
+    return stalls if loop_blocked is None else [*stalls, *_find_loop_stall(waits, limits, loop_blocked)]
 
 
 def _find_loop_stall(waits: Sequence[Wait], limits: WaitLimits, loop_blocked: float) -> list[Stall]:
-    holding = [wait for wait in waits if wait.running]
-    limited = [wait for wait in holding if wait.limit is not None]
+    running = [wait for wait in waits if wait.running]
+    limited = [wait for wait in running if wait.limit is not None]
     if limited:
         wait = limited[-1]
         return [Stall(wait.kind or wait.on, wait.limit or 0.0, (wait,), loop_blocked)] if wait.overdue else []
     return (
-        [Stall("event_loop", limits.event_loop, tuple(holding[-1:]), loop_blocked)]
+        [Stall("event_loop", limits.event_loop, tuple(running[-1:]), loop_blocked)]
         if 0 < limits.event_loop < loop_blocked
         else []
     )
@@ -71,25 +73,25 @@ def _find_loop_stall(waits: Sequence[Wait], limits: WaitLimits, loop_blocked: fl
 def _innermost_overdue(candidates: Iterable[Wait], waits: Sequence[Wait]) -> list[Wait]:
     """Return the waits over their limits, except those that only wait for another such wait."""
     by_number = {wait.number: wait for wait in waits}
-    over = [wait for wait in candidates if wait.overdue]
+    overdue = [wait for wait in candidates if wait.overdue]
     outer: set[int] = set()
-    for wait in over:
+    for wait in overdue:
         parent = wait.parent
         while parent is not None and parent in by_number and parent not in outer:
             outer.add(parent)
             parent = by_number[parent].parent
-    return [wait for wait in over if wait.number not in outer]
+    return [wait for wait in overdue if wait.number not in outer]
 
 
 def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
     """Format a stall for the user; the first line has the longest wait."""
     key = f" (watchdog.{stall.kind}_seconds)" if stall.kind in vars(WaitLimits()) else ""
-    head = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
+    prefix = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
     chains = [
         f"{describe_wait(find_deepest_wait(wait, waits), waits)}, for {wait.seconds:.1f} s"
         for wait in stall.waits[:MAX_WAITS_REPORTED]
     ]
-    lines = [head + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
+    lines = [prefix + (chains[0] if chains else "the event loop"), *(f"  also {chain}" for chain in chains[1:])]
     if stall.loop_blocked is not None:
         lines[0] += f"; this has blocked the event loop for {stall.loop_blocked:.1f} s, and nothing else runs"
     if (more := len(stall.waits) - MAX_WAITS_REPORTED) > 0:
@@ -114,10 +116,10 @@ def select_longest_waits(waits: Sequence[Wait], count: int) -> tuple[Wait, ...]:
     """Return the ``count`` longest innermost waits and their ancestors, in the order in which they began."""
     by_number = {wait.number: wait for wait in waits}
     parents = {wait.parent for wait in waits}
-    kept: set[int] = set()
+    selected: set[int] = set()
     for wait in sorted((wait for wait in waits if wait.number not in parents), key=lambda wait: -wait.seconds)[:count]:
-        place: int | None = wait.number
-        while place is not None and place in by_number and place not in kept:
-            kept.add(place)
-            place = by_number[place].parent
-    return tuple(wait for wait in waits if wait.number in kept)
+        number: int | None = wait.number
+        while number is not None and number in by_number and number not in selected:
+            selected.add(number)
+            number = by_number[number].parent
+    return tuple(wait for wait in waits if wait.number in selected)

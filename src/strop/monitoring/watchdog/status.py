@@ -55,26 +55,26 @@ class Status:
 
 def write_status(folder: Path, status: Status) -> None:
     """Write the file atomically, without fsync: it is not needed after a power failure."""
-    draft = folder / f".{STATUS_FILE}.tmp"
+    temporary = folder / f".{STATUS_FILE}.tmp"
     values = {**asdict(replace(status, waits=())), "waits": [wait._asdict() for wait in status.waits]}
-    draft.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
-    os.replace(draft, folder / STATUS_FILE)
+    temporary.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
+    os.replace(temporary, folder / STATUS_FILE)
 
 
 def read_status(folder: Path) -> Status | None:
     """Read the file, or return None if it does not exist. Raises ValueError if its format is not of this version."""
     try:
-        found = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+        values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     try:
         return Status(
             **{
-                **found,
-                "waits": tuple(Wait(**wait) for wait in found["waits"]),
-                "troubles": tuple(found["troubles"]),
-                "notes": _log_entries(found["notes"]),
-                "reports": _log_entries(found["reports"]),
+                **values,
+                "waits": tuple(Wait(**wait) for wait in values["waits"]),
+                "troubles": tuple(values["troubles"]),
+                "notes": _log_entries(values["notes"]),
+                "reports": _log_entries(values["reports"]),
             }
         )
     except (KeyError, TypeError) as error:

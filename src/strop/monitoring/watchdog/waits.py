@@ -1,4 +1,4 @@
-"""Open waits: ``with waiting(who, on=whom)`` around anything that may hang.
+"""Open waits: ``with waiting(who, on=what)`` around anything that may hang.
 
 An open wait is an edge from the waiter to what it waits for. Its parent is the wait that was open in the context where it began (a
 context variable, inherited by asyncio tasks and ``asyncio.to_thread``). If the parent has ended, e.g. for a group that started ahead of
@@ -82,10 +82,10 @@ def snapshot_waits(
 
     ``loop``: the event loop whose current task is marked as running.
     """
-    found = list(_open_waits.values())  # copying is atomic under the GIL
+    open_waits = list(_open_waits.values())  # copying is atomic under the GIL
     now, running = time.monotonic(), None if loop is None else asyncio.current_task(loop)
-    by_number = {wait.number: wait for wait in found}
-    awaited = {wait.on: wait for wait in reversed(found)}  # the oldest if several wait for the same
+    by_number = {wait.number: wait for wait in open_waits}
+    awaited = {wait.on: wait for wait in reversed(open_waits)}  # the oldest if several wait for the same
     return tuple(
         Wait(
             number=wait.number,
@@ -99,14 +99,14 @@ def snapshot_waits(
             thread=wait.thread,
             running=running is not None and wait.task is running,
         )
-        for wait in found
+        for wait in open_waits
     )
 
 
 def _find_parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mapping[str, waiting]) -> int | None:
-    begun_in = wait.parent
-    if begun_in is not None and begun_in.number in by_number:
-        return begun_in.number
+    parent = wait.parent
+    if parent is not None and parent.number in by_number:
+        return parent.number
     by_name = awaited.get(wait.who)
     return None if by_name is None or by_name is wait or by_name.who == wait.on else by_name.number
 
@@ -114,17 +114,17 @@ def _find_parent(wait: waiting, by_number: Mapping[int, waiting], awaited: Mappi
 def wait_chain(wait: Wait, waits: Iterable[Wait]) -> list[Wait]:
     """Return the enclosing waits, from the outermost to this one."""
     by_number = {other.number: other for other in waits}
-    found = [wait]
-    while (parent := by_number.get(-1 if found[-1].parent is None else found[-1].parent)) is not None and parent not in found:
-        found.append(parent)
-    return found[::-1]
+    chain = [wait]
+    while (parent := by_number.get(-1 if chain[-1].parent is None else chain[-1].parent)) is not None and parent not in chain:
+        chain.append(parent)
+    return chain[::-1]
 
 
 def describe_wait(wait: Wait, waits: Iterable[Wait]) -> str:
     """Format the chain of a wait: ``training loop -> generation -> group 87 -> environment 'sandbox', turn 2 (task x)``."""
-    links = wait_chain(wait, waits)
-    words = [links[0].who]
-    for link in links:
-        words += [link.who] if link.who not in (words[-1], "") else []
-        words.append(f"{link.on} ({link.detail})" if link.detail else link.on)
-    return " -> ".join(words)
+    chain = wait_chain(wait, waits)
+    parts = [chain[0].who]
+    for item in chain:
+        parts += [item.who] if item.who not in (parts[-1], "") else []
+        parts.append(f"{item.on} ({item.detail})" if item.detail else item.on)
+    return " -> ".join(parts)

@@ -104,13 +104,13 @@ class Watchdog:
         self._stopped.set()
         self._thread.join(timeout=10)
         self._timer.cancel()
-        stuck = self._timeout if isinstance(error, asyncio.CancelledError) else None
-        ended = stuck or error
-        state: StatusState = "finished" if ended is None else "failed" if isinstance(ended, Exception) else "interrupted"
+        timeout = self._timeout if isinstance(error, asyncio.CancelledError) else None
+        cause = timeout or error
+        state: StatusState = "finished" if cause is None else "failed" if isinstance(cause, Exception) else "interrupted"
         with suppress(OSError):
-            self._write(state, (), error=f"{type(ended).__name__}: {ended}" if isinstance(ended, Exception) else None)
-        if stuck is not None:
-            raise stuck from None
+            self._write(state, (), error=f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else None)
+        if timeout is not None:
+            raise timeout from None
 
     # --- in the event loop ---
 
@@ -131,23 +131,23 @@ class Watchdog:
 
     def _check(self) -> None:
         now = time.monotonic()
-        silent = now - self._last_beat
+        silence = now - self._last_beat
         waits = snapshot_waits(self._limits.by_kind(), loop=self._loop)
-        blocked = silent > max(self._interval, 2 * self._beat_interval)
+        blocked = silence > max(self._interval, 2 * self._beat_interval)
         if blocked:
             self._unreliable_until = now + 2 * self._interval
         settling = not blocked and now < self._unreliable_until
-        loop_silent = silent if blocked else None
-        found = [] if settling else find_stalls(waits, self._limits, loop_thread=self._loop_thread, loop_blocked=loop_silent)
+        loop_silent = silence if blocked else None
+        stalls = [] if settling else find_stalls(waits, self._limits, loop_thread=self._loop_thread, loop_blocked=loop_silent)
         if now >= self._unreliable_until:
-            for kind in self._backoff.keys() - {trouble.kind for trouble in found}:  # resolved
+            for kind in self._backoff.keys() - {stall.kind for stall in stalls}:  # resolved
                 del self._backoff[kind]
-        for trouble in found:
-            if self._backoff.setdefault(trouble.kind, Backoff()).due(now, trouble.limit):
-                self._report(trouble, waits, blocked=blocked)
-        texts = tuple(format_report(trouble, waits, self.status_tracker.step + 1) for trouble in found)
-        self._write("running", waits, silent=silent if blocked else 0.0, found=texts)
-        self._stop_if_stuck(found, waits, blocked=blocked)
+        for stall in stalls:
+            if self._backoff.setdefault(stall.kind, Backoff()).due(now, stall.limit):
+                self._report(stall, waits, blocked=blocked)
+        troubles = tuple(format_report(stall, waits, self.status_tracker.step + 1) for stall in stalls)
+        self._write("running", waits, silent=silence if blocked else 0.0, troubles=troubles)
+        self._stop_if_stuck(stalls, waits, blocked=blocked)
 
     def _report(self, stall: Stall, waits: Sequence[Wait], *, blocked: bool) -> None:
         text = format_report(stall, waits, self.status_tracker.step + 1)
@@ -155,7 +155,7 @@ class Watchdog:
         if self._stacks is None:
             self._stacks = self._dump_stacks(text)
         if self._stacks is not None:
-            text += f"\n  where everything stood at the first report: {self._stacks}"
+            text += f"\n  stacks at the first report: {self._stacks}"
         log.warning("watchdog: %s", text)
         if not blocked:
             self._call_in_loop(lambda: self._note(f"watchdog: {text}"))
@@ -174,12 +174,12 @@ class Watchdog:
             return None
         return path
 
-    def _stop_if_stuck(self, found: Sequence[Stall], waits: Sequence[Wait], *, blocked: bool) -> None:
+    def _stop_if_stuck(self, stalls: Sequence[Stall], waits: Sequence[Wait], *, blocked: bool) -> None:
         if time.monotonic() > self._give_up_at:
             self._exit_now()
         if self._stop_after is None or self._timeout is not None:
             return
-        worst = max(found, key=lambda trouble: trouble.seconds, default=None)
+        worst = max(stalls, key=lambda stall: stall.seconds, default=None)
         if worst is None or worst.seconds <= self._stop_after:
             return
         self._timeout = WatchdogTimeout(
@@ -193,8 +193,10 @@ class Watchdog:
         self._call_in_loop(lambda: task.cancel() if task is not None else None)
 
     def _exit_now(self) -> None:
-        """Exit the process immediately, since the event loop is blocked or the run does not end. Checkpoints and metrics are always
-        complete on disk."""
+        """Exit the process immediately, since the event loop is blocked or the run does not end.
+
+        Checkpoints and metrics are always complete on disk.
+        """
         self._write("failed", snapshot_waits(self._limits.by_kind()), error=f"{type(self._timeout).__name__}: {self._timeout}")
         log.critical("%s", self._timeout)
         os._exit(1)
@@ -205,7 +207,7 @@ class Watchdog:
         waits: Sequence[Wait],
         *,
         silent: float = 0.0,
-        found: tuple[str, ...] = (),
+        troubles: tuple[str, ...] = (),
         error: str | None = None,
     ) -> None:
         write_status(
@@ -226,7 +228,7 @@ class Watchdog:
                 versions=_versions(),
                 command=shlex.join(sys.argv),
                 checkpoints=self._checkpoints,
-                troubles=found,
+                troubles=troubles,
                 error=error,
                 notes=tuple(self.status_tracker.notes),
                 reports=tuple(self._reports),
@@ -238,11 +240,11 @@ class Watchdog:
 def schedule_exit(error: WatchdogTimeout) -> None:
     """Exit the process after SHUTDOWN_SECONDS, even if a stuck thread keeps it alive."""
 
-    def leave() -> None:
+    def exit_now() -> None:
         log.critical("%s", error)
         os._exit(1)
 
-    timer = threading.Timer(SHUTDOWN_SECONDS, leave)
+    timer = threading.Timer(SHUTDOWN_SECONDS, exit_now)
     timer.daemon = True
     timer.start()
 

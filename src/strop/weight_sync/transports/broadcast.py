@@ -1,6 +1,6 @@
 """Weight transport by collective broadcast (gloo or NCCL), to generators that may be on other machines.
 
-The sender is rank 0 of a separate process group. The default group is left alone: in a receiver's process it belongs to the engine.
+The sender is rank 0 of a separate process group. The default group is not used: in a receiver's process it belongs to the engine.
 Tensors are packed into buckets; one bucket is packed or unpacked while another one is transferred. A key-value store beside the group
 records which receivers have joined, when a publish begins, and why it failed. A broken group cannot be repaired: after a TransportError,
 create a new sender.
@@ -75,12 +75,12 @@ class _BroadcastGroup:
     def form_group(self) -> None:
         """Create the process group. A collective: all ranks call it at the same time."""
         if self.group is None:
-            make = {"gloo": _gloo_group, "nccl": _nccl_group}[self.address.backend]
-            self.group = make(dist.PrefixStore("group", self.store), self.rank, self.address)
+            make_group = {"gloo": _gloo_group, "nccl": _nccl_group}[self.address.backend]
+            self.group = make_group(dist.PrefixStore("group", self.store), self.rank, self.address)
 
-    def buffers(self, cut: tuple[Bucket, ...]) -> list[Tensor]:
+    def buffers(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
         """Return two buffers for alternating buckets, each [bytes of the largest bucket] uint8."""
-        size = max((bucket.nbytes for bucket in cut), default=0)
+        size = max((bucket.nbytes for bucket in buckets), default=0)
         if not self._buffers or self._buffers[0].numel() < size:
             self._buffers = []
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
@@ -95,18 +95,18 @@ class _BroadcastGroup:
 
     def wait_for_keys(self, keys: list[str], failure: str) -> list[str]:
         """Wait for ``keys`` and return those still missing at the timeout. Raises TransportError if the key ``failure`` is set."""
-        until = time.monotonic() + self.address.timeout
-        look = time.monotonic() + _LIVENESS_SECONDS
+        deadline = time.monotonic() + self.address.timeout
+        next_check = time.monotonic() + _LIVENESS_SECONDS
         while missing := [key for key in keys if not self.store.check([key])]:
             if self.broken:
                 raise TransportError(self.broken)
             if self.store.check([failure]):
                 raise TransportError(self._find_dead_receiver(_LIVENESS_SECONDS) or self.store.get(failure).decode())
-            if time.monotonic() >= look:
-                look = time.monotonic() + _LIVENESS_SECONDS
-                if gone := self._find_dead_receiver():
-                    raise TransportError(gone)
-            if time.monotonic() >= until:
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + _LIVENESS_SECONDS
+                if dead := self._find_dead_receiver():
+                    raise TransportError(dead)
+            if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
         return missing
@@ -116,14 +116,14 @@ class _BroadcastGroup:
 
         A process exits shortly after its connections close, so callers that saw one close should allow some patience.
         """
-        until = time.monotonic() + patience
+        deadline = time.monotonic() + patience
         while True:
             for index in range(self.address.receivers):
                 if self.store.check([f"joined/{index}"]):
                     host, pid = self.store.get(f"joined/{index}").decode().rsplit(" ", 1)
                     if host == machine_id() and not is_process_alive(int(pid)):
                         return f"receiver {index} (process {pid}) went away"
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 return ""
             time.sleep(_POLL_SECONDS)
 
@@ -157,8 +157,8 @@ class _BroadcastGroup:
         """Describe the cause of an error, as far as the store and the processes of this machine show it."""
         cause = str(error).splitlines()[0]
         try:
-            if gone := self._find_dead_receiver(_LIVENESS_SECONDS):
-                return f"{gone}: {cause}"
+            if dead := self._find_dead_receiver(_LIVENESS_SECONDS):
+                return f"{dead}: {cause}"
             reported = self.store.get(_failure_key(number)).decode() if self.store.check([_failure_key(number)]) else ""
         except RuntimeError:
             return f"the sender went away: it closed the channel, exited or was killed ({cause})"
@@ -214,28 +214,28 @@ class BroadcastSender:
             self._send(split_into_buckets(manifest, self._address.bucket_size), manifest, tensors)
             self._wait_for_receivers("taken", "read the last bucket")
 
-    def _wait_for_receivers(self, word: str, doing: str) -> None:
-        keys = [f"{word}/{self._number}/{index}" for index in range(self.receivers)]
+    def _wait_for_receivers(self, event: str, doing: str) -> None:
+        keys = [f"{event}/{self._number}/{index}" for index in range(self.receivers)]
         if missing := self._channel.wait_for_keys(keys, _failure_key(self._number)):
             names = ", ".join(key.rpartition("/")[2] for key in missing)
             raise TransportError(f"receiver {names} of {self.receivers} did not {doing} within {self._address.timeout:g} s")
 
-    def _check_digests(self, wanted: str) -> None:
+    def _check_digests(self, expected: str) -> None:
         for index in range(self.receivers):
-            if self._channel.store.get(f"ready/{self._number}/{index}").decode() != wanted:
+            if self._channel.store.get(f"ready/{self._number}/{index}").decode() != expected:
                 raise TransportError(f"receiver {index}: its manifest is not the sender's: pass the same manifest on both sides")
 
-    def _send(self, cut: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
-        channel, given, waits = self._channel, match_tensors(manifest, tensors), deque[Callable[[], object]]()
-        memory = channel.buffers(cut)
-        for number, bucket in enumerate(cut):
-            if len(waits) == 2:  # wait until this buffer's previous bucket is sent
-                waits.popleft()()
-            for placed in bucket.tensors:
-                view_in_bucket(memory[number % 2], placed).copy_(next(given)[1].detach())
-            waits.append(channel.start_broadcast(memory[number % 2][: bucket.nbytes]))
-        next(given, None)  # raises if there are more tensors than in the manifest
-        for wait in waits:
+    def _send(self, buckets: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
+        channel, matched, pending = self._channel, match_tensors(manifest, tensors), deque[Callable[[], object]]()
+        memory = channel.buffers(buckets)
+        for number, bucket in enumerate(buckets):
+            if len(pending) == 2:  # wait until this buffer's previous bucket is sent
+                pending.popleft()()
+            for item in bucket.tensors:
+                view_in_bucket(memory[number % 2], item).copy_(next(matched)[1].detach())
+            pending.append(channel.start_broadcast(memory[number % 2][: bucket.nbytes]))
+        next(matched, None)  # raises if there are more tensors than in the manifest
+        for wait in pending:
             wait()
 
     def close(self) -> None:
@@ -258,8 +258,8 @@ class BroadcastReceiver:
             store.set(f"joined/{index}", f"{machine_id()} {os.getpid()}")
         except RuntimeError as error:
             raise TransportError(f"there is no sender at {address.host}:{address.port}: {str(error).splitlines()[0]}") from None
-        at = device if address.backend == "nccl" else torch.device("cpu")
-        self._channel = _BroadcastGroup(replace(address), index + 1, store, at)
+        buffer_device = device if address.backend == "nccl" else torch.device("cpu")
+        self._channel = _BroadcastGroup(replace(address), index + 1, store, buffer_device)
         self._number = 0
 
     def receive(self, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
@@ -273,16 +273,16 @@ class BroadcastReceiver:
             yield from self._receive(split_into_buckets(manifest, channel.address.bucket_size))
             channel.store.set(f"taken/{self._number}/{self.index}", "")
 
-    def _receive(self, cut: tuple[Bucket, ...]) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, buckets: tuple[Bucket, ...]) -> Iterator[tuple[str, Tensor]]:
         channel = self._channel
-        memory = channel.buffers(cut)
-        waits = deque(channel.start_broadcast(memory[number % 2][: bucket.nbytes]) for number, bucket in enumerate(cut[:2]))
-        for number, bucket in enumerate(cut):
-            waits.popleft()()
-            for placed in bucket.tensors:
-                yield placed.entry.name, view_in_bucket(memory[number % 2], placed).to(self.device)
-            if number + 2 < len(cut):
-                waits.append(channel.start_broadcast(memory[number % 2][: cut[number + 2].nbytes]))
+        memory = channel.buffers(buckets)
+        pending = deque(channel.start_broadcast(memory[number % 2][: bucket.nbytes]) for number, bucket in enumerate(buckets[:2]))
+        for number, bucket in enumerate(buckets):
+            pending.popleft()()
+            for item in bucket.tensors:
+                yield item.entry.name, view_in_bucket(memory[number % 2], item).to(self.device)
+            if number + 2 < len(buckets):
+                pending.append(channel.start_broadcast(memory[number % 2][: buckets[number + 2].nbytes]))
 
     def close(self) -> None:
         self._channel.broken = self._channel.broken or "it was closed"
@@ -303,15 +303,15 @@ def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
 
 def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
     """Create an NCCL group with blocking waits that raise. The default watchdog would abort the process, a receiver's engine."""
-    wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    saved = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=address.timeout)
         return dist.ProcessGroupNCCL(store, rank, address.receivers + 1, options)
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value

@@ -37,11 +37,11 @@ class Channel:
     async def _collect_failure(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
         """Close the channel, wait for all tasks to end, and return the error that caused the failure."""
         await self.close()
-        _, stuck = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
-        for task in stuck:
+        _, pending = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
+        for task in pending:
             task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        return min((end for end in ends if isinstance(end, BaseException)), key=_error_rank)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        return min((result for result in results if isinstance(result, BaseException)), key=_error_rank)
 
     async def _connect(self, engines: Sequence[UpdatableEngine]) -> None:
         """Connect exactly these engines to a new sender, unless they are connected already."""
@@ -64,7 +64,7 @@ class Channel:
 
 def _error_rank(error: BaseException) -> int:
     """Rank errors by how likely they are the cause: a dead process first, a broken channel after any other error."""
-    for place, kind in ((0, EngineDied), (2, TransportError), (3, asyncio.CancelledError)):
+    for rank, kind in ((0, EngineDied), (2, TransportError), (3, asyncio.CancelledError)):
         if isinstance(error, kind):
-            return place
+            return rank
     return 1

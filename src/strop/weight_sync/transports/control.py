@@ -1,7 +1,7 @@
 """Control messages between processes of one machine, over a Unix socket.
 
-The socket also shows when the other side is gone: its end of the connection closes when its process ends, however it ends. A fork may keep
-the connection open, so the process itself is checked too, where the system reports its pid. On Linux the socket has no file; elsewhere it
+The socket also shows when the other side is gone: the kernel closes its end when its process ends, however it ends. A fork may keep the
+connection open, so the process itself is checked too, where the system reports its pid. On Linux the socket has no file; elsewhere it
 is in a folder that only this user can access.
 """
 
@@ -44,7 +44,7 @@ class SharedSegment:
 
 @dataclass(frozen=True)
 class BeginPublish:
-    number: int  # of the publish, from 1; tells its messages from those of older ones
+    number: int  # of the publish, from 1; distinguishes its messages from those of earlier ones
     digest: str  # of the manifest
 
 
@@ -80,11 +80,11 @@ Message = ReceiverHello | SharedSegment | BeginPublish | ReceiverReady | BucketF
 class ControlConnection:
     """One end of a connection. ``peer`` is how error messages name the other end."""
 
-    def __init__(self, end: socket.socket, peer: str, timeout: float) -> None:
-        self.pid = _peer_credentials(end)[0]
+    def __init__(self, sock: socket.socket, peer: str, timeout: float) -> None:
+        self.pid = _peer_credentials(sock)[0]
         self.peer = f"{peer} (process {self.pid})" if self.pid else peer
         self.timeout = timeout
-        self.connection = Connection(end.detach())
+        self.connection = Connection(sock.detach())
 
     def send(self, message: Message) -> None:
         try:
@@ -94,11 +94,11 @@ class ControlConnection:
 
     def receive(self, doing: str) -> Message:
         """Return the next message. Raises TransportError after the time limit; ``doing`` is what the peer is expected to do."""
-        until = time.monotonic() + self.timeout
-        while not self._poll(min(_POLL_SECONDS, max(0.0, until - time.monotonic()))):
+        deadline = time.monotonic() + self.timeout
+        while not self._poll(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if not is_process_alive(self.pid):
                 raise self.make_lost_error()
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise TransportError(f"{self.peer} did not {doing} within {self.timeout:g} s")
         return self.read()
 
@@ -147,64 +147,69 @@ class ControlServer:
     def wait_for_connections(self) -> None:
         """Wait until every receiver is connected. Raises a TransportError that names the missing ones."""
         self._drop_stale()
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while True:
             self._check_stopped()
-            complete, left = len(self.connections) == self.receivers, max(0.0, until - time.monotonic())
-            if not self._accept(0.0 if complete else min(_POLL_SECONDS, left)) and (complete or not left):
+            complete, remaining = len(self.connections) == self.receivers, max(0.0, deadline - time.monotonic())
+            if not self._accept(0.0 if complete else min(_POLL_SECONDS, remaining)) and (complete or not remaining):
                 break
         if missing := [index for index in range(self.receivers) if index not in self.connections]:
             raise TransportError(f"{_format_receivers(missing)} of {self.receivers} did not connect within {self.timeout:g} s")
 
     def _drop_stale(self) -> None:
         """Drop the connections of receivers that are gone, and messages about earlier publishes."""
-        for index, link in list(self.connections.items()):
+        for index, connection in list(self.connections.items()):
             try:
-                while link.has_message():
-                    link.read()
+                while connection.has_message():
+                    connection.read()
             except TransportError:
-                link.close()
+                connection.close()
                 del self.connections[index]
 
     def _accept(self, seconds: float) -> bool:
         """Accept one connection. Return False if none arrived in time."""
         self._socket.settimeout(seconds)
         try:
-            end, _ = self._socket.accept()
+            sock, _ = self._socket.accept()
         except (TimeoutError, BlockingIOError):
             return False
-        end.setblocking(True)
-        if _peer_credentials(end)[1] not in (None, os.getuid()):
-            end.close()
+        sock.setblocking(True)
+        if _peer_credentials(sock)[1] not in (None, os.getuid()):
+            sock.close()
             return True
-        link = ControlConnection(end, "a receiver", self.timeout)
+        connection = ControlConnection(sock, "a receiver", self.timeout)
         with suppress(TransportError):
-            hello = link.receive("send its index")
+            hello = connection.receive("send its index")
             if isinstance(hello, ReceiverHello) and 0 <= hello.index < self.receivers:
-                link.peer = link.peer.replace("a receiver", f"receiver {hello.index}")
-                if (before := self.connections.pop(hello.index, None)) is not None:
-                    before.close()
-                self.connections[hello.index] = link
+                connection.peer = connection.peer.replace("a receiver", f"receiver {hello.index}")
+                if (previous := self.connections.pop(hello.index, None)) is not None:
+                    previous.close()
+                self.connections[hello.index] = connection
         return True
 
     def send_all(self, message: Message) -> None:
-        for link in self.connections.values():
-            link.send(message)
+        for connection in self.connections.values():
+            connection.send(message)
 
     def wait_for_messages(self, awaited: Iterable[int], doing: str) -> list[tuple[int, Message]]:
         """Return at least one message from these receivers. Raises TransportError if one is gone or none sends a message in time."""
-        links = {index: self.connections[index] for index in awaited}
-        until = time.monotonic() + self.timeout
+        connections = {index: self.connections[index] for index in awaited}
+        deadline = time.monotonic() + self.timeout
         while True:
             self._check_stopped()
-            arrived = wait([link.connection for link in links.values()], min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
+            arrived = wait(
+                [connection.connection for connection in connections.values()],
+                min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())),
+            )
             if arrived:
-                return [(index, link.read()) for index, link in links.items() if link.connection in arrived]
-            for link in links.values():
-                if not is_process_alive(link.pid):
-                    raise link.make_lost_error()
-            if time.monotonic() >= until:
-                raise TransportError(f"{_format_receivers(sorted(links))} did not {doing} within {self.timeout:g} s")
+                return [
+                    (index, connection.read()) for index, connection in connections.items() if connection.connection in arrived
+                ]
+            for connection in connections.values():
+                if not is_process_alive(connection.pid):
+                    raise connection.make_lost_error()
+            if time.monotonic() >= deadline:
+                raise TransportError(f"{_format_receivers(sorted(connections))} did not {doing} within {self.timeout:g} s")
 
     def stop(self) -> None:
         """Make a wait in another thread fail with a TransportError."""
@@ -216,8 +221,8 @@ class ControlServer:
 
     def close(self) -> None:
         self.stop()
-        for link in self.connections.values():
-            link.close()
+        for connection in self.connections.values():
+            connection.close()
         self.connections.clear()
         self._socket.close()
         if self._folder is not None:
@@ -228,20 +233,20 @@ def connect_to_sender(path: str, index: int, receivers: int, timeout: float) -> 
     """Connect a receiver to the sender. Raises TransportError if there is none, ValueError if ``index`` is out of range."""
     if not 0 <= index < receivers:
         raise ValueError(f"receiver {index} of {receivers}: indices start at 0; create the sender with the number of receivers")
-    end = socket.socket(socket.AF_UNIX)
+    sock = socket.socket(socket.AF_UNIX)
     try:
-        end.connect(path)
+        sock.connect(path)
     except OSError as error:
-        end.close()
+        sock.close()
         raise TransportError(
             f"there is no sender at {path.lstrip(chr(0))!r} on this machine ({error}): it exited or closed the channel"
         ) from None
-    if _peer_credentials(end)[1] not in (None, os.getuid()):  # the sender exited, and another user bound the same name
-        end.close()
+    if _peer_credentials(sock)[1] not in (None, os.getuid()):  # the sender exited, and another user bound the same name
+        sock.close()
         raise TransportError(f"another user's process answers in the sender's place at {path.lstrip(chr(0))!r}")
-    link = ControlConnection(end, "the sender", timeout)
-    link.send(ReceiverHello(index))
-    return link
+    connection = ControlConnection(sock, "the sender", timeout)
+    connection.send(ReceiverHello(index))
+    return connection
 
 
 def is_process_alive(pid: int | None) -> bool:
@@ -268,11 +273,11 @@ def machine_id() -> str:
     return " ".join(parts)
 
 
-def _peer_credentials(end: socket.socket) -> tuple[int | None, int | None]:
+def _peer_credentials(sock: socket.socket) -> tuple[int | None, int | None]:
     """Return (pid, user id) of the process at the other end, None where the system does not report them."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None, None
-    pid, user, _group = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    pid, user, _group = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid or None, user
 
 

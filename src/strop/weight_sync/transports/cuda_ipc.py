@@ -41,8 +41,10 @@ class CudaIpcAddress:
 
 
 class CudaIpcSender(RingSender):
-    """``device`` is the learner's GPU, where buckets are packed. Allocates ``slots`` x ``bucket_size`` bytes there, more if a tensor is
-    larger than a bucket."""
+    """Packs buckets on ``device``, the learner's GPU.
+
+    Allocates ``slots`` x ``bucket_size`` bytes there, more if a tensor is larger than a bucket.
+    """
 
     def __init__(
         self,
@@ -65,15 +67,15 @@ class CudaIpcSender(RingSender):
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _send_memory(self, link: ControlConnection) -> None:
+    def _send_memory(self, connection: ControlConnection) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
         assert self._memory is not None
         _, arguments = reduce_tensor(self._memory)  # once per receiver: torch counts the references to the memory
-        link.send(SharedSegment(self._memory.numel(), pickle.dumps(_IpcHandle(_gpu_uuid(self._memory.device), arguments))))
+        connection.send(SharedSegment(self._memory.numel(), pickle.dumps(_IpcHandle(_gpu_uuid(self._memory.device), arguments))))
 
-    def _copy_in(self, place: Tensor, tensor: Tensor) -> None:
-        place.copy_(tensor, non_blocking=True)
+    def _copy_in(self, target: Tensor, tensor: Tensor) -> None:
+        target.copy_(tensor, non_blocking=True)
 
     def _wait_for_copies(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -110,7 +112,7 @@ class _IpcHandle:
     """A picklable handle to open the sender's memory in another process."""
 
     gpu: str  # UUID; the index of a GPU may differ between processes
-    arguments: tuple[Any, ...]  # of torch's rebuild_cuda_tensor
+    arguments: tuple[Any, ...]  # for torch's rebuild_cuda_tensor
 
     def rebuild_arguments(self, number: int) -> tuple[Any, ...]:
         """Return the arguments with the GPU's index in this process."""

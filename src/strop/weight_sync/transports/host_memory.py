@@ -40,8 +40,10 @@ class MemoryAddress:
 
 
 class MemorySender(RingSender):
-    """Fills a bucket of ``bucket_size`` bytes while up to ``slots`` - 1 others are read. ``timeout`` is the limit in seconds for each
-    message of a receiver, and so for connecting and for reading one bucket."""
+    """Fills a bucket of ``bucket_size`` bytes while up to ``slots`` - 1 others are read.
+
+    ``timeout`` is the limit in seconds for each message of a receiver, and so for connecting and for reading one bucket.
+    """
 
     def __init__(self, receivers: int, *, bucket_size: int = BUCKET_SIZE, slots: int = SLOTS, timeout: float = TIMEOUT) -> None:
         super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
@@ -58,16 +60,16 @@ class MemorySender(RingSender):
         os.ftruncate(self._file, size)
         return _map_file(self._file, size)
 
-    def _send_memory(self, link: ControlConnection) -> None:
+    def _send_memory(self, connection: ControlConnection) -> None:
         assert self._memory is not None
-        link.send(SharedSegment(self._memory.numel()))
+        connection.send(SharedSegment(self._memory.numel()))
         try:
-            reduction.send_handle(link.connection, self._file, link.pid)
+            reduction.send_handle(connection.connection, self._file, connection.pid)
         except OSError:
-            raise link.make_lost_error() from None
+            raise connection.make_lost_error() from None
 
-    def _copy_in(self, place: Tensor, tensor: Tensor) -> None:
-        place.copy_(tensor, non_blocking=tensor.is_cuda)
+    def _copy_in(self, target: Tensor, tensor: Tensor) -> None:
+        target.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self._streams.add(torch.cuda.current_stream(tensor.device))
 

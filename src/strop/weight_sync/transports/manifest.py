@@ -42,8 +42,8 @@ def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest
         if name in seen:
             raise ValueError(f"two tensors are called {name}: canonical names must be unique; rename one of them or leave it out")
         seen.add(name)
-        sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        entries.append(TensorEntry(name, sent, tuple(tensor.shape)))
+        sent_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        entries.append(TensorEntry(name, sent_dtype, tuple(tensor.shape)))
     return Manifest(tuple(entries))
 
 
@@ -64,16 +64,16 @@ def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
     """Split the manifest, in order, into buckets of at most ``size`` bytes. A larger tensor gets its own bucket; no tensor is split."""
     if size <= 0:
         raise ValueError(f"a bucket of {size} bytes holds nothing; the size must be positive")
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     current: list[BucketEntry] = []
     filled = 0
     for entry in manifest.entries:
         if current and filled + entry.nbytes > size:
-            found.append(Bucket(tuple(current), filled))
+            buckets.append(Bucket(tuple(current), filled))
             current, filled = [], 0
         current.append(BucketEntry(entry, filled))
         filled += align_up(entry.nbytes)
-    return (*found, Bucket(tuple(current), filled)) if current else tuple(found)
+    return (*buckets, Bucket(tuple(current), filled)) if current else tuple(buckets)
 
 
 def align_up(size: int) -> int:
@@ -95,15 +95,15 @@ def manifest_digest(manifest: Manifest) -> str:
 
 def match_tensors(manifest: Manifest, tensors: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
     """Yield the manifest's entries with their tensors. Raises ValueError if the tensors do not match the manifest and its order."""
-    given = iter(tensors)
+    remaining = iter(tensors)
     for entry in manifest.entries:
-        name, tensor = next(given, ("nothing", None))
+        name, tensor = next(remaining, ("nothing", None))
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
-            found = name if tensor is None else f"{name} {tuple(tensor.shape)}"
+            got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
             raise ValueError(
-                f"the manifest says that {entry.name} {entry.shape} comes next, but {found} came: send the tensors that the manifest was "
+                f"the manifest says that {entry.name} {entry.shape} comes next, but {got} came: send the tensors that the manifest was "
                 "built from, in the same order"
             )
         yield entry, tensor
-    if (left := next(given, None)) is not None:
-        raise ValueError(f"{left[0]} came after the manifest's last tensor: send the tensors that the manifest was built from")
+    if (extra := next(remaining, None)) is not None:
+        raise ValueError(f"{extra[0]} came after the manifest's last tensor: send the tensors that the manifest was built from")

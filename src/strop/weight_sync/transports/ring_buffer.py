@@ -1,16 +1,16 @@
 """A ring buffer of buckets in memory shared by sender and receivers, the common part of the host-memory and CUDA IPC transports.
 
-    sender                                            receiver
-    Segment, Begin(number, digest)  ----------------->
-                                    <-----------------  Ready(number)
+    sender                                                receiver
+    SharedSegment, BeginPublish(number, digest)  ------>
+                                                 <------  ReceiverReady(number)
     fills bucket 0
-    Filled(number, 0, start)        ----------------->  yields its tensors, as views
+    BucketFilled(number, 0, start)               ------>  yields its tensors, as views
     fills bucket 1 meanwhile
-    Filled(number, 1, start)        ----------------->
-                                    <-----------------  Taken(number, 0): its memory is free once all receivers have sent this
+    BucketFilled(number, 1, start)               ------>
+                                                 <------  BucketTaken(number, 0): its memory is free once all receivers sent this
 
-An error on one side reaches the other as ``Abandoned`` or as the end of the connection. Numbers increase with each publish, and messages
-about an older one are dropped, so that remains of an aborted publish are never mistaken for the current one.
+An error on one side reaches the other as ``PublishAbandoned`` or as the end of the connection. Numbers increase with each publish, and
+messages about an older one are dropped, so that those of an aborted publish are never mistaken for the current one.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class RingSender(ABC):
         """Return memory to share, [size] uint8."""
 
     @abstractmethod
-    def _send_memory(self, link: ControlConnection) -> None:
+    def _send_memory(self, connection: ControlConnection) -> None:
         """Send a ``SharedSegment``, and whatever else the receiver needs to open the memory."""
 
-    def _copy_in(self, place: Tensor, tensor: Tensor) -> None:
+    def _copy_in(self, target: Tensor, tensor: Tensor) -> None:
         """Cast and copy in one operation."""
-        place.copy_(tensor)
+        target.copy_(tensor)
 
     def _wait_for_copies(self) -> None:
         """Wait until all copies into the bucket are complete."""
@@ -121,46 +121,46 @@ class RingSender(ABC):
         with self._busy:
             self.number += 1
             try:
-                cut = split_into_buckets(manifest, self.bucket_size)
-                self._begin(manifest, cut)
-                self._fill(cut, manifest, tensors)
-                self._wait_for_buckets(len(cut))
+                buckets = split_into_buckets(manifest, self.bucket_size)
+                self._begin(manifest, buckets)
+                self._fill(buckets, manifest, tensors)
+                self._wait_for_buckets(len(buckets))
             except BaseException as error:
-                for link in self.server.connections.values():
+                for connection in self.server.connections.values():
                     with suppress(TransportError):
-                        link.send(PublishAbandoned(self.number, f"{type(error).__name__}: {error}"))
+                        connection.send(PublishAbandoned(self.number, f"{type(error).__name__}: {error}"))
                 raise
 
-    def _begin(self, manifest: Manifest, cut: tuple[Bucket, ...]) -> None:
+    def _begin(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
         """Start a publish. Returns when all receivers wait for the first bucket."""
         self.server.wait_for_connections()
-        capacity = _ring_capacity([bucket.nbytes for bucket in cut], self.bucket_size, self.slots)
+        capacity = _ring_capacity([bucket.nbytes for bucket in buckets], self.bucket_size, self.slots)
         if self._memory is None or self._memory.numel() < capacity:
             self._memory, self._holders = None, {}  # free the old memory before allocating more
             self._memory = self._allocate(capacity)
         self._ring = RingBuffer(self._memory.numel())
         self._freed_buckets, self._taken_buckets = 0, dict.fromkeys(range(self.receivers), 0)
-        for index, link in self.server.connections.items():
-            if self._holders.get(index) is not link:
-                self._send_memory(link)
-                self._holders[index] = link
+        for index, connection in self.server.connections.items():
+            if self._holders.get(index) is not connection:
+                self._send_memory(connection)
+                self._holders[index] = connection
         self.server.send_all(BeginPublish(self.number, manifest_digest(manifest)))
-        silent = set(range(self.receivers))
-        while silent:
-            for index, message in self.server.wait_for_messages(silent, "begin to receive"):
+        pending = set(range(self.receivers))
+        while pending:
+            for index, message in self.server.wait_for_messages(pending, "begin to receive"):
                 if self._is_current(message) and isinstance(message, ReceiverReady):
-                    silent.discard(index)
+                    pending.discard(index)
 
-    def _fill(self, cut: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
+    def _fill(self, buckets: tuple[Bucket, ...], manifest: Manifest, tensors: NamedTensors) -> None:
         assert self._memory is not None
-        given = match_tensors(manifest, tensors)
-        for number, bucket in enumerate(cut):
+        matched = match_tensors(manifest, tensors)
+        for number, bucket in enumerate(buckets):
             start = self._allocate_bucket(bucket.nbytes)
-            for placed in bucket.tensors:
-                self._copy_in(view_in_bucket(self._memory, placed, start), next(given)[1].detach())
+            for item in bucket.tensors:
+                self._copy_in(view_in_bucket(self._memory, item, start), next(matched)[1].detach())
             self._wait_for_copies()
             self.server.send_all(BucketFilled(self.number, number, start))
-        next(given, None)  # raises if there are more tensors than in the manifest
+        next(matched, None)  # raises if there are more tensors than in the manifest
 
     def _allocate_bucket(self, size: int) -> int:
         while (start := self._ring.allocate(size)) is None:
@@ -169,8 +169,8 @@ class RingSender(ABC):
 
     def _wait_for_buckets(self, count: int) -> None:
         """Wait until every receiver has read ``count`` buckets, and free them."""
-        while late := [index for index, taken in self._taken_buckets.items() if taken < count]:
-            for index, message in self.server.wait_for_messages(late, f"read bucket {count}"):
+        while pending := [index for index, taken in self._taken_buckets.items() if taken < count]:
+            for index, message in self.server.wait_for_messages(pending, f"read bucket {count}"):
                 if self._is_current(message) and isinstance(message, BucketTaken):
                     self._taken_buckets[index] = message.bucket + 1
         for _ in range(self._freed_buckets, read := min(self._taken_buckets.values())):
@@ -214,8 +214,8 @@ class RingReceiver(ABC):
             for count, bucket in enumerate(split_into_buckets(manifest, self.bucket_size)):
                 start = self._wait_until_filled(number)
                 assert self._memory is not None
-                for placed in bucket.tensors:
-                    yield placed.entry.name, view_in_bucket(self._memory, placed, start).to(self.device)
+                for item in bucket.tensors:
+                    yield item.entry.name, view_in_bucket(self._memory, item, start).to(self.device)
                 self._wait_for_reads()
                 self.connection.send(BucketTaken(number, count))
         except BaseException as error:  # also GeneratorExit, if the caller stops iterating

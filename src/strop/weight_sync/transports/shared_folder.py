@@ -59,8 +59,10 @@ class FolderAddress:
 
 
 class FolderSender:
-    """Writes files of up to ``file_size`` bytes, each of which is assembled in memory. Receivers have ``timeout`` seconds to read a
-    publish."""
+    """Writes files of up to ``file_size`` bytes, each of which is assembled in memory.
+
+    Receivers have ``timeout`` seconds to read a publish.
+    """
 
     def __init__(self, folder: Path, receivers: int, *, file_size: int = FILE_SIZE, timeout: float = TIMEOUT) -> None:
         if receivers < 1:
@@ -82,19 +84,19 @@ class FolderSender:
     def send(self, manifest: Manifest, tensors: NamedTensors) -> None:
         with self._busy:
             self.number += 1
-            whole, partial = self.channel / str(self.number), self.channel / f"{self.number}.writing"
+            final, partial = self.channel / str(self.number), self.channel / f"{self.number}.writing"
             try:
                 self._check_open()
                 self._write(partial, manifest, tensors)
-                partial.rename(whole)
-                self._wait_for_receivers(whole)
+                partial.rename(final)
+                self._wait_for_receivers(final)
             except BaseException as error:
                 with suppress(OSError):  # the folder may be the cause of the error
                     _write_atomically(self.channel / f"failed_{self.number}", f"{type(error).__name__}: {error}")
                 raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-                shutil.rmtree(whole, ignore_errors=True)
+                shutil.rmtree(final, ignore_errors=True)
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -102,12 +104,12 @@ class FolderSender:
 
     def _write(self, folder: Path, manifest: Manifest, tensors: NamedTensors) -> None:
         folder.mkdir()
-        given = match_tensors(manifest, tensors)
-        cut = split_into_buckets(manifest, self.file_size)
-        for number, bucket in enumerate(cut):
-            _write_file(folder / _file_name(number), bucket, given)
-        next(given, None)  # raises if there are more tensors than in the manifest
-        files = {placed.entry.name: _file_name(number) for number, bucket in enumerate(cut) for placed in bucket.tensors}
+        matched = match_tensors(manifest, tensors)
+        buckets = split_into_buckets(manifest, self.file_size)
+        for number, bucket in enumerate(buckets):
+            _write_file(folder / _file_name(number), bucket, matched)
+        next(matched, None)  # raises if there are more tensors than in the manifest
+        files = {item.entry.name: _file_name(number) for number, bucket in enumerate(buckets) for item in bucket.tensors}
         (folder / "manifest.json").write_text(json.dumps({"digest": manifest_digest(manifest), "files": files}))
 
     def _wait_for_receivers(self, folder: Path) -> None:
@@ -155,32 +157,32 @@ class FolderReceiver:
     def _wait_for_publish(self) -> int:
         """Wait for the newest publish that was not read yet. Raises TransportError if none appears."""
         failed = self._list_failures()
-        found: list[int] = []
+        unread: list[int] = []
 
         def arrived() -> bool:
-            found[:] = [number for number in self._list_publishes() if number > self._taken]
-            if not found and (new := self._list_failures() - failed):
+            unread[:] = [number for number in self._list_publishes() if number > self._taken]
+            if not unread and (new := self._list_failures() - failed):
                 number = max(new)
                 raise TransportError(f"the sender aborted publish {number}: {(self.channel / f'failed_{number}').read_text()}")
-            if not found and not _is_owner_alive(self.channel):
+            if not unread and not _is_owner_alive(self.channel):
                 raise TransportError(f"the sender of {self.channel} went away: it closed the channel, exited or was killed")
-            return bool(found)
+            return bool(unread)
 
         if not _wait_until(arrived, self.timeout):
             raise TransportError(f"the sender of {self.channel} did not publish anything within {self.timeout:g} s")
-        return max(found)
+        return max(unread)
 
     def _read(self, folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
         from safetensors import SafetensorError, safe_open
 
-        written = json.loads((folder / "manifest.json").read_text())
-        if written["digest"] != manifest_digest(manifest):
+        index = json.loads((folder / "manifest.json").read_text())
+        if index["digest"] != manifest_digest(manifest):
             raise TransportError(f"its manifest is not that of {folder}: pass the same manifest on both sides")
-        for name in dict.fromkeys(written["files"].values()):
+        for name in dict.fromkeys(index["files"].values()):
             try:
                 with safe_open(folder / name, framework="pt", device=str(self.device)) as file:
                     for entry in manifest.entries:
-                        if written["files"][entry.name] == name:
+                        if index["files"][entry.name] == name:
                             yield entry.name, file.get_tensor(entry.name)
             except SafetensorError as error:
                 raise TransportError(
@@ -203,13 +205,13 @@ class FolderReceiver:
         return
 
 
-def _write_file(path: Path, bucket: Bucket, given: Iterator[tuple[object, Tensor]]) -> None:
+def _write_file(path: Path, bucket: Bucket, matched: Iterator[tuple[object, Tensor]]) -> None:
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    for placed in bucket.tensors:
-        entry = placed.entry
-        tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype).copy_(next(given)[1].detach())
+    for item in bucket.tensors:
+        entry = item.entry
+        tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype).copy_(next(matched)[1].detach())
     save_file(tensors, path)
 
 
@@ -231,9 +233,9 @@ def _list_directory(folder: Path) -> list[Path]:
 
 
 def _wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while not condition():
-        if time.monotonic() >= until:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(_POLL_SECONDS)
     return True

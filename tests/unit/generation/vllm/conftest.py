@@ -49,7 +49,7 @@ def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, token
     folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
     engine = VllmEngine(
         "engine 0",
-        make_engine_options(folder, worker="support.faulty_worker.FaultyWorker"),
+        make_engine_options(folder, worker_extension="support.faulty_worker.FaultyWorker"),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )

@@ -25,17 +25,17 @@ def test_a_rank_above_all_of_them_is_refused_with_what_to_set() -> None:
 
 def test_a_draft_model_is_loaded_from_where_it_lies_and_cut_as_the_policy_is() -> None:
     given = arguments(
-        speculative={"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}, tensor_parallel_size=2
+        speculative_config={"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}, tensor_parallel_size=2
     )
     assert given.load_format == "dummy", "the policy is sent its weights"
     assert given.speculative_config["draft_load_config"] == {"load_format": "auto"}
     assert given.speculative_config["draft_tensor_parallel_size"] == 2
     ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    assert arguments(speculative=ngram).speculative_config == ngram
+    assert arguments(speculative_config=ngram).speculative_config == ngram
 
 
 def test_what_is_strops_to_set_and_what_vllm_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set policy\.generation\.vllm_cfg\.speculation"):
-        arguments(further={"speculative_config": {}})
+        arguments(extra_args={"speculative_config": {}})
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
-        arguments(further={"max_num_seq": 3})
+        arguments(extra_args={"max_num_seq": 3})

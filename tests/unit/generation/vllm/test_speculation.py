@@ -34,7 +34,7 @@ def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculative: d
     model = served_model()
     engine = VllmEngine(
         "engine 0",
-        make_engine_options(save_model_folder(model, tokenizer, folder), speculative=speculative),
+        make_engine_options(save_model_folder(model, tokenizer, folder), speculative_config=speculative),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )

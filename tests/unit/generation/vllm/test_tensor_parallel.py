@@ -60,7 +60,7 @@ def serve_family(room: BackgroundLoop, name: str, folder: Path, tokenizer: Any, 
 
     model = family(name)
     settings = make_engine_options(
-        save_model_folder(model, tokenizer, folder), worker="support.faulty_worker.FaultyWorker", **changes
+        save_model_folder(model, tokenizer, folder), worker_extension="support.faulty_worker.FaultyWorker", **changes
     )
     served = serve(model, tokenizer, [VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))])
     return served

@@ -55,7 +55,7 @@ def serve_adapters(
         "engine 0",
         make_engine_options(
             save_model_folder(model, tokenizer, folder),
-            worker="support.faulty_worker.FaultyWorker",
+            worker_extension="support.faulty_worker.FaultyWorker",
             max_lora_rank=RANK,
             **changes,
         ),

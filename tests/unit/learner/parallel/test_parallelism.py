@@ -39,7 +39,7 @@ def with_sets(batch: Batch) -> Batch:
 
 
 def without_signal(batch: Batch) -> Batch:
-    return replace(batch, idle=torch.ones(batch.num_sequences, dtype=torch.bool))
+    return replace(batch, zero_gradient=torch.ones(batch.num_sequences, dtype=torch.bool))
 
 
 def everything(rank: int, batch: Batch) -> dict[str, Any]:

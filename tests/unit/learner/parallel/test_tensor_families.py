@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import run_on_ranks
-from tests.unit.training.parallel.test_tensor import BOUND, compared
+from tests.unit.learner.parallel.test_tensor_parallel import BOUND, compared
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from support import models

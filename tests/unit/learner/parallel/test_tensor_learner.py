@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.ranks import run_on_ranks
 from tests.support.sharded import use_float64
-from tests.unit.training.parallel.test_tensor import LATENT
+from tests.unit.learner.parallel.test_tensor_parallel import LATENT
 
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from support.parity import FEW, Case, TrainingResult, compare, make_batch, train
@@ -104,4 +104,4 @@ def test_the_first_gradient_in_bfloat16_is_that_of_one_process_but_for_rounding(
     ranks: list[Any] = run_on_ranks(2, both, ROUNDED_CASES)
     for name in ROUNDED_CASES:
         divided, alone, _ = ranks[0][name]
-        assert divided.stepped[0]["grad_norm"] == pytest.approx(alone.stepped[0]["grad_norm"], rel=0.02), name
+        assert divided.step_metrics[0]["grad_norm"] == pytest.approx(alone.step_metrics[0]["grad_norm"], rel=0.02), name

@@ -15,15 +15,14 @@ from torch import Tensor
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import EPS, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledRewards(Advantage):
-    """The sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, divided by the deviation of that sum in the
-    batch.
+    """The sum over rewards k of weight_k (R_k - mean_k) / (deviation_k + eps) in the group, divided by its deviation in the batch.
 
     A reward that does not vary in a group adds exactly 0. The mean of the sum over the batch is 0, because it is 0 in each group; it is
     not subtracted again, so that groups without signal keep a credit of 0. The deviation in the batch is over rollouts, as in the paper
@@ -51,10 +50,10 @@ class DecoupledRewards(Advantage):
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
         """Return the weighted sum of the normalized rewards, [G]. Raises ValueError if the group has no reward with a weight."""
         weights = self.weights or dict.fromkeys(group.by_name, 1.0)
-        found = {name: rewards for name, rewards in group.by_name.items() if name in weights}
-        if not found:
+        weighted = {name: rewards for name, rewards in group.by_name.items() if name in weights}
+        if not weighted:
             raise ValueError(f"GDPO has weights for {sorted(weights)}, but the rewards of this group are {sorted(group.by_name)}")
-        return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in found.items()]).sum(0)
+        return torch.stack([weights[name] * group_advantages(rewards) for name, rewards in weighted.items()]).sum(0)
 
     def token_advantages(self, batch: Batch) -> Tensor:
         tokens = torch.bincount(batch.sequence, minlength=batch.num_sequences)

@@ -13,7 +13,7 @@ from torch import Tensor
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 
 

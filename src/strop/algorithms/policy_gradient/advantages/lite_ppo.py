@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.functional import EPS, group_advantages, varies
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.types import Batch
 

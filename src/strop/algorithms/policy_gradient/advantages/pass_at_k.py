@@ -15,7 +15,7 @@ from torch import Tensor
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import EPS, varies
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 
 
@@ -57,9 +57,9 @@ class BestOfK(Advantage):
         credit = torch.zeros_like(ascending)
         if self.analytic:
             best = torch.maximum(own, others)
-            with_it = (chances * best).sum(1)
-            deviation = (chances * (best - with_it.mean()).square()).sum(1).mean().sqrt()
-            credit[order] = (with_it - with_it.mean()) / (deviation + EPS)
+            expected_best = (chances * best).sum(1)
+            deviation = (chances * (best - expected_best.mean()).square()).sum(1).mean().sqrt()
+            credit[order] = (expected_best - expected_best.mean()) / (deviation + EPS)
         else:
             credit[order] = (chances * (own - others).clamp(min=0)).sum(1)
         return credit

@@ -32,8 +32,8 @@ class Opsm(Rejection):
             )
 
     def measure(self, mismatch: Mismatch) -> Tensor:
-        now = mismatch if mismatch.current_log_ratio is None else replace(mismatch, log_ratio=mismatch.current_log_ratio)
-        return -sequence_mean(log_ratios(now), mismatch.batch)[mismatch.batch.sequence]
+        current = mismatch if mismatch.current_log_ratio is None else replace(mismatch, log_ratio=mismatch.current_log_ratio)
+        return -sequence_mean(log_ratios(current), mismatch.batch)[mismatch.batch.sequence]
 
     def accepts(self, measured: Tensor, mismatch: Mismatch) -> Tensor:
         credit = sequence_sum(mismatch.advantages.double(), mismatch.batch)[mismatch.batch.sequence]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.objectives.clip import Clip
+from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 from strop.types import Batch
 
@@ -58,12 +58,14 @@ class CovarianceClip(Clip):
 
     def _choose_tokens(self, tokens: PolicyTokens) -> Tensor:
         """Return the indices into N of the tokens that get no gradient."""
-        found = covariances(tokens)
+        covariance = covariances(tokens)
         _, columns = self.clipped(tokens.ratio, tokens.advantages)
-        eligible = ((found > self.lowest) & (found < self.highest) & (columns["ratio_clipped"] == 0)).nonzero().squeeze(1)
+        eligible = (
+            ((covariance > self.lowest) & (covariance < self.highest) & (columns["ratio_clipped"] == 0)).nonzero().squeeze(1)
+        )
         count = max(int(self.share * tokens.batch.totals.tokens), 1)
         if self.choose == "largest":
-            return eligible[found[eligible].argsort(descending=True, stable=True)[:count]]
+            return eligible[covariance[eligible].argsort(descending=True, stable=True)[:count]]
         generator = torch.Generator().manual_seed(_seed(tokens.batch))
         return eligible[torch.randperm(len(eligible), generator=generator)[:count]]
 
@@ -75,8 +77,8 @@ class CovarianceClip(Clip):
 
 def _seed(batch: Batch) -> int:
     """Derive a seed from the sampled tokens in their order, so that it depends on this step only."""
-    places = torch.arange(1, len(batch.target) + 1)
-    return int((batch.target.cpu() * places % 2_147_483_647).sum()) + int(batch.versions.sum())
+    positions = torch.arange(1, len(batch.target) + 1)
+    return int((batch.target.cpu() * positions % 2_147_483_647).sum()) + int(batch.versions.sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,11 +43,11 @@ class DivergenceMask(Objective):
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         policy = tokens.logprobs.detach()
         ratio = bounded_exp(policy - tokens.rollout_logprobs)
-        moved = policy.exp() - tokens.rollout_logprobs.exp()
-        inside = torch.where(tokens.advantages > 0, moved <= self.high, moved >= -self.low)
+        change = policy.exp() - tokens.rollout_logprobs.exp()
+        inside = torch.where(tokens.advantages > 0, change <= self.high, change >= -self.low)
         weight = ratio.clamp(max=self.cap) * inside
         return weight * tokens.advantages * tokens.logprobs, {
-            "divergence": moved.abs(),
+            "divergence": change.abs(),
             "divergence_masked": (~inside).to(ratio.dtype),
             "ratio_capped": (ratio > self.cap).to(ratio.dtype),
             "probs_ratio": ratio,

@@ -37,9 +37,9 @@ class GeometricMean(Objective):
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         logs = tokens.log_ratio
         clipped = logs.clamp(-self.low, self.high)
-        held = torch.where(tokens.advantages >= 0, torch.minimum(logs, clipped), torch.maximum(logs, clipped))
-        ratio = geometric_mean(held, tokens.batch)
-        columns = {"ratio_outside_clip": clipped != logs, "ratio_clipped": held != logs}
+        bounded = torch.where(tokens.advantages >= 0, torch.minimum(logs, clipped), torch.maximum(logs, clipped))
+        ratio = geometric_mean(bounded, tokens.batch)
+        columns = {"ratio_outside_clip": clipped != logs, "ratio_clipped": bounded != logs}
         return ratio * tokens.advantages, {
             **{name: column.to(ratio.dtype) for name, column in columns.items()},
             "probs_ratio": ratio,

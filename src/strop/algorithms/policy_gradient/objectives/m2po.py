@@ -21,12 +21,12 @@ from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyT
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMomentMask(Objective):
-    """M r A with r = pi / mu. M is 0 for the tokens with the largest log^2 r, as many as needed for the mean of the others to be at most
-    ``limit``, and 1 for the others.
+    """M r A with r = pi / mu and a mask M, which is 0 for the tokens with the largest log^2 r.
 
-    The mask is computed over the whole optimizer step. As in the paper, the mean and the mask only consider tokens that the update moves
-    further away (A > 0 and r > 1, or A < 0 and r < 1); with ``outward_only`` False they consider all tokens, as in AReaL. r is relative to
-    the sampler, so no correction is needed.
+    As many tokens are masked as needed for the mean log^2 r of the others to be at most ``limit``. The mask is computed over the whole
+    optimizer step. As in the paper, the mean and the mask only consider tokens that the update moves further away (A > 0 and r > 1, or
+    A < 0 and r < 1); with ``outward_only`` False they consider all tokens, as in AReaL. r is relative to the sampler, so no correction is
+    needed.
     """
 
     corrects_for_sampler: ClassVar[bool] = True
@@ -41,11 +41,11 @@ class SecondMomentMask(Objective):
 
     def prepare_step(self, tokens: PolicyTokens) -> Mapping[str, Tensor]:
         logs = tokens.logprobs - tokens.rollout_logprobs
-        looked_at = tokens.batch.mask > 0
+        considered = tokens.batch.mask > 0
         if self.outward_only:
-            looked_at = looked_at & (logs * tokens.advantages > 0)
+            considered = considered & (logs * tokens.advantages > 0)
         kept = torch.ones_like(tokens.batch.mask)
-        kept[looked_at] = smallest_within_mean(logs[looked_at].double().square(), self.limit).to(kept.dtype)
+        kept[considered] = smallest_within_mean(logs[considered].double().square(), self.limit).to(kept.dtype)
         return {"second_moment_kept": kept}
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:

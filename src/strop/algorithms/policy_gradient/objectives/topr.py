@@ -1,5 +1,6 @@
-"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286): good rollouts are imitated; bad rollouts are unlearned only as far as the
-policy would still sample them.
+"""Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286).
+
+Good rollouts are imitated; bad rollouts are unlearned only as far as the policy would still sample them.
 
 Metrics: topr_weight, the mean weight of tokens; topr_tapered, the share of tokens with A < 0 in rollouts with a ratio below the cap.
 """
@@ -38,11 +39,11 @@ class Tapered(Objective):
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         batch = tokens.batch
-        rollout = sequence_sum((tokens.logprobs - tokens.rollout_logprobs).detach(), batch)[batch.sequence]
-        ceiling = torch.log(torch.tensor(self.cap, dtype=rollout.dtype, device=rollout.device))
-        bad = tokens.advantages < 0
-        weight = torch.where(bad, torch.minimum(rollout, ceiling).exp(), torch.ones_like(rollout))
-        tapered = (bad & (rollout < ceiling)).to(weight.dtype)
+        log_ratio = sequence_sum((tokens.logprobs - tokens.rollout_logprobs).detach(), batch)[batch.sequence]
+        log_cap = torch.log(torch.tensor(self.cap, dtype=log_ratio.dtype, device=log_ratio.device))
+        negative = tokens.advantages < 0
+        weight = torch.where(negative, torch.minimum(log_ratio, log_cap).exp(), torch.ones_like(log_ratio))
+        tapered = (negative & (log_ratio < log_cap)).to(weight.dtype)
         return weight * tokens.advantages * tokens.logprobs, {"topr_weight": weight, "topr_tapered": tapered}
 
 

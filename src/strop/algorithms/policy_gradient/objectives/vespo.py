@@ -42,12 +42,12 @@ class GammaWeight(Objective):
             )
 
     def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        logs = sequence_sum(tokens.logprobs.detach() - tokens.rollout_logprobs, tokens.batch)[tokens.batch.sequence]
-        ratio = bounded_exp(logs)
-        rising = tokens.advantages >= 0
-        k = torch.where(rising, self.k_positive, self.k_negative).to(logs.dtype)
-        decay = torch.where(rising, self.lambda_positive, self.lambda_negative).to(logs.dtype)
-        weight = bounded_exp(k * logs + decay * (1 - ratio))
+        log_ratio = sequence_sum(tokens.logprobs.detach() - tokens.rollout_logprobs, tokens.batch)[tokens.batch.sequence]
+        ratio = bounded_exp(log_ratio)
+        positive = tokens.advantages >= 0
+        k = torch.where(positive, self.k_positive, self.k_negative).to(log_ratio.dtype)
+        decay = torch.where(positive, self.lambda_positive, self.lambda_negative).to(log_ratio.dtype)
+        weight = bounded_exp(k * log_ratio + decay * (1 - ratio))
         return weight * tokens.advantages * tokens.logprobs, {"rollout_weight": weight, "probs_ratio": ratio}
 
 

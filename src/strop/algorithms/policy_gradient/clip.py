@@ -47,11 +47,11 @@ class Clip(Objective):
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         bounded = ratio if self.two_sided is None else ratio.clamp(max=self.two_sided)
-        clipped = ratio.clamp(1 - self.low, 1 + self.high)
+        clipped_ratio = ratio.clamp(1 - self.low, 1 + self.high)
         if self.two_sided is None:
             objective = clipped_surrogate(ratio, advantages, low=self.low, high=self.high, dual=self.dual)
         else:
-            objective = torch.minimum(bounded * advantages, clipped * advantages)
-        outside = (ratio < 1 - self.low) | (ratio > 1 + self.high)
-        held = clipped * advantages < bounded * advantages
-        return objective, {"ratio_outside_clip": outside.to(ratio.dtype), "ratio_clipped": held.to(ratio.dtype)}
+            objective = torch.minimum(bounded * advantages, clipped_ratio * advantages)
+        outside_clip = (ratio < 1 - self.low) | (ratio > 1 + self.high)
+        lowered = clipped_ratio * advantages < bounded * advantages
+        return objective, {"ratio_outside_clip": outside_clip.to(ratio.dtype), "ratio_clipped": lowered.to(ratio.dtype)}
