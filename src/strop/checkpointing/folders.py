@@ -4,6 +4,7 @@
       config.yaml            the resolved configuration
       state.pt               step, stream (cursor, buffered groups), random states, metrics
       files.json             saved files and their sizes, to detect missing or truncated ones
+      metric.json            the metric that ranks checkpoints
       policy/weights/        a Hugging Face folder for from_pretrained
       policy/ema/            another one with averaged weights, with policy.ema.enabled
       policy/optimizer.pt    optimizer and schedule
@@ -16,12 +17,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -31,6 +34,14 @@ from strop.checkpointing.base import RunState, Saveable
 from strop.learner.base import Learner
 
 _STEP = re.compile(r"step_(\d+)")
+
+# Classes in state.pt of earlier versions -> their current module and name.
+_MOVED = {
+    ("strop.data.examples", "Conversation"): ("strop.data.recorded.examples", "Conversation"),
+    ("strop.data.examples", "Preference"): ("strop.data.recorded.examples", "Preference"),
+    ("strop.data.examples", "Judged"): ("strop.data.recorded.examples", "UnpairedPreference"),
+    ("strop.environments.hosted", "RemoteTask"): ("strop.environments.remote", "RemoteTask"),
+}
 
 
 class CheckpointError(RuntimeError):
@@ -86,14 +97,14 @@ class FolderCheckpointer:
     def list_steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def load(self, path: Path, learners: Mapping[str, Learner]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""
         try:
             _check_sizes(path)
-            saved = torch.load(path / "state.pt", weights_only=False)
+            saved = torch.load(path / "state.pt", weights_only=False, pickle_module=_STATE_PICKLE)
             state: RunState = saved["state"]
             for name, learner in learners.items():
                 learner.load(path / name)
@@ -111,8 +122,8 @@ class FolderCheckpointer:
         steps = self.list_steps()
         if not steps:
             return None
-        taken = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
-        target = self.folder / f"previous_{max(taken, default=0) + 1}"
+        numbers = [int(path.name[9:]) for path in self.folder.glob("previous_*") if path.name[9:].isdigit()]
+        target = self.folder / f"previous_{max(numbers, default=0) + 1}"
         target.mkdir()
         for step in reversed(steps):  # newest first, so that after a kill in between none looks like the newest of the new run
             (self.folder / f"step_{step}").rename(target / f"step_{step}")
@@ -143,21 +154,33 @@ class FolderCheckpointer:
                 shutil.rmtree(path)
 
 
-def _file_sizes(folder: Path, parts: Iterable[str]) -> dict[str, int]:
-    """Return the sizes in bytes of all files in ``parts`` (files or folders), by relative path."""
-    paths = [path for part in parts for path in ((folder / part).rglob("*") if (folder / part).is_dir() else [folder / part])]
+class _StateUnpickler(pickle.Unpickler):
+    """Finds classes of earlier versions under their new names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*_MOVED.get((module, name), (module, name)))
+
+
+_STATE_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_StateUnpickler, load=pickle.load)
+
+
+def _file_sizes(folder: Path, entries: Iterable[str]) -> dict[str, int]:
+    """Return the sizes in bytes of all files in ``entries`` (files or folders), by relative path."""
+    paths = [
+        path for entry in entries for path in ((folder / entry).rglob("*") if (folder / entry).is_dir() else [folder / entry])
+    ]
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths) if path.is_file()}
 
 
 def _check_sizes(folder: Path) -> None:
-    """Raises FileNotFoundError for a missing file, ValueError for one of another size than was saved."""
-    saved: dict[str, int] = json.loads((folder / "files.json").read_text())
-    found = _file_sizes(folder, saved)
-    for name, size in saved.items():
-        if name not in found:
+    """Raise FileNotFoundError for a missing file, ValueError for a file whose size differs from the saved one."""
+    expected: dict[str, int] = json.loads((folder / "files.json").read_text())
+    actual = _file_sizes(folder, expected)
+    for name, size in expected.items():
+        if name not in actual:
             raise FileNotFoundError(f"{folder / name} is missing")
-        if found[name] != size:
-            raise ValueError(f"{folder / name} has {found[name]} bytes, and {size} were saved")
+        if actual[name] != size:
+            raise ValueError(f"{folder / name} has {actual[name]} bytes, and {size} were saved")
 
 
 def _remove_atomically(path: Path) -> None:
