@@ -19,17 +19,16 @@ _logits = st.lists(st.integers(-128, 128).map(lambda number: number / 16), min_s
 
 
 def slowly_kept(logits: list[float], sampling: Sampling) -> list[bool]:
-    """top-k, then top-p of what is left, then min-p, each by sorting in Python."""
+    """Top-k and min-p, then top-p of the mass that is left, as vLLM does, by sorting in Python."""
     mass = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
     order = sorted(range(len(mass)), key=lambda token: -mass[token])
-    kept = order[: sampling.top_k]
-    total, so_far, nucleus = sum(mass[token] for token in kept), 0.0, []
-    for token in kept:
+    candidates = [token for token in order[: sampling.top_k] if mass[token] >= sampling.min_p * mass[order[0]]]
+    total, so_far, kept = sum(mass[token] for token in candidates), 0.0, []
+    for token in candidates:
         if so_far >= sampling.top_p * total:
             break
-        nucleus.append(token)
+        kept.append(token)
         so_far += mass[token]
-    kept = [token for token in nucleus if mass[token] >= sampling.min_p * mass[order[0]]]
     return [token in kept for token in range(len(mass))]
 
 
