@@ -19,7 +19,7 @@ STARTS_ONE = """
 import subprocess, sys, time
 from strop.distributed.guardian import Guardian
 guardian = Guardian()
-with guardian.marking():
+with guardian.mark_children():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)

@@ -20,17 +20,18 @@ pytestmark = pytest.mark.slow
 EXACT = 1e-10  # float64
 FLOAT32 = 2e-4
 
+# At a rate of 1e-2 adapters amplify the order of additions: two cuts of one batch in one process then differ by 1.1e-10 in the third step.
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "tensor": Case(sizes=ParallelDims(tensor=2)),
         "tensor, tied, checkpointing": Case(sizes=ParallelDims(tensor=2), family="qwen2", checkpointing=True),
-        "tensor, lora": Case(sizes=ParallelDims(tensor=2), lora=True),
+        "tensor, lora": Case(sizes=ParallelDims(tensor=2), lora=True, rate=1e-3),
         "tensor, experts": Case(sizes=ParallelDims(tensor=2), family="qwen3_moe"),
         "sequence": Case(sizes=ParallelDims(tensor=2, sequence=True)),
         "sequence, tied, few groups": Case(
             sizes=ParallelDims(tensor=2, sequence=True), family="qwen2", shapes=FEW, checkpointing=True
         ),
-        "sequence, experts, lora": Case(sizes=ParallelDims(tensor=2, sequence=True), family="qwen3_moe", lora=True),
+        "sequence, experts, lora": Case(sizes=ParallelDims(tensor=2, sequence=True), family="qwen3_moe", lora=True, rate=1e-3),
         "experts over data": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe"),
         "experts over data, few groups": Case(sizes=ParallelDims(shard=2, expert=2), family="qwen3_moe", shapes=FEW),
         "experts over data, latent attention": Case(
@@ -43,7 +44,7 @@ CASES: dict[int, dict[str, Case]] = {
     },
     4: {
         "fsdp, tensor": Case(sizes=ParallelDims(shard=2, tensor=2)),
-        "fsdp, sequence, lora": Case(sizes=ParallelDims(shard=2, tensor=2, sequence=True), lora=True),
+        "fsdp, sequence, lora": Case(sizes=ParallelDims(shard=2, tensor=2, sequence=True), lora=True, rate=1e-3),
         "copies, sequence, tied": Case(sizes=ParallelDims(replicate=2, tensor=2, sequence=True), family="qwen2"),
         "fsdp, tensor, experts": Case(sizes=ParallelDims(shard=2, tensor=2), family="qwen3_moe"),
         "fsdp, sequence, more experts": Case(sizes=ParallelDims(shard=2, tensor=2, expert=4, sequence=True), family="qwen3_moe"),
@@ -54,7 +55,7 @@ CASES: dict[int, dict[str, Case]] = {
         ),
         "context, tensor": Case(sizes=ParallelDims(context=2, tensor=2)),
         "context, sequence, experts, lora": Case(
-            sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True
+            sizes=ParallelDims(context=2, tensor=2, sequence=True), family="qwen3_moe", lora=True, rate=1e-3
         ),
     },
 }
