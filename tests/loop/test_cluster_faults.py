@@ -106,7 +106,7 @@ def test_an_engine_a_host_and_a_learner_rank_that_are_killed_one_after_the_other
     said = outcome.out + outcome.err
     assert f"process {engine}, on" in said and f"process {host}, on" in said and "another process takes its place" in said
     assert f"the learner group lost a member: learner-1 (process {rank}, on" in outcome.out
-    assert "The learner starts anew, from the checkpoint of step" in outcome.out and "continuing after step" in outcome.out
+    assert "The learner restarts from the checkpoint of step" in outcome.out and "continuing after step" in outcome.out
     assert max(line["generation/restarts"] for line in metrics_of(tmp_path / "logs").values()) <= 1
     assert_as_if_undisturbed(tmp_path, alone)
 
