@@ -219,7 +219,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     options = parser.parse_intermixed_args(arguments)
     from strop.config import ConfigError
-    from strop.config.load.kinds import load_any_kind
+    from strop.config.load.load import load_any_kind
 
     try:
         loaded = load_any_kind(options.config, options.overrides)

@@ -21,7 +21,7 @@ from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.load.kinds import load_any_kind
+from strop.config.load.load import load_any_kind
 from strop.data.packing import pack, split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.registry import import_attribute

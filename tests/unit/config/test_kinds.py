@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.config import ConfigError
-from strop.config.load.kinds import PLACEHOLDER_MODEL, load_any_kind
+from strop.config.load.load import PLACEHOLDER_MODEL, load_any_kind
 from strop.config.schema.run_config import GrpoRunConfig, SftRunConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples/configs"

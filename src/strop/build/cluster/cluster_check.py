@@ -17,7 +17,7 @@ from strop.build.cluster.cluster_run import compute_reserved_cpus
 from strop.build.cluster.device_plan import format_device_rows, format_placement, make_device_plan
 from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
-from strop.config.load.kinds import PLACEHOLDER_MODEL
+from strop.config.load.load import PLACEHOLDER_MODEL
 from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions

@@ -12,13 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from strop.config.checks import run_checks
+from strop.config.checks import cluster_checks, run_checks
 from strop.config.errors import ConfigError, Origin, Problem
 from strop.config.load import keys, yaml_text
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
 from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
 from strop.config.nemo_rl import find_unused_keys
 from strop.config.schema.base import BaseConfig, followed_keys, section_model
+from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
@@ -206,3 +207,23 @@ def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig])
 
 def _with_origin(problem: Problem, source: ConfigSource) -> Problem:
     return Problem(problem.key, problem.message, problem.fix, source.find_origin(tuple(problem.key.split("."))))
+
+
+MODEL_KEY, PLACEHOLDER_MODEL = "policy.model_name", "none"  # the schema requires a model
+
+
+def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig[TrainingRunConfig]:
+    """Load a training configuration of any kind. Without a file, check only what concerns the machines. Raises ConfigError."""
+    values = dict(read_config_file(path).values) if path is not None else {}
+    sections = [*values, *(override.lstrip("~+").split(".")[0] for override in overrides)]
+    root = next((TRAINING_RUNS[section] for section in sections if section in TRAINING_RUNS), GrpoRunConfig)
+    if path is not None:
+        return load_config(path, overrides, root=root)
+    placeholder = (
+        [] if any(override.startswith(f"{MODEL_KEY}=") for override in overrides) else [f"{MODEL_KEY}={PLACEHOLDER_MODEL}"]
+    )
+    loaded = load_config(None, [*overrides, *placeholder], root=root, check=False)
+    problems = [problem for check in cluster_checks.CLUSTER_ERROR_CHECKS for problem in check(loaded.config)]
+    if problems:
+        raise ConfigError(problems)
+    return loaded
