@@ -51,7 +51,7 @@ def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
             [{"prompt": [{"content": f"q{n}"}], "reward_model": {"ground_truth": "7"}} for n in range(10)]
         )
 
-    monkeypatch.setattr(hub, "_probe", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
     monkeypatch.setattr(hub, "_load_split", load)
     assert DataSource(dataset_name="DAPOMath17K").load_rows()[1].question == "q1"
     held = DataSource(dataset_name="DAPOMath17K", split_validation_size=0.3, part="validation", split="other").load_rows()
@@ -60,7 +60,7 @@ def test_a_built_in_name_sets_what_was_not_set(monkeypatch):
 
 
 def test_a_missing_column_names_the_keys_there_are(monkeypatch):
-    monkeypatch.setattr(hub, "_probe", lambda name: None)
+    monkeypatch.setattr(hub, "_check_hub", lambda name: None)
     monkeypatch.setattr(hub, "_load_split", lambda *arguments: datasets.Dataset.from_list([{"question": "q", "answer": "a"}]))
     with pytest.raises(DataError, match=r"has no key 'problem'; its keys are \['answer', 'question'\]"):
         DataSource(dataset_name="someone/something").load_rows()

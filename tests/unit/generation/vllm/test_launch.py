@@ -15,7 +15,7 @@ def test_a_core_is_sent_with_the_environment_of_that_moment(monkeypatch: pytest.
     core = ForkedEngineCore(tmp_path / "engine_0.log")
     monkeypatch.setenv("SET_AFTER_IT_WAS_MADE", "1")
     arrived = pickle.loads(pickle.dumps(core))
-    assert arrived.output_file == tmp_path / "engine_0.log"
+    assert arrived.output == tmp_path / "engine_0.log"
     assert arrived.environment == dict(os.environ) and arrived.environment["SET_AFTER_IT_WAS_MADE"] == "1"
 
 
