@@ -267,6 +267,7 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
 
 def strop_side(settings: Settings, baton: Connection) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
+    from strop.base_config import to_tree
     from strop.build.lifecycle import make_tracker, seed_everything
     from strop.build.rollout_run import build_rollout_run
     from strop.generation.torch.torch_engine import TorchEngine
@@ -396,7 +397,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     template = ChatTemplate(generator.tokenizer)
     asked = [[Message(**message) for message in row["prompt"]] for row in training_rows(settings)[: settings.prompts]]
     prompts = [template.encode_prompt(messages) for messages in asked]
-    baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), config.model_dump(mode="json")))
+    baton.send(Ready(memory("VmRSS"), prompts, sorted(generator.stop_ids), to_tree(config)))
     baton.recv()
     reset_peak_memory()
     laps.start()

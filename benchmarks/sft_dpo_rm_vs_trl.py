@@ -489,6 +489,7 @@ def strop_config(race: Race) -> Any:
 
 def run_strop(race: Race, turns: TurnTaker) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
+    from strop.base_config import to_tree
     from strop.build.lifecycle import make_tracker
     from strop.build.training_run import build_run
     from strop.monitoring.trackers.base import NullTracker
@@ -563,7 +564,7 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
         run, _ = await build_run(config, Steps())
         run.stream = Stream(run.stream)
         run.learners = {"policy": Learner(run.learners["policy"])}
-        turns.begin(Ready(memory("VmRSS"), config.model_dump(mode="json")))
+        turns.begin(Ready(memory("VmRSS"), to_tree(config)))
         reset_peak_memory()
         laps.start()
         await train(run)

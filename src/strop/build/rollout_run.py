@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
+from strop.base_config import to_tree
 from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
@@ -117,7 +118,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         decode=bundle.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, rules, tracker),
         early_stop=make_early_stop(config),
-        mismatch=MismatchGuard(MismatchLimits(**config.policy.generation.mismatch.model_dump())),
+        mismatch=MismatchGuard(MismatchLimits(**to_tree(config.policy.generation.mismatch))),
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state), generator

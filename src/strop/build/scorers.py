@@ -8,6 +8,7 @@ from pathlib import Path
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.base_config import to_json
 from strop.build.models import LoadedPolicy, make_critic, make_learner, make_reference
 from strop.build.teachers import make_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
@@ -108,7 +109,7 @@ async def make_stored_reference(
         policy,
         algorithm,
         weights=fingerprint,
-        data=f"{config.data.model_dump_json()}{config.policy.tokenizer.model_dump_json()}"
+        data=f"{to_json(config.data)}{to_json(config.policy.tokenizer)}"
         f"{config.policy.max_total_sequence_length}",  # decides which examples fit
         share_prefixes=share_prefixes,
     )

@@ -5,7 +5,6 @@
 Imports neither torch nor transformers, so that errors are reported immediately.
 """
 
-from strop.config.errors import ConfigError, Problem
 from strop.config.load.load import LoadedConfig, dump_config, load_config
 from strop.config.schema.run_config import (
     TRAINING_RUNS,
@@ -15,6 +14,7 @@ from strop.config.schema.run_config import (
     RolloutRunConfig,
     TrainingRunConfig,
 )
+from strop.problems import ConfigError, Problem
 
 __all__ = [
     "TRAINING_RUNS",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from strop.base_config import BaseConfig
 from strop.config.load.keys import find_field
-from strop.config.schema.base import BaseConfig
 
 NOT_SUPPORTED = "It is not in this version"
 

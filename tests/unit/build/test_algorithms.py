@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -574,7 +575,7 @@ def test_an_algorithm_of_another_kind_of_run_is_refused_with_its_own(name: str) 
         if section == own:
             continue
         found = config(section)
-        other = found.model_copy(update={"algorithm": found.algorithm.model_copy(update={"name": name, "kwargs": {}})})
+        other = replace(found, algorithm=replace(found.algorithm, name=name, kwargs={}))
         make = make_rollout_algorithm if isinstance(other, RolloutRunConfig) else make_recorded_algorithm
         with pytest.raises(ValueError, match=rf"^algorithm\.name: {name} .*run strop {own}$|{name} has no|of {name} is"):
             make(other)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def test_ranks_layout_and_engines_of_a_run_on_gpus() -> None:
         "cluster": "2 nodes of a Ray cluster, 4 GPUs on each",
         "learner": "8 ranks on 2 nodes: 2 copies x 2 shards x 1 context x 2 tensor",
         "engines": "8 engines of 1 device on nodes 0 to 1, colocated with the learner",
-        "hosts": "environments run in the driver's process",
+        "env": "environments run in the driver's process",
     }
 
 
@@ -39,7 +39,7 @@ def test_on_cpus_processes_stand_for_gpus_and_one_engine_is_enough() -> None:
     found = lines(*TWO_NODES, "cluster.environment_hosts=1", on_cpu=True)
     assert found["cluster"] == "2 nodes of a Ray cluster, 4 CPU processes instead of GPUs on each"
     assert found["engines"].startswith("1 engine of 1 device on node 0")
-    assert found["hosts"] == "1 process for each environment, spread over 1 node"
+    assert found["env"] == "1 process for each environment, spread over 1 node"
 
 
 def test_engines_apart_are_on_devices_of_their_own() -> None:

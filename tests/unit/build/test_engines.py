@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.base_config import validate_section
 from strop.build import engines
 from strop.config.schema.generation_config import GenerationConfig, SpeculationConfig, VllmConfig
 
@@ -30,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
 
 
 def sender(config: dict[str, Any], device: torch.device, folder: Path = Path("own")) -> Any:
-    return engines.make_sender_factory(GenerationConfig.model_validate({"backend": "vllm", **config}), device, folder)(3)
+    return engines.make_sender_factory(validate_section(GenerationConfig, {"backend": "vllm", **config}), device, folder)(3)
 
 
 @pytest.mark.parametrize(

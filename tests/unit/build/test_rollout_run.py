@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ def test_records_after_the_checkpoint_go_and_its_own_are_complete(run):
 
 
 def test_a_run_that_does_not_resume_sets_everything_aside(run, tmp_path):
-    fresh = run.model_copy(update={"checkpointing": run.checkpointing.model_copy(update={"resume": False})})
+    fresh = replace(run, checkpointing=replace(run.checkpointing, resume=False))
     recorder, learner = Recorder(), FakeLearner()
     assert (
         restore_checkpoint(fresh, make_checkpoints(fresh, saved), {"policy": learner}, recorder, RolloutStore(tmp_path / "logs"))

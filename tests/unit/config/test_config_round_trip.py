@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from strop.config import EvalRunConfig, GrpoRunConfig, dump_config, load_config
+from strop.config.load.load import escape_values, validate_source
+from strop.config.load.yaml_source import ConfigSource
 from support.sweep import sweep
 
 texts = st.text(max_size=12) | st.sampled_from(
@@ -71,7 +73,8 @@ def test_a_dumped_training_configuration_loads_back_equal(count: int) -> None:
 
 
 def assert_it_loads_back_equal(values: dict[str, Any]) -> None:
-    config = GrpoRunConfig.model_validate(values)
+    config, problems = validate_source(ConfigSource(escape_values(values)), GrpoRunConfig)
+    assert not problems
     assert reload(config) == config
 
 

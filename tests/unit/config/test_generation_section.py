@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from strop.base_config import fields_of
 from strop.config.schema.generation_config import GenerationConfig
 from strop.sampling import MAX_RECORDED_TOP_K, Sampling
 
@@ -29,4 +30,4 @@ def test_without_filters_there_is_nothing_to_keep_and_nothing_to_refuse() -> Non
 
 
 def test_the_description_names_the_bound_that_is_enforced() -> None:
-    assert f"at most {MAX_RECORDED_TOP_K}" in str(GenerationConfig.model_fields["keep_sampling_mask"].description)
+    assert f"at most {MAX_RECORDED_TOP_K}" in str(fields_of(GenerationConfig)["keep_sampling_mask"].description)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from strop.base_config import fields_of, to_tree
 from strop.config.schema.generation_config import MismatchConfig
 from strop.config.schema.monitoring_config import WatchdogConfig
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -12,12 +13,12 @@ from strop.trainer.mismatch import MismatchLimits
 
 
 def test_every_kind_of_training_run_has_a_watchdog() -> None:
-    assert all("watchdog" in kind.model_fields for kind in TRAINING_RUNS.values())
+    assert all("watchdog" in fields_of(kind) for kind in TRAINING_RUNS.values())
 
 
 def test_the_defaults_are_those_of_the_classes_they_become() -> None:
     assert WaitLimits(**WatchdogConfig().limits()) == WaitLimits()
-    assert MismatchLimits(**MismatchConfig().model_dump()) == MismatchLimits()
+    assert MismatchLimits(**to_tree(MismatchConfig())) == MismatchLimits()
 
 
 def test_zero_turns_a_limit_off() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.base_config import fields_of
 from strop.build.algorithm.algorithms import AlgorithmSetting
 from strop.config import TrainingRunConfig
 from strop.config.schema.distillation_config import DistillationConfig, DistillationLossConfig
@@ -205,5 +206,5 @@ def _kl_settings(loss: LossConfig, placement: str) -> Iterator[AlgorithmSetting]
     )
     for key, field in (("kl_input_clamp_value", "kl.input_clamp"), ("kl_output_clamp_value", "kl.output_clamp")):
         value = getattr(loss, key)
-        if penalty or value != LossConfig.model_fields[key].default:
+        if penalty or value != fields_of(LossConfig)[key].default:
             yield AlgorithmSetting(f"loss_fn.{key}", field, value)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from strop.base_config import changed_keys
 from strop.config.checks.device_counts import DeviceCounts, count_devices
-from strop.config.checks.engine_checks import changed_keys
-from strop.config.errors import Problem
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.policy_config import DtensorConfig
 from strop.config.schema.run_config import (
@@ -16,6 +15,7 @@ from strop.config.schema.run_config import (
     TrainingRunConfig,
     list_trained_models,
 )
+from strop.problems import Problem
 
 Problems = Iterator[Problem]
 

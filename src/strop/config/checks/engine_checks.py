@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from strop.base_config import changed_keys, default_of
 from strop.config.checks.device_counts import count_devices
-from strop.config.errors import Problem
-from strop.config.schema.base import BaseConfig, followed_keys
 from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.run_config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_section
+from strop.problems import Problem
 
 Problems = Iterator[Problem]
 ConfigT = TypeVar("ConfigT", bound="RolloutRunConfig | EvalRunConfig")
@@ -227,7 +227,7 @@ def warn_unverified_experts(config: RolloutRunConfig) -> Problems:
 @_only_with_vllm
 def warn_unused_verification_options(config: RolloutRunConfig) -> Problems:
     sync, key = config.policy.generation.weight_sync, "policy.generation.weight_sync"
-    if sync.proof != "every_n" and sync.proof_every != _default_of(sync, "proof_every"):
+    if sync.proof != "every_n" and sync.proof_every != default_of(sync, "proof_every"):
         yield Problem(f"{key}.proof_every", f"it has no effect: {key}.proof is {sync.proof}, and it is the period of every_n")
     if sync.folder is not None and sync.transport != "folder":
         yield Problem(
@@ -235,7 +235,7 @@ def warn_unused_verification_options(config: RolloutRunConfig) -> Problems:
             f"it has no effect: {key}.transport is {sync.transport}, which writes no files",
             f"Set {key}.transport=folder to use it.",
         )
-    if sync.transport == "folder" and sync.bucket_mb != _default_of(sync, "bucket_mb"):
+    if sync.transport == "folder" and sync.bucket_mb != default_of(sync, "bucket_mb"):
         yield Problem(f"{key}.bucket_mb", f"it has no effect: {key}.transport=folder chooses the size of its files")
 
 
@@ -258,7 +258,7 @@ def warn_unused_speculation(config: RolloutRunConfig | EvalRunConfig) -> Problem
         "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
     }
     for name in unused[drafts.method]:
-        if getattr(drafts, name) != _default_of(drafts, name):
+        if getattr(drafts, name) != default_of(drafts, name):
             yield Problem(
                 f"{key}.vllm_cfg.speculation.{name}",
                 f"it has no effect: {key}.vllm_cfg.speculation.method is {drafts.method or 'null'}",
@@ -280,22 +280,6 @@ def count_gpus(generation: GenerationConfig) -> int:
         return 1
     engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
     return engines if generation.colocated.enabled else engines + 1
-
-
-def changed_keys(key: str, section: BaseConfig, *, ignore: Sequence[str] = ()) -> list[str]:
-    """Return keys under ``section`` that differ from their default, except ``ignore`` and keys that follow another."""
-    changed: list[str] = []
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseConfig):
-            changed += changed_keys(f"{key}.{name}", value)
-        elif name not in ignore and not followed_keys(field) and value != _default_of(section, name):
-            changed.append(f"{key}.{name}")
-    return changed
-
-
-def _default_of(section: BaseConfig, name: str) -> Any:
-    return type(section).model_fields[name].get_default(call_default_factory=True)
 
 
 ROLLOUT_ERROR_CHECKS = (check_engine_length, check_transport, check_async_on_one_gpu)

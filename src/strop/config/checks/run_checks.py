@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.base_config import BaseConfig
 from strop.config.checks import cluster_checks, engine_checks
 from strop.config.checks.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS
-from strop.config.errors import Problem
-from strop.config.schema.base import BaseConfig
 from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -27,6 +26,7 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
+from strop.problems import Problem
 
 Problems = Iterator[Problem]
 

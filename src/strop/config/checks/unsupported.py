@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from strop.config.errors import Problem
 from strop.config.schema.run_config import EvalRunConfig, TrainingRunConfig, generation_section, list_trained_models
+from strop.problems import Problem
 
 Problems = Iterator[Problem]
 

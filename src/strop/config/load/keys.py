@@ -12,7 +12,7 @@ from typing import Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from strop.config.schema.base import BaseConfig, KeyPath, followed_keys, section_model
+from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, section_model
 from strop.config.schema.policy_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
@@ -49,7 +49,9 @@ def iter_keys(model: type[BaseConfig], prefix: KeyPath = (), *, repeated: bool =
 
     ``repeated`` adds the keys of list entries, of ``<alias>``, and of mappings with a default, such as an optimizer's lr.
     """
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(model).items():
+        if field.exclude:  # not a key of its own
+            continue
         path = (*prefix, name)
         if (inner := section_model(field)) is not None:
             yield from iter_keys(inner, path, repeated=repeated)
@@ -81,9 +83,9 @@ def _iter_type_arguments(annotation: Any) -> Iterator[Any]:
 
 def find_field(model: type[BaseConfig], path: Sequence[str]) -> FieldInfo | None:
     """Return the field at a path with list indices (which may be left out) and aliases; None if there is none."""
-    if not path or path[0] not in model.model_fields:
+    if not path or path[0] not in fields_of(model):
         return None
-    field, rest = model.model_fields[path[0]], list(path[1:])
+    field, rest = fields_of(model)[path[0]], list(path[1:])
     inner, item = section_model(field), entry_model(field)
     if inner is None and item is not None and rest:
         rest = rest[1:] if rest[0].isdigit() or not is_entry_list(field) else rest
@@ -96,10 +98,10 @@ def find_field(model: type[BaseConfig], path: Sequence[str]) -> FieldInfo | None
 def default_values(model: type[BaseConfig]) -> dict[str, Any]:
     """Return all defaults, nested. A key that follows others has its interpolation; a required key is absent."""
     tree: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(model).items():
         if (inner := section_model(field)) is not None:
             tree[name] = default_values(inner)
-        elif not SchemaKey((name,), field).required:
+        elif not field.exclude and not SchemaKey((name,), field).required:
             tree[name] = SchemaKey((name,), field).default
     return tree
 

@@ -12,14 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from strop.base_config import BaseConfig, fields_of, followed_keys, section_model, to_tree, validate_section
 from strop.config.checks import cluster_checks, run_checks
-from strop.config.errors import ConfigError, Origin, Problem
 from strop.config.load import keys, yaml_text
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
 from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
 from strop.config.nemo_rl import find_unused_keys
-from strop.config.schema.base import BaseConfig, followed_keys, section_model
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
+from strop.problems import ConfigError, Origin, Problem
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
@@ -58,14 +58,14 @@ def load_config(
 
 def dump_config(config: BaseConfig) -> str:
     """Return YAML that loads back to an equal configuration."""
-    return yaml_text.dump(_escape_values(config.model_dump()))
+    return yaml_text.dump(escape_values(to_tree(config, mode="python")))
 
 
-def _escape_values(value: Any) -> Any:
+def escape_values(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _escape_values(inner) for key, inner in value.items()}
+        return {key: escape_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_escape_values(inner) for inner in value]
+        return [escape_values(inner) for inner in value]
     return escape_interpolations(value) if isinstance(value, str) else value
 
 
@@ -108,7 +108,7 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
     for path in unresolved:
         _remove(resolved, path)
     try:
-        return root.model_validate(resolved), problems
+        return validate_section(root, resolved), problems
     except ValidationError as error:
         errors = [(_user_path(item["loc"], source), item) for item in error.errors()]
         reported = [pair for pair in errors if pair[0] not in unresolved and _is_written(pair[0], pair[1]["type"], source, root)]
@@ -120,9 +120,14 @@ def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str
     """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
     tree = keys.default_values(model)
     for name, value in values.items():
-        inner = section_model(model.model_fields[name]) if name in model.model_fields else None
+        inner = section_model(fields_of(model)[name]) if name in fields_of(model) else None
         if inner is not None and (value is None or isinstance(value, Mapping)):
             tree[name] = add_defaults(value or {}, inner)
+        elif value is None and name in fields_of(model) and followed_keys(fields_of(model)[name]):
+            continue  # null asks for the value of the key that this one follows
+        elif name in fields_of(model) and isinstance(value, Mapping) and (entry := keys.entry_model(fields_of(model)[name])):
+            named = isinstance(value, Mapping) and not keys.is_entry_list(fields_of(model)[name])
+            tree[name] = {alias: add_defaults(inner or {}, entry) for alias, inner in value.items()} if named else value
         else:
             tree[name] = value
     return tree
@@ -155,7 +160,7 @@ def _is_written(path: KeyPath, error: str, source: ConfigSource, root: type[Base
 def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[BaseConfig]) -> Problem:
     """Turn an error of pydantic into a Problem."""
     dotted, origin, field = ".".join(path), source.find_origin(path), keys.find_field(root, path)
-    if item["type"] == "extra_forbidden":
+    if item["type"] == "unexpected_keyword_argument":
         scheduler = (
             "A scheduler has name and kwargs; a list of them ends in {milestones: [...]}."
             if path[:2] == ("policy", "scheduler")
@@ -173,8 +178,8 @@ def describe_error(path: KeyPath, item: Any, source: ConfigSource, root: type[Ba
     value, meaning = item["input"], f"{dotted}: {field.description}" if field is not None and field.description else ""
     if item["type"] == "value_error":
         return Problem(dotted, f"found {value!r}: {item['ctx']['error']}", meaning, origin)
-    if item["type"] in ("model_type", "model_attributes_type") and field is not None and (inner := section_model(field)):
-        names = ", ".join(inner.model_fields)
+    if item["type"] == "dataclass_type" and field is not None and (inner := section_model(field)):
+        names = ", ".join(fields_of(inner))
         return Problem(dotted, f"found {value!r}; this is a section, with keys under it", f"Its keys: {names}.", origin)
     expected = keys.format_type(field) if field is not None and not path[-1].isdigit() else _lower_first(item["msg"])
     quotes = " Put it in quotes." if item["type"] == "string_type" and isinstance(value, bool | int | float) else ""
@@ -191,7 +196,7 @@ def suggest_keys(path: KeyPath, root: type[BaseConfig]) -> str:
     nearest = keys.find_nearest_keys(path, root)
     if nearest:
         return f"Did you mean {' or '.join(nearest)}?"
-    return f"The sections are {', '.join(root.model_fields)}. `strop config` lists every key."
+    return f"The sections are {', '.join(fields_of(root))}. `strop config` lists every key."
 
 
 def _suggest_target(source: ConfigSource, path: KeyPath, root: type[BaseConfig]) -> str:

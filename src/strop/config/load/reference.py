@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from inspect import get_annotations
 from typing import Any
 
+from strop.base_config import BaseConfig, KeyPath, fields_of, section_model
 from strop.config.load import yaml_text
 from strop.config.load.keys import SchemaKey, entry_model, is_entry_list
-from strop.config.schema.base import BaseConfig, KeyPath, section_model
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
 
 HEAD = """# Configuration
@@ -59,7 +59,7 @@ def render_page() -> str:
     top_level = {
         name: SchemaKey((name,), value)
         for root in ROOT_CONFIGS.values()
-        for name, value in root.model_fields.items()
+        for name, value in fields_of(root).items()
         if not section_model(value)
     }
     parts = [HEAD, "## Kinds of run\n", format_runs_table(), "### Top level\n", format_table(list(top_level.values())), SECTIONS]
@@ -72,12 +72,12 @@ def format_runs_table() -> str:
     """Return a table of the kinds of run with their sections."""
     shared = [
         name
-        for name in next(iter(TRAINING_RUNS.values())).model_fields
-        if all(name in run.model_fields for run in TRAINING_RUNS.values())
+        for name in fields_of(next(iter(TRAINING_RUNS.values())))
+        if all(name in fields_of(run) for run in TRAINING_RUNS.values())
     ]
     rows = []
     for name, root in ROOT_CONFIGS.items():
-        sections = [key for key in root.model_fields if name not in TRAINING_RUNS or key not in shared]
+        sections = [key for key in fields_of(root) if name not in TRAINING_RUNS or key not in shared]
         rows.append(f"| `strop {name}` | {root.__doc__} | {_join_code(sections)} |")
     intro = f"Every training run has the sections {_join_code(shared)}.\n"
     return "\n".join([intro, "| run | what it does | other sections |", "|---|---|---|", *rows]) + "\n"
@@ -93,7 +93,7 @@ def collect_blocks() -> list[Block]:
                 if keys:
                     block = blocks.setdefault(base, Block(base, keys))
                     block.runs_by_section.setdefault(path, []).append(name)
-    order = [*TRAINING_RUNS, *(name for root in ROOT_CONFIGS.values() for name in root.model_fields)]
+    order = [*TRAINING_RUNS, *(name for root in ROOT_CONFIGS.values() for name in fields_of(root))]
     return sorted(blocks.values(), key=lambda block: order.index(next(iter(block.runs_by_section))[0]))
 
 
@@ -103,8 +103,8 @@ def _declared_keys(model: type) -> list[SchemaKey]:
     declared = get_annotations(model)
     return [
         SchemaKey((name,), value)
-        for name, value in model.model_fields.items()
-        if name in declared and section_model(value) is None
+        for name, value in fields_of(model).items()
+        if name in declared and section_model(value) is None and not value.exclude
     ]
 
 
@@ -112,7 +112,7 @@ def format_heading(block: Block) -> str:
     """Return the sections of a block, naming the kinds of run where others have the section without these keys."""
     groups: dict[str, list[KeyPath]] = {}
     for path, runs in block.runs_by_section.items():
-        all_runs = [name for name, root in ROOT_CONFIGS.items() if path[0] in root.model_fields]
+        all_runs = [name for name, root in ROOT_CONFIGS.items() if path[0] in fields_of(root)]
         if runs == all_runs:
             note = ""
         elif runs == list(TRAINING_RUNS):
@@ -142,7 +142,7 @@ def _join_code(names: Iterable[str]) -> str:
 
 def iter_sections(model: type[BaseConfig], path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseConfig]]]:
     """Yield (path, model) for every section below ``model``, and for the entries of its lists and mappings."""
-    for name, value in model.model_fields.items():
+    for name, value in fields_of(model).items():
         inner = section_model(value)
         section_path = (*path, name)
         if inner is None and (inner := entry_model(value)) is not None and not is_entry_list(value):
@@ -180,7 +180,7 @@ def render_annotated_yaml(root: type[BaseConfig]) -> str:
 
 def _annotated_lines(model: type[BaseConfig], depth: int) -> Iterator[str]:
     indent = "  " * depth
-    for name, info in model.model_fields.items():
+    for name, info in fields_of(model).items():
         if (inner := section_model(info)) is not None:
             yield from ([""] if depth == 0 else [])
             yield f"{indent}{name}:  # {inner.__doc__}"

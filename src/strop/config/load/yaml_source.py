@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.config.errors import COMMAND_LINE, ConfigError, Origin, Problem
+from strop.base_config import BaseConfig, get_at
 from strop.config.load import keys, yaml_text
-from strop.config.schema.base import BaseConfig, get_at
+from strop.problems import COMMAND_LINE, ConfigError, Origin, Problem
 
 KeyPath: TypeAlias = tuple[str, ...]
 

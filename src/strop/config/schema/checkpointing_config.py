@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strop.config.schema.base import BaseConfig
+from strop.base_config import BaseConfig
 
 
 class CheckpointingConfig(BaseConfig):

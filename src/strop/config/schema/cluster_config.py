@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from strop.config.schema.base import BaseConfig, subsection
+from strop.base_config import BaseConfig, subsection
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 

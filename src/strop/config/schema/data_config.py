@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, model_serializer, model_validator
 
-from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -94,19 +94,23 @@ class DataConfig(BaseConfig):
             return values
         default = values.get("default") or {}
         if isinstance(default, DataEntryConfig):
-            default = default.model_dump(exclude_unset=True)
+            default = _changed_values(default)
         merged = {key: _merge_entries(values[key], default) for key in ("train", "validation") if values.get(key) is not None}
         return {**values, **merged}
 
     @field_serializer("train", "validation")
     def _serialize_entries(self, entries: tuple[DataEntryConfig, ...] | None) -> Any:
         """Write a single entry without the list, so that ``data.train.dataset_name=...`` also works on a saved file."""
-        dumped = None if entries is None else [entry.model_dump() for entry in entries]
+        dumped = None if entries is None else [to_tree(entry, mode="python") for entry in entries]
         return dumped[0] if dumped is not None and len(dumped) == 1 else dumped
 
     @field_serializer("default")
     def _serialize_default(self, default: DataEntryConfig) -> dict[str, Any]:
-        return default.model_dump(exclude_defaults=True)
+        return _changed_values(default)
+
+
+def _changed_values(entry: DataEntryConfig) -> dict[str, Any]:
+    return {name: value for name in fields_of(type(entry)) if (value := getattr(entry, name)) != default_of(entry, name)}
 
 
 def _merge_entries(entries: Any, default: Any) -> Any:
@@ -133,15 +137,20 @@ class EvalDataConfig(DataEntryConfig):
 class EnvironmentConfig(BaseConfig):
     """An environment. It validates its own options."""
 
-    model_config = ConfigDict(extra="allow")
-
     type: str | None = Field(
         None,
         min_length=1,
         description="A registered name, or module:Class; null is the alias. All other keys are options of the environment.",
     )
+    options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every key but ``type``
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Every key but ``type``."""
-        return dict(self.model_extra or {})
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_options(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {"type": values.get("type"), "options": {name: value for name, value in values.items() if name != "type"}}
+
+    @model_serializer
+    def _serialize(self) -> dict[str, Any]:
+        return {"type": self.type, **self.options}

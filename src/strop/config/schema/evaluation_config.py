@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.config.schema.base import BaseConfig, follows
+from strop.base_config import BaseConfig, follows
 from strop.config.schema.generation_config import Device, GenerationConfig, Precision, Temperature, TopK
 from strop.config.schema.policy_config import TokenizerConfig
 

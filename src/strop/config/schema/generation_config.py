@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, follows, subsection
 
 
 def _reject_float16(value: object) -> object:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from strop.config.schema.base import BaseConfig
+from strop.base_config import BaseConfig, fields_of
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -57,4 +57,5 @@ class LoraConfig(BaseConfig):
     def lora_options(self) -> dict[str, Any]:
         """Keyword arguments of ``strop.models.lora.LoraOptions``."""
         left_out = {"enabled", "match_all_linear", "lora_A_init", "use_triton"}
-        return {**self.model_dump(exclude=left_out), "initialiser": self.lora_A_init}
+        kept = {name: value for name, value in vars(self).items() if name in fields_of(LoraConfig) and name not in left_out}
+        return {**kept, "initialiser": self.lora_A_init}

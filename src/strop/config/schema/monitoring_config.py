@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.config.schema.base import BaseConfig, subsection
+from strop.base_config import BaseConfig, subsection
 
 
 class WandbConfig(BaseConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_serializer, model_validator
 
-from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, follows, subsection
 from strop.config.schema.generation_config import Device, GenerationConfig, Precision
 from strop.config.schema.lora_config import LoraConfig
 

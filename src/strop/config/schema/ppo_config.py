@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.config.schema.policy_config import ModelConfig, TokenizerConfig
 from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig

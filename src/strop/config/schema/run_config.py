@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from strop.config.schema.base import BaseConfig, subsection
+from strop.base_config import BaseConfig, subsection
 from strop.config.schema.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
 from strop.config.schema.cluster_config import ClusterConfig
 from strop.config.schema.data_config import DataConfig, DataEntryConfig, EnvironmentConfig, EvalDataConfig

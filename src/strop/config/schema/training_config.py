@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.config.schema.base import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, follows, subsection, validate_section
 
 
 class TrainingConfig(BaseConfig):
@@ -145,7 +145,7 @@ class RolloutTrainingConfig(TrainingConfig):
     @property
     def async_config(self) -> AsyncConfig:
         """The section of asynchronous training."""
-        return AsyncConfig.model_validate({})
+        return validate_section(AsyncConfig, {})
 
     @property
     def max_staleness(self) -> int:

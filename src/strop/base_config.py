@@ -1,0 +1,137 @@
+"""The base class of every section of a configuration: a frozen dataclass that pydantic validates.
+
+Sections stand beside the code that reads them. A key may *follow* another: ``max_new_tokens`` follows ``..max_total_sequence_length`` and
+takes its value unless it is set (null counts as not set). Targets are written as in interpolations: one dot is the same section, two dots
+the parent section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Literal, TypeVar, cast, dataclass_transform
+
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs, CoreSchema
+
+from strop.problems import Problem
+
+KeyPath = tuple[str, ...]
+SectionT = TypeVar("SectionT", bound="BaseConfig")
+
+
+def follows(*targets: str, standalone: Any, description: str, **limits: Any) -> Any:
+    """Declare a field with another key's value, or the product of several, as default.
+
+    ``standalone`` is the default in a section that is built on its own; ``...`` makes the key required there.
+    """
+    return Field(default=standalone, description=description, json_schema_extra={"follows": list(targets)}, **limits)
+
+
+def subsection(model: type[BaseConfig]) -> Any:
+    """Declare a field that is a section."""
+    return Field(default_factory=model)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field, follows, subsection))
+class BaseConfig:
+    """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(cls, frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        inner: Any = schema
+        while inner["type"] != "dataclass":
+            inner = inner["schema"]
+        inner["strict"] = False  # a mapping may stand for a section, although its values are validated strictly
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null_sections(cls, values: Any) -> Any:
+        """Read a null section (``logger:`` with nothing under it) as a section with no key set."""
+        values = values.kwargs or {} if isinstance(values, ArgsKwargs) else values
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if value is not None or not is_section(cls, name)}
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        """Yield what cannot work within this section, which is at the dotted ``key``."""
+        return iter(())
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        """Yield what works within this section, which is at the dotted ``key``, but perhaps not as intended."""
+        return iter(())
+
+
+def fields_of(model: type[BaseConfig]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by name."""
+    return getattr(model, "__pydantic_fields__", {})
+
+
+def section_model(field: FieldInfo) -> type[BaseConfig] | None:
+    """Return the model of a field that is a section; None for a plain value."""
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else None
+
+
+def is_section(model: type[BaseConfig], name: str) -> bool:
+    return name in fields_of(model) and section_model(fields_of(model)[name]) is not None
+
+
+def followed_keys(field: FieldInfo) -> tuple[str, ...]:
+    """Return the targets of a field that follows others, as written; empty for other fields."""
+    extra = field.json_schema_extra
+    return tuple(cast("list[str]", extra["follows"])) if isinstance(extra, dict) and "follows" in extra else ()
+
+
+def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, BaseConfig]]:
+    """Yield (dotted key, section) of a section and every section inside it, outermost first; the root's key is ""."""
+    yield key, section
+    for field in fields(cast("Any", section)):
+        value = getattr(section, field.name)
+        if isinstance(value, BaseConfig):
+            yield from iter_sections(value, f"{key}.{field.name}" if key else field.name)
+
+
+def changed_keys(key: str, section: BaseConfig, *, ignore: tuple[str, ...] = ()) -> list[str]:
+    """Return the keys under ``section`` that differ from their default, except ``ignore`` and keys that follow another."""
+    changed: list[str] = []
+    for name, field in fields_of(type(section)).items():
+        value = getattr(section, name)
+        if isinstance(value, BaseConfig):
+            changed += changed_keys(f"{key}.{name}", value)
+        elif name not in ignore and not followed_keys(field) and value != default_of(section, name):
+            changed.append(f"{key}.{name}")
+    return changed
+
+
+def default_of(section: BaseConfig, name: str) -> Any:
+    return fields_of(type(section))[name].get_default(call_default_factory=True)
+
+
+def to_tree(section: BaseConfig, *, mode: Literal["python", "json"] = "json") -> dict[str, Any]:
+    """Return the values of a section as nested dicts, as they would be written in YAML."""
+    tree: dict[str, Any] = TypeAdapter(type(section)).dump_python(section, mode=mode)
+    return tree
+
+
+def to_json(section: BaseConfig) -> str:
+    return TypeAdapter(type(section)).dump_json(section).decode()
+
+
+def validate_section(model: type[SectionT], values: Mapping[str, Any]) -> SectionT:
+    """Return the section with these values, which may be nested mappings. Raises pydantic's ValidationError."""
+    return TypeAdapter(model).validate_python(values)
+
+
+def get_at(tree: Any, path: KeyPath) -> Any:
+    """Return the value at a path through mappings; None if there is none."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
