@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import ArgsKwargs, CoreSchema
@@ -19,6 +19,17 @@ from pydantic_core import ArgsKwargs, CoreSchema
 from strop.problems import Problem
 
 KeyPath = tuple[str, ...]
+
+
+def _reject_float16(value: object) -> object:
+    if value in ("float16", "fp16", "half"):
+        raise ValueError("float16 needs loss scaling, which is not in this version; set bfloat16 or float32")
+    return value
+
+
+Precision = Annotated[Literal["bfloat16", "float32"], BeforeValidator(_reject_float16)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, make_torch_engine
-from strop.config.schema.generation_config import GenerationConfig, SpeculationConfig, VllmConfig, WeightSyncConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.data.packing import pack
 from strop.generation.base import Engine, Generator
+from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
+from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 from strop.learner.base import Learner, require_token_outputs
 from strop.metrics import Metric, Metrics
 from strop.models.adapters import lora_layers
@@ -35,6 +36,7 @@ from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.shared_folder import FolderSender
 from strop.weight_sync.verification import Canary, VerificationSchedule
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 if TYPE_CHECKING:
     from strop.generation.vllm.engine_args import VllmOptions

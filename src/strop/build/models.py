@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from strop.config.schema.generation_config import GenerationConfig
-from strop.config.schema.policy_config import ModelConfig, PolicyConfig
+from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig
+from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.learner.base import Scorer
+from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.optimizer import ParameterGroup

@@ -16,8 +16,8 @@ from strop.build.models import TokenizerBundle, make_tokenizer_saver
 from strop.build.scorers import count_optimizer_steps
 from strop.build.tasks import make_data_source
 from strop.config import RecordedRunConfig
-from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.recorded_config import SftConfig
+from strop.data.data_config import DataEntryConfig
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError

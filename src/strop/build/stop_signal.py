@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from strop.config.schema.checkpointing_config import CheckpointingConfig
+from strop.checkpointing.checkpointing_config import CheckpointingConfig
 from strop.stopping import STOPPED_EXIT_CODE, StopRequest
 
 _import_time = time.monotonic()

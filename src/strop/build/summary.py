@@ -12,10 +12,10 @@ from strop.build.rollout_run import make_rollout_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.generation_config import GenerationConfig
-from strop.config.schema.policy_config import ModelConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
-from strop.config.schema.training_config import AsyncConfig
+from strop.generation.generation_config import GenerationConfig
+from strop.learner.model_config import ModelConfig
+from strop.trainer.training_config import AsyncConfig
 
 
 def summarize(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None = None) -> str:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from strop.config.schema.data_config import DataEntryConfig, EnvironmentConfig
+from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
+from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
 from strop.environments.registry import environment_class, make_environment
 from strop.environments.remote import EnvironmentDescription

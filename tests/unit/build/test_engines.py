@@ -10,7 +10,8 @@ import torch
 
 from strop.base_config import validate_section
 from strop.build import engines
-from strop.config.schema.generation_config import GenerationConfig, SpeculationConfig, VllmConfig
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -25,10 +25,10 @@ from strop.build.models import LoadedPolicy, load_training_policy
 from strop.build.scorers import make_learners
 from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
 from strop.config import load_config
-from strop.config.schema.cluster_config import RoleConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.data.packing import pack
 from strop.distributed.base import ActorDied, ActorOptions
+from strop.distributed.cluster_config import RoleConfig
 from strop.distributed.placement import DeviceSlot
 from strop.learner.base import ColumnSource
 from strop.problems import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from strop.base_config import fields_of
-from strop.config.schema.generation_config import GenerationConfig
+from strop.generation.generation_config import GenerationConfig
 from strop.sampling import MAX_RECORDED_TOP_K, Sampling
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
-from strop.config.schema.lora_config import LoraConfig
 from strop.config.schema.run_config import SftRunConfig
 from strop.models.lora import LoraOptions
+from strop.models.lora_config import LoraConfig
 
 RECIPE: dict[str, Any] = {  # as every recipe of NeMo-RL has it
     "enabled": False,

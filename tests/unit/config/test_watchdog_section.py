@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from strop.base_config import fields_of, to_tree
-from strop.config.schema.generation_config import MismatchConfig
-from strop.config.schema.monitoring_config import WatchdogConfig
 from strop.config.schema.run_config import TRAINING_RUNS
+from strop.generation.generation_config import MismatchConfig
 from strop.monitoring.watchdog.stalls import WaitLimits
+from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 from strop.trainer.mismatch import MismatchLimits
 
 

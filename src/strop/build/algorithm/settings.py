@@ -14,7 +14,7 @@ from strop.config.schema.grpo_config import GrpoConfig, LossConfig
 from strop.config.schema.ppo_config import PpoConfig, ValueLossConfig
 from strop.config.schema.recorded_config import DpoConfig, RmConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, GrpoRunConfig, PpoRunConfig, RmRunConfig
-from strop.config.schema.training_config import RolloutTrainingConfig
+from strop.trainer.training_config import RolloutTrainingConfig
 
 
 def collect_settings(config: TrainingRunConfig) -> list[AlgorithmSetting]:

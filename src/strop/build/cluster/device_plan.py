@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
-from strop.config.schema.policy_config import DtensorConfig
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
+from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 
 

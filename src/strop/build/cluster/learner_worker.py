@@ -29,9 +29,9 @@ from strop.build.lifecycle import seed_everything
 from strop.build.models import LoadedPolicy, load_reward_policy, load_training_policy, make_critic, make_learner
 from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
 from strop.config import TrainingRunConfig
-from strop.config.schema.policy_config import ModelConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.learner.base import ColumnSource
+from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.parallel.parallel_dims import DeviceMeshes
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero, probe_on_rank_zero

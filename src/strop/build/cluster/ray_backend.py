@@ -25,10 +25,10 @@ from strop.build.scorers import check_columns, make_stored_reference
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, combine_teachers, find_teacher_columns, named_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.schema.cluster_config import RoleConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
+from strop.distributed.cluster_config import RoleConfig
 from strop.distributed.environment_process import spawn_environments
 from strop.distributed.placement import DevicePlan, DeviceSlot
 from strop.distributed.remote_engine import RemoteEngine

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from strop.base_config import changed_keys
 from strop.config.checks.device_counts import DeviceCounts, count_devices
 from strop.config.schema.distillation_config import TeacherConfig
-from strop.config.schema.policy_config import DtensorConfig
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -15,6 +14,7 @@ from strop.config.schema.run_config import (
     TrainingRunConfig,
     list_trained_models,
 )
+from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

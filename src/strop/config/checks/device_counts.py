@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.run_config import RolloutRunConfig, TrainingRunConfig
+from strop.generation.generation_config import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

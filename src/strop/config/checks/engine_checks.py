@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from strop.base_config import changed_keys, default_of
 from strop.config.checks.device_counts import count_devices
-from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.run_config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, generation_section
+from strop.generation.generation_config import GenerationConfig
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

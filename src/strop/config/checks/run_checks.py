@@ -13,7 +13,6 @@ from typing import Any
 from strop.base_config import BaseConfig
 from strop.config.checks import cluster_checks, engine_checks
 from strop.config.checks.unsupported import COMMON_UNSUPPORTED_CHECKS, TRAINING_UNSUPPORTED_CHECKS
-from strop.config.schema.data_config import DataEntryConfig
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
@@ -26,6 +25,7 @@ from strop.config.schema.run_config import (
     generation_section,
     list_trained_models,
 )
+from strop.data.data_config import DataEntryConfig
 from strop.problems import Problem
 
 Problems = Iterator[Problem]

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from strop.base_config import BaseConfig, KeyPath, fields_of, followed_keys, section_model
-from strop.config.schema.policy_config import SchedulerConfig
+from strop.learner.torch.optimizer_config import SchedulerConfig
 
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "true or false", type(None): "null"}
 LIMIT_SIGNS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))

@@ -6,11 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows, subsection
-from strop.config.schema.generation_config import Device, Precision
+from strop.base_config import BaseConfig, Device, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.config.schema.policy_config import TokenizerConfig
-from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+from strop.models.tokenizer_config import TokenizerConfig
+from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 
 class DistillationConfig(RolloutTrainingConfig):

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows
-from strop.config.schema.generation_config import Device, GenerationConfig, Precision, Temperature, TopK
-from strop.config.schema.policy_config import TokenizerConfig
+from strop.base_config import BaseConfig, Device, Precision, follows
+from strop.generation.generation_config import GenerationConfig, Temperature, TopK
+from strop.models.tokenizer_config import TokenizerConfig
 
 
 class EvalConfig(BaseConfig):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
 

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.config.schema.policy_config import ModelConfig, TokenizerConfig
-from strop.config.schema.training_config import AsyncConfig, RolloutTrainingConfig
+from strop.learner.model_config import ModelConfig
+from strop.models.tokenizer_config import TokenizerConfig
+from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 
 class GaeConfig(BaseConfig):

@@ -9,7 +9,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.training_config import RecordedTrainingConfig
+from strop.trainer.training_config import RecordedTrainingConfig
 
 
 class SftConfig(RecordedTrainingConfig):

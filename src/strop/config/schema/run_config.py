@@ -8,9 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.config.schema.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
-from strop.config.schema.cluster_config import ClusterConfig
-from strop.config.schema.data_config import DataConfig, DataEntryConfig, EnvironmentConfig, EvalDataConfig
+from strop.checkpointing.checkpointing_config import CheckpointingConfig, RecordedCheckpointingConfig
 from strop.config.schema.distillation_config import (
     DistillationAlgorithmConfig,
     DistillationConfig,
@@ -18,10 +16,8 @@ from strop.config.schema.distillation_config import (
     TeacherConfig,
 )
 from strop.config.schema.evaluation_config import EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
-from strop.config.schema.generation_config import GenerationConfig
 from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
-from strop.config.schema.monitoring_config import LoggerConfig, WatchdogConfig
-from strop.config.schema.policy_config import ModelConfig, PolicyConfig
+from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.schema.recorded_config import (
     DpoAlgorithmConfig,
@@ -32,7 +28,14 @@ from strop.config.schema.recorded_config import (
     SftAlgorithmConfig,
     SftConfig,
 )
-from strop.config.schema.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
+from strop.data.data_config import DataConfig, DataEntryConfig, EvalDataConfig
+from strop.distributed.cluster_config import ClusterConfig
+from strop.environments.environment_config import EnvironmentConfig
+from strop.generation.generation_config import GenerationConfig
+from strop.learner.model_config import ModelConfig
+from strop.monitoring.logger_config import LoggerConfig
+from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
+from strop.trainer.training_config import RecordedTrainingConfig, RolloutTrainingConfig, TrainingConfig
 
 
 def _null_to_empty(values: object) -> object:

@@ -1,42 +1,10 @@
-"""Sections ``logger`` and ``watchdog``: where metrics and rollouts go, and limits on waits."""
+"""Section ``watchdog``: limits on waits."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, subsection
-
-
-class WandbConfig(BaseConfig):
-    """Weights & Biases."""
-
-    project: str = Field("strop", description="Project name.")
-    name: str | None = Field(None, description="Run name; null lets Weights & Biases choose.")
-
-
-class TensorboardConfig(BaseConfig):
-    """TensorBoard."""
-
-    log_dir: str | None = Field(None, description="Folder of the event files; null is tensorboard in the run's log folder.")
-
-
-class LoggerConfig(BaseConfig):
-    """Where metrics and rollouts go."""
-
-    log_dir: str = Field("logs", min_length=1, description="Folder of the runs' log folders, each with a metrics.jsonl.")
-    num_val_samples_to_print: int = Field(0, ge=0, description="Rollouts printed at each validation (rollouts).")
-    console: Literal["auto", "live", "plain", "none"] = Field(
-        "auto", description="live redraws, plain prints lines; auto is live in a terminal and plain elsewhere."
-    )
-    rollouts: Literal["parquet", "jsonl", "none"] = Field(
-        "parquet", description="Format of the stored rollouts, those of every step."
-    )
-    wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
-    tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
-    wandb: WandbConfig = subsection(WandbConfig)
-    tensorboard: TensorboardConfig = subsection(TensorboardConfig)
+from strop.base_config import BaseConfig
 
 
 class WatchdogConfig(BaseConfig):

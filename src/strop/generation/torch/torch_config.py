@@ -1,0 +1,24 @@
+"""Section ``torch_cfg``: the built-in torch engine."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from strop.base_config import BaseConfig
+
+
+class TorchGenerationConfig(BaseConfig):
+    """The built-in torch engine: continuous batching on the learner's module, or with Ray in processes with their own weights."""
+
+    num_engines: int | None = Field(
+        None, ge=1, description="Engines in separate processes, with Ray; null is as many as fit the GPUs, else 1 (engines)."
+    )
+    kv_cache_memory_gb: float = Field(2.0, gt=0, description="Memory of the KV cache (GiB).")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences decoded together (sequences).")
+    prefill_tokens: int = Field(4096, ge=1, description="Prompt tokens in one forward pass (tokens).")
+    prepack_weights: bool | None = Field(
+        None,
+        description="Keep a copy of the weights in the CPU's matmul layout: faster decoding, more memory; null decides by "
+        "device.",
+    )
+    cuda_graphs: bool = Field(True, description="Capture decoding steps as CUDA graphs on a GPU.")

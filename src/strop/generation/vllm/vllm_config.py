@@ -1,0 +1,90 @@
+"""Section ``vllm_cfg``: the vLLM engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from strop.base_config import BaseConfig, Precision, follows, subsection
+
+
+class SpeculationConfig(BaseConfig):
+    """Speculative decoding (arXiv 2211.17192): a draft proposes tokens that the policy accepts or resamples; the distribution stays."""
+
+    method: Literal["ngram", "draft_model"] | None = Field(
+        None,
+        description="ngram proposes what followed the same tokens earlier in the conversation; draft_model runs a small "
+        "model; null is off.",
+    )
+    num_speculative_tokens: int = Field(4, ge=1, description="Tokens proposed at a time (tokens).")
+    prompt_lookup_min: int = Field(2, ge=1, description="Shortest match of ngram (tokens).")
+    prompt_lookup_max: int = Field(4, ge=1, description="Longest match of ngram (tokens).")
+    model_name: str | None = Field(
+        None, description="Draft model: a hub name or folder, with the policy's vocabulary. It is not trained."
+    )
+
+    @field_validator("model_name")
+    @classmethod
+    def _require_draft_model(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("method") == "draft_model" and value is None:
+            raise ValueError("method draft_model needs a draft: set model_name to a small model with the policy's vocabulary")
+        return value
+
+
+class VllmConfig(BaseConfig):
+    """The vLLM engine."""
+
+    async_engine: bool = Field(
+        True, description="Accepted for NeMo-RL recipes, without effect: requests always reach the engine one by one."
+    )
+    num_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Engines, each with all weights; null is as many as fit the GPUs of a Ray cluster, else 1 (engines).",
+    )
+    precision: Precision = follows("...precision", standalone="bfloat16", description="Data type of the engine's weights.")
+    kv_cache_dtype: str = Field("auto", description="Data type of the KV cache.")
+    logprobs_mode: Literal["processed_logprobs"] = Field(
+        "processed_logprobs",
+        description="Reported log-probabilities: those of the sampling distribution, after temperature and filters, as the "
+        "learner computes them.",
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of one engine (GPUs; processes on a CPU).")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Pipeline-parallel ranks of one engine (GPUs).")
+    expert_parallel_size: int = Field(1, ge=1, description="Expert-parallel ranks of one engine (GPUs).")
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, le=1, description="Share of a GPU's memory that the engine may use (fraction)."
+    )
+    kv_cache_memory_gb: float | None = Field(
+        None, gt=0, description="Memory of the KV cache; null is what gpu_memory_utilization leaves, and 2 on a CPU (GiB)."
+    )
+    max_model_len: int = follows(
+        "...max_total_sequence_length", standalone=2048, ge=1, description="Longest prompt and completion together (tokens)."
+    )
+    max_num_seqs: int | None = Field(None, ge=1, description="Sequences decoded together; null is vLLM's choice (sequences).")
+    enable_prefix_caching: bool = Field(
+        True, description="Cache the keys and values of prompts for other samples and later turns."
+    )
+    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs. A CPU never does.")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each engine process; null is the learner's number (threads).",
+    )
+    speculation: SpeculationConfig = subsection(SpeculationConfig)
+    sleep_level: Literal[0, 1, 2] = Field(
+        2,
+        description="What a colocated engine frees on its GPU while the learner works. 0: nothing; 1: the KV cache, and "
+        "weights move to host memory; 2: both, and weights are sent again.",
+    )
+    max_restarts: int = Field(
+        3, ge=0, description="Restarts in a row of an engine whose process died, before the run stops (restarts)."
+    )
+    startup_seconds: float = Field(600.0, gt=0, description="How long an engine may take to become ready (seconds).")
+    env_vars: dict[str, str] = Field(default_factory=dict, description="Environment variables of the engine processes only.")
+
+    @property
+    def num_local_engines(self) -> int:
+        """The number of engines of a run in one process, where null is 1."""
+        return self.num_engines or 1

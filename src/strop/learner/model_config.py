@@ -1,0 +1,79 @@
+"""The keys that all trained models share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from strop.base_config import BaseConfig, Device, Precision, follows, subsection
+from strop.data.packing_config import DynamicBatchingConfig, SequencePackingConfig
+from strop.learner.megatron_config import MegatronConfig
+from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
+from strop.models.tokenizer_config import TokenizerConfig
+
+
+class ModelConfig(BaseConfig):
+    """A model and its training."""
+
+    model_name: str = Field(..., min_length=1, description="A hub name or a folder with a Hugging Face model.")
+    tokenizer: TokenizerConfig = subsection(TokenizerConfig)
+    hf_config_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Values set on the model's Hugging Face configuration."
+    )
+    device: Device = Field("auto", description="cpu, cuda or cuda:N; auto is the first GPU if there is one.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; null is torch's own choice (threads).")
+    precision: Precision = Field("bfloat16", description="Compute precision: bfloat16 (autocast) or float32.")
+    weights_dtype: Precision = Field(
+        "float32",
+        description="Data type of the weights that train and sample. bfloat16 keeps float32 master weights in the optimizer: "
+        "no cast in each forward pass and a reference policy of half the size, for 2 more bytes per trained "
+        "weight.",
+    )
+    max_total_sequence_length: int = Field(
+        512, ge=2, description="Longest prompt and completion together, over all turns (tokens)."
+    )
+    train_global_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Rollouts per optimizer step; null is the whole batch; of recorded data, at most 32 examples (rollouts).",
+    )
+    train_micro_batch_size: int = Field(
+        4,
+        ge=1,
+        description="Sets the default token budget of a training micro-batch, with max_total_sequence_length (rollouts).",
+    )
+    logprob_batch_size: int = follows(
+        ".train_micro_batch_size",
+        standalone=4,
+        ge=1,
+        description="Sets the default token budget of a micro-batch scored without gradients (rollouts).",
+    )
+    logprob_chunk_size: int | None = Field(
+        1024, ge=1, description="Tokens with float32 logits in memory at once; null is all of a micro-batch (tokens)."
+    )
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient to this norm; null does not clip.")
+    optimizer: OptimizerConfig = subsection(OptimizerConfig)
+    scheduler: SchedulerConfig | None = Field(
+        None,
+        description="Learning-rate schedule over optimizer steps: {name, kwargs}, such as {name: cosine, kwargs: "
+        "{warmup_steps: 50, min_ratio: 0.1}}, or a list of them ending in {milestones: [...]}. Names: constant, "
+        "linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd, or a dotted torch class. kwargs: "
+        "warmup_steps or warmup_ratio, total_steps (null is the run's), min_ratio, and the schedule's own. null "
+        "is constant.",
+    )
+    ema: EmaConfig = subsection(EmaConfig)
+    dtensor_cfg: DtensorConfig = subsection(DtensorConfig)
+    megatron_cfg: MegatronConfig = subsection(MegatronConfig)
+    sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
+    dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
+
+    @field_validator("weights_dtype")
+    @classmethod
+    def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:
+        if weights_dtype == "bfloat16" and values.data.get("precision") == "float32":
+            raise ValueError(
+                "with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32"
+            )
+        return weights_dtype

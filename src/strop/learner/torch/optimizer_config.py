@@ -1,0 +1,121 @@
+"""Sections ``optimizer``, ``scheduler`` and ``ema`` of a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_serializer, model_validator
+
+from strop.base_config import BaseConfig
+
+
+class OptimizerGroupConfig(BaseConfig):
+    """Parameters with their own learning rate or weight decay."""
+
+    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        ..., description="Patterns of parameter names, as in no_decay."
+    )
+    lr: float | None = Field(None, ge=0, description="Learning rate, scaled by the scheduler; null is that of kwargs.")
+    weight_decay: float | None = Field(None, ge=0, description="Weight decay; null is that of kwargs.")
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> OptimizerGroupConfig:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError(
+                "the group sets neither lr nor weight_decay, so it has no effect; set one of them, or remove the group"
+            )
+        return self
+
+
+class OptimizerConfig(BaseConfig):
+    """The optimizer."""
+
+    name: str = Field(
+        "torch.optim.AdamW",
+        min_length=1,
+        description="Dotted name of an optimizer class of torch or an installed package, such as "
+        "bitsandbytes.optim.AdamW8bit or torchao.optim.AdamW8bit.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+        description="Arguments; lr is required. Setting kwargs in a file replaces this default as a whole.",
+    )
+    no_decay: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (),
+        description="Name patterns of parameters without weight decay, such as [bias, norm, embed]. A pattern matches a part "
+        "of the name, or with * ? or [ the whole name. One that matches nothing is an error.",
+    )
+    groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = Field(
+        (),
+        description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; "
+        "no_decay comes before all.",
+    )
+
+
+class ScheduleStageConfig(BaseConfig):
+    """One learning-rate schedule."""
+
+    name: str = Field(
+        ...,
+        min_length=1,
+        description="constant, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, wsd (warm-up, stable, decay), or the "
+        "dotted name of a torch scheduler class.",
+    )
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments. Every named schedule takes warmup_steps or warmup_ratio, and total_steps (optimizer steps; "
+        "null is all of the run, or up to the next milestone); all but constant take min_ratio; "
+        "cosine_with_restarts takes cycles, polynomial power, inverse_sqrt timescale (steps), wsd decay_steps or "
+        "decay_ratio and decay (linear, cosine, sqrt).",
+    )
+
+
+class SchedulerConfig(BaseConfig):
+    """A sequence of schedulers: stage i + 1 takes over at step milestones[i].
+
+    Written as one ``{name, kwargs}``, or as a list of them that ends in ``{milestones: [...]}``.
+    """
+
+    stages: Annotated[tuple[ScheduleStageConfig, ...], Field(strict=False, min_length=1)]
+    milestones: Annotated[tuple[int, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_stages(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "stages" not in values:
+            return {"stages": [values], "milestones": []}
+        if isinstance(values, Sequence) and not isinstance(values, str):
+            stages = [value for value in values if not (isinstance(value, Mapping) and set(value) == {"milestones"})]
+            milestones = [value["milestones"] for value in values if value not in stages]
+            return {"stages": stages, "milestones": milestones[-1] if milestones else []}
+        return values
+
+    @model_validator(mode="after")
+    def _check_milestones(self) -> SchedulerConfig:
+        if len(self.milestones) != len(self.stages) - 1:
+            raise ValueError(
+                f"{len(self.stages)} schedulers need {len(self.stages) - 1} milestones (the steps at which the next one takes over), "
+                f"found {len(self.milestones)}; end the list with {{milestones: [...]}}"
+            )
+        if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
+            raise ValueError(f"milestones {list(self.milestones)} must increase")
+        return self
+
+    @model_serializer
+    def _serialize(self) -> Any:
+        stages: list[Any] = [{"name": stage.name, "kwargs": stage.kwargs} for stage in self.stages]
+        return stages[0] if not self.milestones else [*stages, {"milestones": list(self.milestones)}]
+
+
+class EmaConfig(BaseConfig):
+    """An exponential moving average of the trained weights, saved beside them."""
+
+    enabled: bool = Field(False, description="Keep an average in float32, and save it as a Hugging Face folder policy/ema.")
+    decay: float = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="Weight of the old average in an optimizer step (fraction).",
+    )
+    start_step: int = Field(0, ge=0, description="Until this step the average equals the weights (optimizer steps).")
