@@ -41,12 +41,20 @@ def follows(*targets: str, standalone: Any, description: str, **limits: Any) -> 
     return Field(default=standalone, description=description, json_schema_extra={"follows": list(targets)}, **limits)
 
 
+def sets(option: str, default: Any, *, description: str, **limits: Any) -> Any:
+    """Declare a field that is another name of an option of the algorithm: ``objective.high`` is the key ``algorithm.objective.high``.
+
+    The default leaves the option alone.
+    """
+    return Field(default=default, description=description, json_schema_extra={"sets": option}, **limits)
+
+
 def subsection(model: type[BaseConfig]) -> Any:
     """Declare a field that is a section."""
     return Field(default_factory=model)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field, follows, subsection))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field, follows, sets, subsection))
 class BaseConfig:
     """A section. Subclasses become frozen, keyword-only dataclasses whose values are validated; unknown keys are errors."""
 
@@ -99,6 +107,12 @@ def followed_keys(field: FieldInfo) -> tuple[str, ...]:
     """Return the targets of a field that follows others, as written; empty for other fields."""
     extra = field.json_schema_extra
     return tuple(cast("list[str]", extra["follows"])) if isinstance(extra, dict) and "follows" in extra else ()
+
+
+def option_set_by(field: FieldInfo) -> str | None:
+    """Return the option of the algorithm that a field sets, such as ``objective.high``; None for other fields."""
+    extra = field.json_schema_extra
+    return str(extra["sets"]) if isinstance(extra, dict) and "sets" in extra else None
 
 
 def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, BaseConfig]]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows, subsection, validate_section
+from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
 
 
 class TrainingConfig(BaseConfig):
@@ -120,12 +120,14 @@ class RolloutTrainingConfig(TrainingConfig):
     )
     max_val_samples: int | None = Field(256, ge=1, description="Tasks of each validation; null is all (tasks).")
     val_num_generations_per_prompt: int = Field(1, ge=1, description="Rollouts sampled for each validation task (rollouts).")
-    overlong_filtering: bool | None = Field(
+    overlong_filtering: bool | None = sets(
+        "overlong_filtering",
         None,
         description="Mask rollouts truncated by the length limit in the loss; their rewards still count in the baseline. "
         "null is the algorithm's own (grpo: false).",
     )
-    use_dynamic_sampling: bool | None = Field(
+    use_dynamic_sampling: bool | None = sets(
+        "drop_constant_groups",
         None,
         description="Drop groups with equal rewards and sample others in their place (DAPO). null is the algorithm's own "
         "(grpo: false).",

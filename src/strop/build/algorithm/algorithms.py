@@ -41,7 +41,7 @@ def make_algorithm(name: str, kwargs: Mapping[str, Any], settings: Iterable[Algo
         if key not in known:
             raise ValueError(f"algorithm.kwargs.{key}: {name} has no such field{suggest_names(key, known)}")
     options = {
-        key: parse_option(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", known[key])
+        key: parse_option(get_type_hints(kind)[key], value, f"algorithm.kwargs.{key}", _default_value(known[key]))
         for key, value in kwargs.items()
     }
     missing = [key for key, item in known.items() if key not in options and _is_required(item)]
@@ -132,8 +132,10 @@ def check_algorithm(algorithm: Algorithm, plan: Plan) -> None:
         raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(problems))
 
 
-def parse_option(annotation: Any, value: Any, where: str, field: Field[Any] | None = None) -> Any:
+def parse_option(annotation: Any, value: Any, where: str, default: Any = None) -> Any:
     """Convert a YAML value to the type of its field. A part is ``name`` or ``{name: .., option: ..}``; several parts are a list.
+
+    ``default``: the part whose options change where a value names no part.
 
     Raises ValueError."""
     base, is_list = _find_part_type(annotation)
@@ -143,7 +145,7 @@ def parse_option(annotation: Any, value: Any, where: str, field: Field[Any] | No
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}: found {value!r}; give a list of parts, such as [{{name: tis}}]")
         return tuple(_parse_part(base, item, f"{where}.{index}") for index, item in enumerate(value))
-    return None if value is None else _parse_part(base, value, where, _default_value(field))
+    return None if value is None else _parse_part(base, value, where, default)
 
 
 def _parse_part(base: type, value: Any, where: str, default: Any = None) -> Any:
@@ -173,7 +175,9 @@ def _parse_options(kind: type, options: Mapping[str, Any], where: str, *, comple
     if missing:
         raise ValueError(f"{where}: {kind.__name__} needs {', '.join(missing)}")
     hints = get_type_hints(kind)
-    return {key: parse_option(hints[key], option, f"{where}.{key}", known[key]) for key, option in options.items()}
+    return {
+        key: parse_option(hints[key], option, f"{where}.{key}", _default_value(known[key])) for key, option in options.items()
+    }
 
 
 def find_part(base: type, name: str, where: str) -> type[Part]:
@@ -193,15 +197,15 @@ def _apply_setting(algorithm: Any, setting: AlgorithmSetting, name: str) -> Any:
     head, _, rest = setting.field.partition(".")
     known = {item.name for item in fields(algorithm)}
     if head not in known:
+        if setting.key == f"algorithm.{head}":
+            raise ValueError(f"{setting.key}: {name} has no such field{suggest_names(head, [*known, 'name', 'kwargs'])}")
         raise ValueError(
             f"{setting.key}: found {setting.value!r}, but {name} has no {head}. Remove the key, or choose another algorithm.name"
         )
     if not rest:
-        hint = get_type_hints(type(algorithm))[head]
-        return _replace_fields(algorithm, {head: parse_option(hint, setting.value, setting.key)}, setting.key)
-    part = getattr(algorithm, head)
-    if part is None and head == "kl":
-        part = Kl(weight=0.0)  # a key that only shapes the KL term does not enable it
+        hint, current = get_type_hints(type(algorithm))[head], getattr(algorithm, head) or _default_kl(head)
+        return _replace_fields(algorithm, {head: parse_option(hint, setting.value, setting.key, current)}, setting.key)
+    part = getattr(algorithm, head) or _default_kl(head)
     if part is None or rest not in {item.name for item in fields(part)}:
         kind = "none" if part is None else part_name(type(part)) if isinstance(part, Part) else type(part).__name__
         raise ValueError(
@@ -209,6 +213,11 @@ def _apply_setting(algorithm: Any, setting: AlgorithmSetting, name: str) -> Any:
             f"choose another {head} (algorithm.kwargs.{head})"
         )
     return _replace_fields(algorithm, {head: _replace_fields(part, {rest: setting.value}, setting.key)}, setting.key)
+
+
+def _default_kl(field: str) -> Kl | None:
+    """Return the KL term of an algorithm without one: a key that only shapes it does not enable it."""
+    return Kl(weight=0.0) if field == "kl" else None
 
 
 def _replace_fields(target: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -246,5 +255,5 @@ def _is_required(item: Field[Any]) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _default_value(item: Field[Any] | None) -> Any:
-    return None if item is None or item.default is MISSING else item.default
+def _default_value(item: Field[Any]) -> Any:
+    return None if item.default is MISSING else item.default

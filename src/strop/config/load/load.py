@@ -12,7 +12,16 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from strop.base_config import BaseConfig, fields_of, followed_keys, section_model, to_tree, validate_section
+from strop.base_config import (
+    BaseConfig,
+    fields_of,
+    followed_keys,
+    get_at,
+    option_set_by,
+    section_model,
+    to_tree,
+    validate_section,
+)
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load import keys, yaml_text
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
@@ -43,9 +52,10 @@ def load_config(
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
     source, problems = apply_overrides(source, overrides, root)
+    source, contradictions = resolve_synonyms(source, root)
     source, warnings, unsupported = drop_unused_keys(source, root)
     config, invalid = validate_source(source, root)
-    problems += unsupported + invalid
+    problems += contradictions + unsupported + invalid
     if config is None or problems:
         raise ConfigError(problems)
     if check:
@@ -89,6 +99,27 @@ def drop_unused_keys(source: ConfigSource, root: type[BaseConfig]) -> tuple[Conf
         source = ConfigSource(_without_key(source.values, path), source.origins, source.files)
     message = f"ignored keys of NeMo-RL that have no effect here: {', '.join(ignored)}"
     return source, [Problem("", message)] if ignored else [], errors
+
+
+def resolve_synonyms(source: ConfigSource, root: type[BaseConfig]) -> tuple[ConfigSource, list[Problem]]:
+    """Keep one of two keys that set the same option of the algorithm: the one of the later file, or of the command line.
+
+    Return a problem for each pair that one file, or the command line, sets to different values.
+    """
+    problems: list[Problem] = []
+    for key in keys.iter_keys(root):
+        option = option_set_by(key.field)
+        synonym = ("algorithm", *option.split(".")) if option else ()
+        if not (synonym in source.origins and key.path in source.origins):
+            continue
+        values = [get_at(source.values, path) for path in (key.path, synonym)]
+        layers = [source.layer_of(path) for path in (key.path, synonym)]
+        if layers[0] == layers[1] and values[0] != values[1]:
+            message = f"found {values[0]!r}, and {'.'.join(synonym)}, another name of the same option, is {values[1]!r}"
+            problems.append(Problem(key.dotted, message, "Remove one of them.", source.find_origin(key.path)))
+        loser = key.path if layers[0] <= layers[1] else synonym
+        source = ConfigSource(_without_key(source.values, loser), source.origins, source.files)
+    return source, problems
 
 
 def _without_key(values: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from inspect import get_annotations
 from typing import Any
 
-from strop.base_config import BaseConfig, KeyPath, fields_of, section_model
+from strop.base_config import BaseConfig, KeyPath, fields_of, option_set_by, section_model
 from strop.config.load import yaml_text
 from strop.config.load.keys import SchemaKey, entry_model, is_entry_list
 from strop.config.schema.run_config import TRAINING_RUNS, EvalRunConfig
@@ -156,7 +156,9 @@ def format_table(keys: list[SchemaKey]) -> str:
     """Return a Markdown table of keys."""
     rows = []
     for key in keys:
-        kind, meaning = key.type.replace("true or false", "bool"), (key.field.description or "").replace("|", "\\|")
+        option = option_set_by(key.field)
+        meaning = f"{key.field.description} {f'Sets `algorithm.{option}`.' if option else ''}".strip().replace("|", "\\|")
+        kind = key.type.replace("true or false", "bool")
         default = "required" if key.required else f"`{format_value(key.default)}`"
         rows.append(f"| `{key.dotted}` | {kind} | {default} | {meaning} |")
     return "\n".join(["| key | type | default | meaning (unit) |", "|---|---|---|---|", *rows]) + "\n"

@@ -33,6 +33,11 @@ class ConfigSource:
             merge_sections(self.values, other.values), {**self.origins, **other.origins}, self.files + other.files
         )
 
+    def layer_of(self, path: KeyPath) -> int:
+        """Return the place of the layer that set a key: that of its file, base first, or one more for the command line."""
+        origin = self.origins[path].source
+        return self.files.index(origin) if isinstance(origin, Path) and origin in self.files else len(self.files)
+
     def find_origin(self, path: KeyPath) -> Origin | None:
         """Return where a key was set, or else the innermost section around it; None if neither was."""
         while path:

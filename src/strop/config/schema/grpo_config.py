@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_serializer, model_validator
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import BaseConfig, sets, subsection
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant_length"]
@@ -25,23 +26,26 @@ class AdvantageConfig(BaseConfig):
 class GrpoConfig(RolloutTrainingConfig):
     """Advantages and optimizer passes of policy gradients without a critic."""
 
-    normalize_rewards: bool | None = Field(
+    normalize_rewards: bool | None = sets(
+        "advantage.normalize",
         None,
         description="Divide advantages by the group's standard deviation; false as in Dr. GRPO. null is the algorithm's own "
         "(grpo: true).",
     )
-    use_leave_one_out_baseline: bool | None = Field(
+    use_leave_one_out_baseline: bool | None = sets(
+        "advantage.leave_one_out",
         None,
         description="Use the mean reward of the group's other rollouts as baseline (RLOO). null is the algorithm's own "
         "(grpo: false).",
     )
-    minus_baseline: bool | None = Field(
+    minus_baseline: bool | None = sets(
+        "advantage.baseline",
         None,
         description="Subtract the baseline; false takes the reward as advantage. null is the algorithm's own (grpo: true).",
     )
     adv_estimator: AdvantageConfig = subsection(AdvantageConfig)
-    advantage_clip_low: float | None = Field(None, description="Lower clip of advantages; null does not clip.")
-    advantage_clip_high: float | None = Field(None, description="Upper clip of advantages; null does not clip.")
+    advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
     update_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
     async_grpo: AsyncConfig = subsection(AsyncConfig)
 
@@ -57,19 +61,21 @@ class GrpoConfig(RolloutTrainingConfig):
 class LossConfig(BaseConfig):
     """The clipped policy-gradient loss and its KL term."""
 
-    reference_policy_kl_penalty: float | None = Field(
+    reference_policy_kl_penalty: float | None = sets(
+        "kl.weight",
         None,
         ge=0,
         description="Weight of the KL term; 0 leaves it out and loads no reference policy. null is the algorithm's own "
         "(grpo: 0).",
     )
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = Field(
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] | None = sets(
+        "kl.estimator",
         None,
         description="Estimator of the KL divergence: k1 (log ratio), k2 (half its square), k3 (non-negative, low variance). "
         "null is the algorithm's own (grpo: k3).",
     )
-    use_on_policy_kl_approximation: bool = Field(
-        False, description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased."
+    use_on_policy_kl_approximation: bool = sets(
+        "kl.unbiased", False, description="Multiply the KL estimate by the probability ratio, which makes its gradient unbiased."
     )
     kl_input_clamp_value: float | None = Field(
         20.0, gt=0, description="Clamp log ratios to plus or minus this before the estimator; null does not clamp (nats)."
@@ -77,19 +83,22 @@ class LossConfig(BaseConfig):
     kl_output_clamp_value: float | None = Field(
         10.0, gt=0, description="Clamp the estimate to plus or minus this; null does not clamp (nats)."
     )
-    ratio_clip_min: float | None = Field(
+    ratio_clip_min: float | None = sets(
+        "objective.low",
         None,
         ge=0,
         le=1,
         description="Clip the probability ratio below at 1 minus this. null is the algorithm's own (grpo: 0.2).",
     )
-    ratio_clip_max: float | None = Field(
+    ratio_clip_max: float | None = sets(
+        "objective.high",
         None,
         ge=0,
         description="Clip the probability ratio above at 1 plus this; larger than ratio_clip_min is clip-higher. null is the "
         "algorithm's own (grpo: 0.2).",
     )
-    ratio_clip_c: float | None = Field(
+    ratio_clip_c: float | None = sets(
+        "objective.dual",
         None,
         gt=1,
         description="Dual clip: where the advantage is negative, bound the loss at this times the advantage; null is off.",
@@ -104,8 +113,11 @@ class LossConfig(BaseConfig):
         description="Reduction of token losses: token_mean, sequence_mean, sequence_sum, or constant_length (Dr. GRPO: sum / "
         "(sequences x constant_length)); null follows token_level_loss.",
     )
-    constant_length: int | None = Field(None, ge=1, description="Divisor of aggregation constant_length (tokens).")
-    force_on_policy_ratio: bool = Field(
+    constant_length: int | None = sets(
+        "constant_length", None, ge=1, description="Divisor of aggregation constant_length (tokens)."
+    )
+    force_on_policy_ratio: bool = sets(
+        "on_policy_ratio",
         False,
         description="Set the ratio to 1, keeping its gradient; right when a batch makes one optimizer step.",
     )
@@ -114,8 +126,8 @@ class LossConfig(BaseConfig):
     )
     use_cispo: bool = Field(False, description="Clip the weight of the gradient instead of the objective (CISPO).")
     disable_ppo_ratio: bool = Field(False, description="Use no ratio: advantage times log-probability (REINFORCE).")
-    positive_example_nll_weight: float = Field(
-        0.0, ge=0, description="Weight of the negative log-likelihood of rollouts with a positive reward (VAPO)."
+    positive_example_nll_weight: float = sets(
+        "positive_nll", 0.0, ge=0, description="Weight of the negative log-likelihood of rollouts with a positive reward (VAPO)."
     )
     use_importance_sampling_correction: bool = Field(
         False,
@@ -128,8 +140,8 @@ class LossConfig(BaseConfig):
     )
     truncated_importance_sampling_ratio: float | None = Field(None, gt=0, description="Upper bound of the weight (ratio).")
     truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0, description="Lower bound of the weight (ratio).")
-    entropy_bonus: float | None = Field(
-        None, ge=0, description="Weight of the policy's entropy in the loss; null is the algorithm's own (0)."
+    entropy_bonus: float | None = sets(
+        "entropy_bonus", None, ge=0, description="Weight of the policy's entropy in the loss; null is the algorithm's own (0)."
     )
     use_kl_in_reward: bool = Field(
         False, description="Subtract the KL estimate from the reward instead of adding it to the loss."
@@ -153,6 +165,20 @@ class AlgorithmConfig(BaseConfig):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Fields of the algorithm. A part is {name: .., option: ..}: advantage, objective, corrections (a list), "
-        "selection, shaping, kl. Keys set in other sections take precedence.",
+        description="Fields of the algorithm, which can also be written without kwargs: algorithm.objective.high. A part is "
+        "{name: .., option: ..}: advantage, objective, corrections (a list), selection, shaping, kl. Keys set in other "
+        "sections take precedence over kwargs.",
     )
+    options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every other key: the algorithm's fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_options(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        own = {name: value for name, value in values.items() if name in ("name", "kwargs")}
+        return {**own, "options": {name: value for name, value in values.items() if name not in own}}
+
+    @model_serializer
+    def _serialize(self) -> dict[str, Any]:
+        return {"name": self.name, "kwargs": self.kwargs, **self.options}

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, follows, subsection
+from strop.base_config import BaseConfig, follows, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.tokenizer_config import TokenizerConfig
@@ -23,20 +23,26 @@ class GaeConfig(BaseConfig):
         le=1,
         description="Lambda per token: 0 trusts the critic, 1 the rewards; null is the algorithm's own (ppo: 0.95).",
     )
-    gae_gamma: float | None = Field(None, gt=0, le=1, description="Discount per token; null is the algorithm's own (ppo: 1).")
-    normalize_advantages: bool | None = Field(
-        None, description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true)."
+    gae_gamma: float | None = sets(
+        "advantage.gamma", None, gt=0, le=1, description="Discount per token; null is the algorithm's own (ppo: 1)."
     )
-    gae_lambda_policy: float | None = Field(
-        None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
+    normalize_advantages: bool | None = sets(
+        "advantage.whiten",
+        None,
+        description="Whiten advantages over all tokens of the batch; null is the algorithm's own (ppo: true).",
     )
-    gae_lambda_value: float | None = Field(
+    gae_lambda_policy: float | None = sets(
+        "advantage.lambda_policy", None, ge=0, le=1, description="Lambda of the policy's advantages; null is gae_lambda."
+    )
+    gae_lambda_value: float | None = sets(
+        "advantage.lambda_value",
         None,
         ge=0,
         le=1,
         description="Lambda of the critic's targets (decoupled GAE); null is the algorithm's own (ppo: gae_lambda).",
     )
-    length_adaptive_alpha: float | None = Field(
+    length_adaptive_alpha: float | None = sets(
+        "advantage.length_adaptive_alpha",
         None,
         ge=0,
         description="Above 0, lambda of the policy is 1 - 1 / (alpha x length of the rollout) (VAPO); 0 is off, null is the "
@@ -48,13 +54,14 @@ class PpoConfig(RolloutTrainingConfig):
     """Proximal policy optimisation with a critic."""
 
     ppo_epochs: int = Field(1, ge=1, description="Optimizer passes over one batch of rollouts (passes).")
-    policy_training_start_step: int | None = Field(
+    policy_training_start_step: int | None = sets(
+        "policy_training_start_step",
         None,
         ge=0,
         description="Train only the critic before this step (steps); null is the algorithm's own (ppo: 0).",
     )
-    advantage_clip_low: float | None = Field(None, description="Lower clip of advantages; null does not clip.")
-    advantage_clip_high: float | None = Field(None, description="Upper clip of advantages; null does not clip.")
+    advantage_clip_low: float | None = sets("advantage_low", None, description="Lower clip of advantages; null does not clip.")
+    advantage_clip_high: float | None = sets("advantage_high", None, description="Upper clip of advantages; null does not clip.")
     adv_estimator: GaeConfig = subsection(GaeConfig)
     async_ppo: AsyncConfig = subsection(AsyncConfig)
 
@@ -76,7 +83,9 @@ class PpoAlgorithmConfig(AlgorithmConfig):
 class ValueLossConfig(BaseConfig):
     """The critic's loss: half the squared error of returns, clipped."""
 
-    scale: float | None = Field(None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1).")
+    scale: float | None = sets(
+        "value_scale", None, gt=0, description="Weight of the value loss; null is the algorithm's own (ppo: 1)."
+    )
     cliprange: float | None = Field(
         None,
         ge=0,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, subsection
+from strop.base_config import BaseConfig, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.trainer.training_config import RecordedTrainingConfig
@@ -27,26 +27,32 @@ class SftAlgorithmConfig(AlgorithmConfig):
 
 
 class DpoConfig(RecordedTrainingConfig):
-    """Preference optimisation. Options of other algorithms are in algorithm.kwargs."""
+    """Preference optimisation. Options of other algorithms are keys of algorithm."""
 
-    reference_policy_kl_penalty: float | None = Field(
+    reference_policy_kl_penalty: float | None = sets(
+        "beta",
         None,
         gt=0,
         description="Beta: a larger one keeps the policy closer to the reference. null is the algorithm's own (dpo: 0.05).",
     )
-    preference_average_log_probs: bool | None = Field(
-        None, description="Compare means over tokens instead of sums. null is the algorithm's own (dpo: false)."
+    preference_average_log_probs: bool | None = sets(
+        "average_log_probs",
+        None,
+        description="Compare means over tokens instead of sums. null is the algorithm's own (dpo: false).",
     )
     sft_average_log_probs: bool | None = Field(
         None,
         description="Take the mean over the tokens of each chosen answer in the SFT term instead of the sum. null is the "
         "algorithm's own.",
     )
-    preference_loss_weight: float | None = Field(
-        None, ge=0, description="Weight of the preference loss; null is the algorithm's own (1)."
+    preference_loss_weight: float | None = sets(
+        "preference_weight", None, ge=0, description="Weight of the preference loss; null is the algorithm's own (1)."
     )
-    sft_loss_weight: float | None = Field(
-        None, ge=0, description="Weight of the negative log-likelihood of chosen answers; null is the algorithm's own (dpo: 0)."
+    sft_loss_weight: float | None = sets(
+        "sft_weight",
+        None,
+        ge=0,
+        description="Weight of the negative log-likelihood of chosen answers; null is the algorithm's own (dpo: 0).",
     )
     precompute_reference: bool = Field(
         False,
@@ -68,9 +74,12 @@ class DpoAlgorithmConfig(AlgorithmConfig):
 class RmConfig(RecordedTrainingConfig):
     """Reward modelling."""
 
-    use_margin: bool = Field(False, description="Require the scores of a pair to differ by the data's margin.")
-    centering: float = Field(
-        0.0, ge=0, description="Weight of the squared sum of a pair's scores, which centres them at 0 (arXiv 2312.09244)."
+    use_margin: bool = sets("use_margin", False, description="Require the scores of a pair to differ by the data's margin.")
+    centering: float = sets(
+        "centering",
+        0.0,
+        ge=0,
+        description="Weight of the squared sum of a pair's scores, which centres them at 0 (arXiv 2312.09244).",
     )
 
 
