@@ -200,7 +200,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     parser = argparse.ArgumentParser(
         prog="strop cluster",
         description="check: connect to the Ray cluster that a run would use, or start one here as it would, and check every node: "
-        "versions, GPUs, memory, shared folders, models, clocks, link speeds, and whether the layout fits.",
+        "versions, GPUs, shared folders, models, the speed of an all-reduce, and whether the layout fits.",
         epilog="Exit codes: 0 a run can start, 1 there are problems, 2 error in the configuration.\n\n"
         "  strop cluster check cluster.num_nodes=2 cluster.gpus_per_node=8\n"
         "  strop cluster check --config examples/configs/grpo_math_1B.yaml cluster.num_nodes=2",
