@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from strop.distributed.placement import Node
-
 SMALL_SHM = 1.0  # GiB; NCCL and Ray share memory through /dev/shm, which has 0.06 GiB in a container by default
 SMALL_DISK = 5.0  # GiB
 SLOW_GPU_LINK = 2e9  # bytes/s between nodes; below it NCCL has most likely fallen back to TCP
@@ -72,13 +70,14 @@ class NodeReport:
     """A node and what it reported."""
 
     number: int  # among the nodes of the run, in the order of ranks
-    node: Node  # with the GPUs that Ray schedules
-    info: NodeInfo | None
+    address: str
+    gpus: int  # that Ray schedules
+    info: NodeInfo | None = None
     failure: str = ""  # why there is no info
 
     @property
     def name(self) -> str:
-        return f"node {self.number} ({self.node.address})"
+        return f"node {self.number} ({self.address})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +100,7 @@ class ClusterSurvey:
     on_cpu: bool
     placement_error: str = ""  # why the nodes do not have what the run asks for
     unwritable: Mapping[str, str] = field(default_factory=dict)  # folder -> why the driver cannot write there
-    visible_files: Mapping[str, frozenset[int]] = field(
-        default_factory=dict
-    )  # folder -> nodes whose files the driver found in it
+    visible_files: Mapping[str, frozenset[int]] = field(default_factory=dict)  # folder -> nodes whose files the driver found
     all_reduce: AllReduceSpeed | None = None
     all_reduce_failure: str = ""
 
@@ -160,7 +157,7 @@ def check_gpus(survey: ClusterSurvey) -> Iterator[Finding]:
     for node, info in _reporting_nodes(survey):
         installed = len(info.gpus)
         if survey.on_cpu:
-            if installed and not node.node.gpus:
+            if installed and not node.gpus:
                 yield Finding(
                     node.name,
                     f"has {installed} GPUs that Ray does not know about, so the run would use its CPU",
@@ -168,17 +165,17 @@ def check_gpus(survey: ClusterSurvey) -> Iterator[Finding]:
                     fatal=False,
                 )
             continue
-        if node.node.gpus < survey.needs.devices:
-            known = f", though the machine has {installed}" if installed > node.node.gpus else ""
+        if node.gpus < survey.needs.devices:
+            known = f", though the machine has {installed}" if installed > node.gpus else ""
             yield Finding(
                 node.name,
-                f"{node.node.gpus} GPUs{known}, and cluster.gpus_per_node is {survey.needs.devices}",
+                f"{node.gpus} GPUs{known}, and cluster.gpus_per_node is {survey.needs.devices}",
                 f"Start Ray there with --num-gpus={installed}." if known else "Lower cluster.gpus_per_node, or use another node.",
             )
-        elif installed < node.node.gpus:
+        elif installed < node.gpus:
             yield Finding(
                 node.name,
-                f"Ray schedules {node.node.gpus} GPUs, and nvidia-smi finds {installed}",
+                f"Ray schedules {node.gpus} GPUs, and nvidia-smi finds {installed}",
                 "Start Ray there with the number of GPUs that the machine has (--num-gpus), or repair its driver.",
                 fatal=installed < survey.needs.devices,
             )
@@ -192,11 +189,11 @@ def check_gpus(survey: ClusterSurvey) -> Iterator[Finding]:
 def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
     free: dict[str, float] = {}
     for folder, reason in survey.unwritable.items():
-        key = survey.needs.folder_keys.get(folder, "the folder")
+        key = survey.needs.folder_keys[folder]
         yield Finding(key, f"{folder} cannot be written from here ({reason})", f"Set {key} to a writable folder.")
     for node, info in _reporting_nodes(survey):
         for folder, status in info.folders.items():
-            key = survey.needs.folder_keys.get(folder, "the folder")
+            key = survey.needs.folder_keys[folder]
             if not status.shared:
                 yield Finding(
                     f"{key}, {node.name}",
@@ -213,9 +210,8 @@ def check_folders(survey: ClusterSurvey) -> Iterator[Finding]:
             free[folder] = status.free
     for folder, free_gib in free.items():
         if 0 < free_gib < SMALL_DISK:
-            key = survey.needs.folder_keys.get(folder, "the folder")
             yield Finding(
-                key,
+                survey.needs.folder_keys[folder],
                 f"{free_gib:.1f} GiB are free in {folder}",
                 "Free some space, or keep fewer checkpoints (checkpointing.keep_top_k).",
                 fatal=False,
@@ -291,8 +287,8 @@ def format_survey(survey: ClusterSurvey) -> list[str]:
     return [*align_columns(table), "", *align_columns(rows)]
 
 
-def _format_node(report: NodeReport) -> tuple[str, ...]:
-    number, node, info = str(report.number), report.node, report.info
+def _format_node(node: NodeReport) -> tuple[str, ...]:
+    number, info = str(node.number), node.info
     if info is None:
         return number, node.address, "no answer", "?", f"{node.gpus} (Ray)"
     gpus = [f"{count} x {_format_gpu(gpu)}" for gpu, count in Counter(info.gpus).items()]

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.node_probe import TOKEN_FILE, AllReduceProbe, format_os_error, get_versions, probe_node
 from strop.distributed.placement import Node, PlacementError
-from strop.distributed.preflight import AllReduceSpeed, ClusterSurvey, NodeReport, RunNeeds
+from strop.distributed.preflight import AllReduceSpeed, ClusterSurvey, NodeInfo, NodeReport, RunNeeds
 from strop.distributed.ray import ClusterOptions, RayCluster, connect, list_nodes, run_on_every_node
 
 FOLDER_TIMEOUT = 10.0  # until a file written by another node must be visible
@@ -44,8 +43,10 @@ async def connect_to_inspect(options: ClusterOptions) -> AsyncIterator[Connected
         cluster = await connect(options)
     except PlacementError as error:
         placement_error = str(error)
-        unpretentious = replace(options, num_nodes=1, devices_per_node=0, on_cpu=True, segment_size=None, cpus_per_node=0.001)
-        cluster = await connect(unpretentious)
+        without_requirements = replace(
+            options, num_nodes=1, devices_per_node=0, on_cpu=True, segment_size=None, cpus_per_node=0.001
+        )
+        cluster = await connect(without_requirements)
     try:
         nodes = list_nodes()
         yield ConnectedCluster(
@@ -81,15 +82,15 @@ async def survey_cluster(connected: ConnectedCluster, needs: RunNeeds) -> Cluste
 async def _probe_nodes(nodes: Sequence[Node], needs: RunNeeds, folders: tuple[str, ...], token: str) -> list[NodeReport]:
     answers = await run_on_every_node(probe_node, needs.packages, needs.models, folders, token)
     results = {node.id: result for node, result in answers}
-    return [_make_report(number, node, results.get(node.id)) for number, node in enumerate(nodes)]
+    gone = RuntimeError("the node has left the cluster")
+    return [_make_report(number, node, results.get(node.id, gone)) for number, node in enumerate(nodes)]
 
 
-def _make_report(number: int, node: Node, result: Any) -> NodeReport:
-    """Make a report of a node's info, of the error that it raised, or of None."""
-    error = RuntimeError("the node has left the cluster") if result is None else result
-    if isinstance(error, BaseException):
-        return NodeReport(number=number, node=node, info=None, failure=f"{type(error).__name__}: {_first_line(error)}")
-    return NodeReport(number=number, node=node, info=result)
+def _make_report(number: int, node: Node, result: NodeInfo | BaseException) -> NodeReport:
+    report = NodeReport(number=number, address=node.address, gpus=node.gpus)
+    if isinstance(result, BaseException):
+        return replace(report, failure=f"{type(result).__name__}: {_first_line(result)}")
+    return replace(report, info=result)
 
 
 def _first_line(error: object) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from strop.distributed.node_probe import TOKEN_FILE, check_folder, get_versions, probe_node
-from strop.distributed.placement import Node
 from strop.distributed.preflight import (
     AllReduceSpeed,
     ClusterSurvey,
@@ -41,11 +40,7 @@ def facts(**changes: Any) -> NodeInfo:
 
 
 def node(number: int, found: NodeInfo | None = None, *, gpus: int = 0) -> NodeReport:
-    return NodeReport(number=number, node=machine(number, gpus), info=found or facts())
-
-
-def machine(number: int, gpus: int = 0) -> Node:
-    return Node(id=str(number), address=f"10.0.0.{number}", cpus=8.0, gpus=gpus)
+    return NodeReport(number=number, address=f"10.0.0.{number}", gpus=gpus, info=found or facts())
 
 
 def survey(*nodes: NodeReport, **changes: Any) -> ClusterSurvey:
@@ -163,7 +158,7 @@ def test_nodes_that_do_not_have_what_the_run_asks_for_are_the_first_problem() ->
 
 def test_a_node_without_an_answer_says_why() -> None:
     failure = "ModuleNotFoundError: No module named 'strop'"
-    silent = NodeReport(number=1, node=machine(1), info=None, failure=failure)
+    silent = NodeReport(number=1, address="10.0.0.1", gpus=0, failure=failure)
     finding = only(find_problems(survey(node(0), silent)))
     assert finding.fatal and "No module named 'strop'" in finding.problem and "Install" in finding.fix
     assert "no answer" in "\n".join(format_survey(survey(node(0), silent)))
