@@ -178,7 +178,7 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, or a configuration (its logger.log_dir)")
     parser.add_argument("--json", action="store_true", help="print the report as a JSON object")
     options = parser.parse_args(arguments)
-    from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_plain, print_diagnosis
+    from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_diagnosis
 
     try:
         diagnosis = diagnose(_find_log_folder(options.run))
@@ -190,10 +190,8 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
         import json
 
         print(json.dumps(dataclasses.asdict(diagnosis), indent=1, ensure_ascii=False))
-    elif sys.stdout.isatty():
-        print_diagnosis(diagnosis)
     else:
-        print(format_plain(diagnosis))
+        print(format_diagnosis(diagnosis))
     return 0 if diagnosis.healthy else 1
 
 
@@ -202,7 +200,7 @@ def cluster(arguments: Sequence[str], command_line: str) -> int:
     parser = argparse.ArgumentParser(
         prog="strop cluster",
         description="check: connect to the Ray cluster that a run would use, or start one here as it would, and check every node: "
-        "versions, GPUs, memory, shared folders, models, clocks, link speeds, and whether the layout fits.",
+        "versions, GPUs, shared folders, models, the speed of an all-reduce, and whether the layout fits.",
         epilog="Exit codes: 0 a run can start, 1 there are problems, 2 error in the configuration.\n\n"
         "  strop cluster check cluster.num_nodes=2 cluster.gpus_per_node=8\n"
         "  strop cluster check --config examples/configs/grpo_math_1B.yaml cluster.num_nodes=2",

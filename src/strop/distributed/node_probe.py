@@ -1,10 +1,9 @@
-"""Inspect a node from a process on it: installed packages, hardware, visible folders and models, link speeds."""
+"""Inspect a node from a process on it: installed packages, GPUs, visible folders and models, the speed of an all-reduce."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import platform
 import shutil
 import socket
@@ -13,10 +12,9 @@ import time
 import uuid
 from importlib import metadata
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from strop.distributed.preflight import FolderStatus, Gpu, NodeInfo, ProbeRequest
+from strop.distributed.preflight import FolderStatus, Gpu, NodeInfo
 
 GIB = 2.0**30
 TOKEN_FILE = "driver"
@@ -24,17 +22,18 @@ FOLDER_TIMEOUT = 5.0  # until the driver's file must be visible
 PACKAGES = ("torch", "transformers", "ray")
 
 
-def probe_node(request: ProbeRequest) -> NodeInfo:
-    """Report the hardware and software of this node."""
+def probe_node(packages: tuple[str, ...], models: tuple[str, ...], folders: tuple[str, ...], token: str) -> NodeInfo:
+    """Report the hardware and software of this node, and what it can read.
+
+    The driver has written ``token`` to a subfolder of this name in each of ``folders``.
+    """
     return NodeInfo(
         host=socket.gethostname(),
-        versions=get_versions(request.packages),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+        versions=get_versions(packages),
         shm=_disk_size(Path("/dev/shm")),
         gpus=list_gpus(),
-        models={name: find_model_error(name) for name in request.models},
-        folders={folder: check_folder(Path(folder), request.token) for folder in request.folders},
+        models={name: find_model_error(name) for name in models},
+        folders={folder: check_folder(Path(folder), token) for folder in folders},
     )
 
 
@@ -110,10 +109,6 @@ def format_os_error(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def get_time() -> float:
-    return time.time()
-
-
 def _disk_size(path: Path) -> float:
     try:
         return shutil.disk_usage(path).total / GIB
@@ -125,68 +120,40 @@ def _free_space(path: Path) -> float:
     return shutil.disk_usage(path).free / GIB
 
 
-class LinkProbe:
-    """One rank of a process group that measures link speeds, in its own process."""
+class AllReduceProbe:
+    """One rank of a process group that times an all-reduce, in its own process."""
 
     def __init__(self, rank: int, world: int, on_cpu: bool) -> None:
-        import torch
-
         self.rank = rank
         self.world = world
-        self.backend = "gloo" if on_cpu else "nccl"
-        self._torch: Any = torch
-        self._dist: Any = torch.distributed
-        self._device = "cpu" if on_cpu else "cuda"
+        self.backend, self.device = ("gloo", "cpu") if on_cpu else ("nccl", "cuda")
         self._store: Any = None
 
     def open_store(self, host: str) -> int:
         """Open the store of the process group on rank 0. Return its port."""
+        import torch
+
+        distributed: Any = torch.distributed
         limit = datetime.timedelta(seconds=60)
-        self._store = self._dist.TCPStore(host, 0, self.world, True, timeout=limit, wait_for_workers=False)
+        self._store = distributed.TCPStore(host, 0, self.world, True, timeout=limit, wait_for_workers=False)
         return int(self._store.port)
 
-    def init_process_group(self, host: str, port: int, timeout: float) -> None:
+    def measure_bandwidth(self, host: str, port: int, size: int, timeout: float) -> float:
+        """Join the process group. Return the bytes/s that this rank sends, and receives, in a ring all-reduce of ``size`` bytes."""
+        import torch
+
+        distributed: Any = torch.distributed
         limit = datetime.timedelta(seconds=timeout)
-        if self._device == "cuda":
-            self._torch.cuda.set_device(0)
-        store = self._store or self._dist.TCPStore(host, port, self.world, False, timeout=limit)
-        self._dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
-        self._dist.all_reduce(self._make_tensor(8))  # the first all-reduce opens the connections
-
-    def measure_latency(self, times: int) -> float:
-        """Return the median seconds of an all-reduce of a few numbers."""
-        numbers = self._make_tensor(8)
-        return median(self._measure_seconds(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
-
-    def measure_bandwidth(self, size: int, times: int) -> float:
-        """Return the bytes/s that this rank sends, and receives, in a ring all-reduce of ``size`` bytes: 2 (n - 1) / n of ``size``."""
-        numbers = self._make_tensor(size // 4)
-        seconds = min(self._measure_seconds(lambda: self._dist.all_reduce(numbers)) for _ in range(times))
-        return 2 * (self.world - 1) / self.world * size / seconds
-
-    def measure_link(self, first: int, second: int, size: int) -> float:
-        """Return the bytes/s from one rank to another and back; 0 on all other ranks."""
-        if self.rank not in (first, second):
-            return 0.0
-        numbers = self._make_tensor(size // 4)
-        other = second if self.rank == first else first
-
-        def round_trip() -> None:
-            if self.rank == first:
-                self._dist.send(numbers, other)
-                self._dist.recv(numbers, other)
-            else:
-                self._dist.recv(numbers, other)
-                self._dist.send(numbers, other)
-
-        return 2 * size / min(self._measure_seconds(round_trip) for _ in range(3))
-
-    def _make_tensor(self, count: int) -> Any:
-        return self._torch.ones(count, dtype=self._torch.float32, device=self._device)
-
-    def _measure_seconds(self, work: Any) -> float:
-        started = time.perf_counter()
-        work()
-        if self._device == "cuda":
-            self._torch.cuda.synchronize()
-        return time.perf_counter() - started
+        if self.device == "cuda":
+            torch.cuda.set_device(0)
+        store = self._store or distributed.TCPStore(host, port, self.world, False, timeout=limit)
+        distributed.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
+        numbers = torch.ones(size // 4, dtype=torch.float32, device=self.device)
+        seconds = []
+        for _ in range(4):  # the first one opens the connections
+            started = time.perf_counter()
+            distributed.all_reduce(numbers)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return 2 * (self.world - 1) / self.world * size / min(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def test_a_cluster_that_is_started_here_is_looked_at_and_nothing_is_left(room: P
     assert cli.main([*words, "logger.log_dir=logs", "policy.model_name=/no/such/model"]) == 1
     output = capsys.readouterr().out
     assert "one was started on this machine for the check" in output
-    assert "gloo, 2 ranks on 1 node: an all-reduce of a few numbers takes" in output
+    assert "gloo, 2 ranks on 1 node: an all-reduce of 16 MiB runs at" in output
     assert f"{room}/logs: shared by 1 of 1 nodes" in output
     assert "learner     2 ranks on 1 node: 1 copy x 2 shards x 1 context x 1 tensor" in output
     assert "cannot read the model /no/such/model" in output and output.rstrip().splitlines()[-1].startswith("1 problem:")
@@ -87,16 +88,16 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
     two_nodes: Any, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a node with a disk of its own would: what the driver leaves in the folder is moved away before the nodes look."""
-    from strop.build.cluster import cluster_check
+    from strop.distributed import survey
 
-    asked = cluster_check._probe_nodes
+    asked = survey._probe_nodes
 
-    async def elsewhere(question: Any) -> Any:
-        for path in Path(question.folders[0]).glob(".strop-check-*/driver"):
+    async def elsewhere(nodes: Any, needs: Any, folders: Any, token: str) -> Any:
+        for path in Path(folders[0]).glob(".strop-check-*/driver"):
             path.rename(path.with_name("elsewhere"))
-        return await asked(question)
+        return await asked(nodes, needs, folders, token)
 
-    monkeypatch.setattr(cluster_check, "_probe_nodes", elsewhere)
+    monkeypatch.setattr(survey, "_probe_nodes", elsewhere)
     assert check(two_nodes, "cluster.num_nodes=2") == 1
     output = capsys.readouterr().out
     assert output.count("is not the folder that the driver sees") == 2 and "shared by 0 of 2 nodes" in output
@@ -105,16 +106,17 @@ def test_a_folder_that_other_nodes_do_not_see_is_a_problem(
 
 @pytest.mark.slow
 def test_interrupting_a_check_leaves_no_process(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from strop.build.cluster import cluster_check
+    from strop.distributed import survey
     from strop.distributed.ray import run_on_every_node
 
     processes: list[int] = []
 
-    async def interrupted(question: Any) -> Any:
+    async def interrupted(*question: Any) -> Any:
         processes.extend(answer for _, answer in await run_on_every_node(os.getpid))
         os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)  # the interrupt arrives here
 
-    monkeypatch.setattr(cluster_check, "_probe_nodes", interrupted)
+    monkeypatch.setattr(survey, "_probe_nodes", interrupted)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert cli.main(["cluster", "check", "cluster.address=local", "policy.device=cpu"]) == cli.INTERRUPTED
     assert processes and not any(is_process_alive(process) for process in processes) and list(room.iterdir()) == []

@@ -10,18 +10,17 @@ import pytest
 
 from strop.distributed.node_probe import TOKEN_FILE, check_folder, get_versions, probe_node
 from strop.distributed.preflight import (
+    AllReduceSpeed,
     ClusterSurvey,
     Finding,
     FolderStatus,
     Gpu,
-    LinkSpeeds,
     NodeInfo,
     NodeReport,
-    ProbeRequest,
+    RunNeeds,
     find_problems,
     format_findings,
-    format_links,
-    format_nodes,
+    format_survey,
 )
 
 VERSIONS = {"python": "3.12.3", "torch": "2.13.0", "vllm": "0.32.0"}
@@ -33,8 +32,6 @@ def facts(**changes: Any) -> NodeInfo:
     settings: dict[str, Any] = {
         "host": "machine",
         "versions": VERSIONS,
-        "cores": 8,
-        "memory": 64.0,
         "shm": 16.0,
         "models": {"m": ""},
         "folders": {FOLDER: FolderStatus(True, "node-a", 100.0)},
@@ -42,19 +39,17 @@ def facts(**changes: Any) -> NodeInfo:
     return NodeInfo(**settings | changes)
 
 
-def node(number: int, found: NodeInfo | None = None, **changes: Any) -> NodeReport:
-    settings: dict[str, Any] = {"number": number, "address": f"10.0.0.{number}", "cpus": 8.0, "gpus": 0, "skew": 0.01}
-    return NodeReport(**settings | {"info": found or facts()} | changes)
+def node(number: int, found: NodeInfo | None = None, *, gpus: int = 0) -> NodeReport:
+    return NodeReport(number=number, address=f"10.0.0.{number}", gpus=gpus, info=found or facts())
 
 
 def survey(*nodes: NodeReport, **changes: Any) -> ClusterSurvey:
     settings: dict[str, Any] = {
         "driver": VERSIONS,
         "nodes": nodes,
-        "devices": 8,
+        "needs": RunNeeds(devices=8, models=("m",), folder_keys={FOLDER: "checkpointing.checkpoint_dir"}),
         "on_cpu": True,
         "visible_files": {FOLDER: frozenset(range(len(nodes)))},
-        "folder_keys": {FOLDER: "checkpointing.checkpoint_dir"},
     }
     return ClusterSurvey(**settings | changes)
 
@@ -64,13 +59,13 @@ def only(found: list[Finding]) -> Finding:
     return finding
 
 
-def links(*ring: float, **changes: Any) -> LinkSpeeds:
-    settings: dict[str, Any] = {"backend": "gloo", "latency": 1e-4, "size": 2**24, "bandwidth": 1e9}
-    return LinkSpeeds(**settings | {"nodes": tuple(range(len(ring))), "ring": ring} | changes)
+def all_reduce(*nodes: int, **changes: Any) -> AllReduceSpeed:
+    settings: dict[str, Any] = {"backend": "gloo", "size": 2**24, "bandwidth": 1e9}
+    return AllReduceSpeed(**settings | {"nodes": nodes} | changes)
 
 
 def test_nodes_that_are_alike_and_share_their_folder_are_well() -> None:
-    assert find_problems(survey(node(0), node(1), node(2), links=links(1e9, 1.2e9, 0.9e9))) == []
+    assert find_problems(survey(node(0), node(1), node(2), all_reduce=all_reduce(0, 1, 2))) == []
 
 
 def test_a_node_with_another_torch_is_named_with_both_versions_and_what_to_install() -> None:
@@ -151,41 +146,35 @@ def test_a_model_that_a_node_cannot_read_is_a_problem() -> None:
     assert finding.fatal and "cannot read the model m: there is no folder m" in finding.problem
 
 
-def test_a_small_dev_shm_and_a_clock_that_is_off_are_warnings() -> None:
-    found = find_problems(survey(node(0, facts(shm=0.06)), node(1, skew=-12.5), node(2, skew=1.2, skew_error=0.5)))
-    assert [finding.fatal for finding in found] == [False, False]
-    assert "0.06 GiB" in found[0].problem and "12.5 s behind" in found[1].problem
+def test_a_small_dev_shm_is_a_warning() -> None:
+    finding = only(find_problems(survey(node(0, facts(shm=0.06)), node(1))))
+    assert not finding.fatal and "0.06 GiB" in finding.problem and "--shm-size" in finding.fix
+
+
+def test_nodes_that_do_not_have_what_the_run_asks_for_are_the_first_problem() -> None:
+    findings = find_problems(survey(node(0, facts(versions={})), placement_error="cluster.num_nodes is 3"))
+    assert findings[0] == Finding("cluster", "cluster.num_nodes is 3", "The nodes above are the ones in the cluster.")
 
 
 def test_a_node_without_an_answer_says_why() -> None:
-    silent = NodeReport(
-        number=1, address="10.0.0.1", cpus=8, gpus=0, info=None, failure="ModuleNotFoundError: No module named 'strop'"
-    )
+    failure = "ModuleNotFoundError: No module named 'strop'"
+    silent = NodeReport(number=1, address="10.0.0.1", gpus=0, failure=failure)
     finding = only(find_problems(survey(node(0), silent)))
     assert finding.fatal and "No module named 'strop'" in finding.problem and "Install" in finding.fix
-    assert "no answer" in "\n".join(format_nodes(survey(node(0), silent)))
-
-
-def test_one_slow_node_is_found_by_its_two_links() -> None:
-    """Node 1 slows the links 0-1 and 1-2; its neighbours each have a fast one."""
-    finding = only(find_problems(survey(node(0), node(1), node(2), links=links(1e8, 1.1e8, 1e9))))
-    assert (
-        not finding.fatal
-        and finding.where == "node 1 (10.0.0.1)"
-        and "110 MB/s" in finding.problem
-        and "1.0 GB/s" in finding.problem
-    )
+    assert "no answer" in "\n".join(format_survey(survey(node(0), silent)))
 
 
 def test_an_ordinary_network_between_gpus_is_a_warning_and_within_one_node_it_is_not_asked() -> None:
     nodes = (node(0, gpus(8), gpus=8), node(1, gpus(8), gpus=8))
-    slow = links(backend="nccl", nodes=(0, 1), bandwidth=1.1e9)
-    assert "1.1 GB/s" in only(find_problems(survey(*nodes, on_cpu=False, links=slow))).problem
-    assert find_problems(survey(*nodes, on_cpu=False, links=replace(slow, nodes=(0, 0)))) == []
+    slow = all_reduce(0, 1, backend="nccl", bandwidth=1.1e9)
+    assert "1.1 GB/s" in only(find_problems(survey(*nodes, on_cpu=False, all_reduce=slow))).problem
+    assert find_problems(survey(*nodes, on_cpu=False, all_reduce=replace(slow, nodes=(0, 0)))) == []
 
 
 def test_nodes_that_do_not_reach_each_other_are_a_problem_that_names_the_variables() -> None:
-    finding = only(find_problems(survey(node(0), node(1), links_failure="a process group of 2 ranks failed: connection refused")))
+    finding = only(
+        find_problems(survey(node(0), node(1), all_reduce_failure="a process group of 2 ranks failed: connection refused"))
+    )
     assert finding.fatal and "GLOO_SOCKET_IFNAME" in finding.fix
 
 
@@ -201,15 +190,22 @@ def test_problems_come_before_warnings_and_each_says_what_to_do() -> None:
 
 
 def test_the_table_has_a_line_a_node_in_columns() -> None:
-    rows = format_nodes(survey(node(0, gpus(8), gpus=8), node(1, gpus(8), gpus=4), on_cpu=False))
-    assert len(rows) == 3 and rows[1].index("machine") == rows[0].index("host") == rows[2].index("machine")
+    rows = format_survey(survey(node(0, gpus(8), gpus=8), node(1, gpus(8), gpus=4), on_cpu=False))[:3]
+    assert rows[1].index("machine") == rows[0].index("host") == rows[2].index("machine")
     assert "8 x H100, 80 GiB, driver 550.1" in rows[1] and "4 for Ray" in rows[2]
 
 
-def test_what_was_measured_is_in_plain_units() -> None:
-    first, ring = format_links(links(1e9, 2e8, 3e9, latency=2.5e-5, bandwidth=8.7e7))
-    assert first == "gloo, 3 ranks on 3 nodes: an all-reduce of a few numbers takes 25 us, one of 16 MiB runs at 87 MB/s per rank"
-    assert ring == "from node to node: 0-1 1.0 GB/s, 1-2 200 MB/s, 2-0 3.0 GB/s"
+def test_below_the_table_are_versions_folders_models_and_the_speed_of_an_all_reduce() -> None:
+    unreadable = facts(models={"m": "there is no folder m"})
+    found = survey(node(0), node(1, unreadable), node(2), all_reduce=all_reduce(0, 1, 2, bandwidth=8.7e7))
+    assert [row.split("  ", 1)[1].strip() for row in format_survey(found)[5:]] == [
+        "python 3.12.3, torch 2.13.0, vllm 0.32.0",
+        f"{FOLDER}: shared by 3 of 3 nodes, 100 GiB free",
+        "m: readable on 2 of 3 nodes",
+        "gloo, 3 ranks on 3 nodes: an all-reduce of 16 MiB runs at 87 MB/s per rank",
+    ]
+    assert format_survey(survey(node(0)))[-1].endswith("not measured: there is only one device")
+    assert format_survey(survey(node(0), placement_error="too few"))[-1].endswith("not measured")
 
 
 # --- looking ---------------------------------------------------------------------------------------------------------------------------
@@ -218,11 +214,9 @@ def test_what_was_measured_is_in_plain_units() -> None:
 def test_a_node_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "token").mkdir()
     (tmp_path / "token" / TOKEN_FILE).write_text("token")
-    found = probe_node(
-        ProbeRequest(packages=("torch", "no-such-package"), models=("/no/such/model",), folders=(str(tmp_path),), token="token")
-    )
+    found = probe_node(("torch", "no-such-package"), ("/no/such/model",), (str(tmp_path),), "token")
     assert found.versions["torch"] and found.versions["no-such-package"] == "" and "sources" in found.versions["strop"]
-    assert found.cores >= 1 and found.memory > 0.1 and "there is no folder /no/such/model" in found.models["/no/such/model"]
+    assert found.host and "there is no folder /no/such/model" in found.models["/no/such/model"]
     seen = found.folders[str(tmp_path)]
     assert seen.shared and (tmp_path / "token" / seen.file).exists()
 

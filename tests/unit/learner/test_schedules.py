@@ -129,6 +129,38 @@ def test_ratios_are_above_zero_during_the_run_and_between_the_smallest_and_one(
         assert found[total:] == pytest.approx([low] * 20)
 
 
+@given(
+    name=st.sampled_from(["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"]),
+    warmup=st.integers(0, 30),
+    length=st.integers(2, 200),
+    low=st.floats(0, 0.9),
+    cycles=st.integers(1, 4),
+    power=st.floats(0.5, 3),
+)
+def test_after_the_warm_up_the_factors_are_those_of_transformers(
+    name: str, warmup: int, length: int, low: float, cycles: int, power: float
+) -> None:
+    from transformers.optimization import get_scheduler
+
+    total, ours, theirs = warmup + length, {}, {}
+    if name == "cosine":  # transformers has a smallest ratio for this one and wsd only
+        ours, theirs = {"min_ratio": low}, {"min_lr_rate": low}
+    elif name == "cosine_with_restarts":
+        ours, theirs = {"cycles": cycles}, {"num_cycles": cycles}
+    elif name == "polynomial":
+        ours, theirs = {"power": power}, {"power": power, "lr_end": 0.0}
+    elif name == "wsd":
+        decay = length - 1
+        ours = {"min_ratio": low, "decay_steps": decay}
+        theirs = {"num_decay_steps": decay, "min_lr_ratio": low, "decay_type": "linear"}
+    kind = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr", "wsd": "warmup_stable_decay"}.get(name, name)
+    wanted: Any = get_scheduler(kind, optimizer_of(1.0), warmup, total, theirs)
+    found = ratios(name, total, warmup_steps=warmup, total_steps=total, **ours)
+    restarts = {length * cycle // cycles for cycle in range(1, cycles)} if name == "cosine_with_restarts" else set()
+    for step in set(range(length)) - restarts:  # there transformers' quotient is rounded
+        assert found[warmup + step] == pytest.approx(wanted.lr_lambdas[0](warmup + step), abs=1e-12), step
+
+
 def test_the_runs_steps_are_taken_unless_the_schedule_has_its_own() -> None:
     assert ratios("linear", 10, total_steps=10) == [
         make_schedule("linear", {"total_steps": 10}, total_steps=99).ratio(s) for s in range(10)

@@ -178,12 +178,13 @@ def test_the_live_console_shows_what_matters() -> None:
         clock.now += 5.0
         console.log(step, METRICS)
     console.progress("generating 12/32 groups")
-    text = "".join(part.text for part in screen.render(console._dashboard))
+    text = "".join(part.text for part in screen.render(console.render()))
     expected = [
         *("addition", "step 12/60", "20%", "left", "generating 12/32 groups"),
-        *("0.531", "-0.0123", "0.831", "1.2e-05", "1.0003", "1,234", "accuracy     0.120", "@0"),
-        *("generation 50%", "training 38%", "other 10%"),
+        *("0.531", "-0.0123", "0.831", "1.2e-05", "1.0003", "1,234", "accuracy 0.120", "@0"),
+        *("step time 4.0 s", "generation 50% ━", "training 38% ━", "other 10% ━"),
     ]
+    text = re.sub(" +", " ", text)
     assert [words for words in expected if words not in text] == []
     console.close()
     assert "stopped at step 12 after 0:10" in last_drawing(screen)
@@ -229,12 +230,33 @@ def test_closing_gives_the_cursor_back_and_later_calls_are_harmless() -> None:
     assert drawn(screen).rindex("\x1b[?25h") > drawn(screen).rindex("\x1b[?25l")
 
 
-def test_without_colours_the_phases_are_told_apart_by_letters() -> None:
+def test_without_colours_each_phase_has_its_name_and_its_bar() -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=100, height=40)
     console = LiveConsole(5, console=screen)
     console.log(1, METRICS)
     console.close()
-    assert "ggggtttt" in re.sub(r"(.)\1{3,}", r"\1\1\1\1", last_drawing(screen))
+    assert re.search(r"generation +50%  ━━━━━━ .*\n.*training +38%  ━━━━", last_drawing(screen))
+
+
+def test_an_old_value_keeps_its_mark_beside_a_long_curve() -> None:
+    screen = terminal()
+    console = LiveConsole(60, console=screen)
+    for step in range(20):
+        console.log(step, {"validation/accuracy": step / 20})
+    console.log(20, METRICS)
+    console.close()
+    assert re.search(r"accuracy +0\.950  \S+ @19", last_drawing(screen))
+
+
+def test_a_low_terminal_cuts_phases_and_not_what_the_run_is_doing() -> None:
+    screen = terminal(60, 14)
+    console = LiveConsole(60, console=screen)
+    console.log(12, METRICS)
+    console.progress("generating 12/32 groups")
+    console._live.refresh()  # type: ignore[union-attr]
+    shown = last_drawing(screen)
+    assert "step 12/60" in shown and "generating 12/32 groups" in shown and "reward" in shown and "other" not in shown
+    console.close()
 
 
 def test_a_sparkline_is_a_curve_with_gaps() -> None:

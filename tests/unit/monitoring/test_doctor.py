@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from strop import cli
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
-from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_plain, format_tree, print_diagnosis
+from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis, format_tree
 from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, write_status
 from strop.monitoring.watchdog.waits import Wait
 from support.rollouts import make_group, make_rollout, sampled_turn
@@ -68,7 +69,7 @@ def test_a_run_without_troubles_is_running(tmp_path: Path) -> None:
     assert found.verdict == "running" and found.healthy and found.step == 3 and found.advice == ()
     assert found.since_step is not None and 59 < found.since_step < 90
     assert found.mismatch is not None and "1.0300 in step 3" in found.mismatch
-    text = format_plain(found)
+    text = format_diagnosis(found)
     assert "generating: 3 of 8 groups" in text and "1:0" in text and "ago" in text
 
 
@@ -106,7 +107,7 @@ def test_a_run_elsewhere_is_judged_by_whether_it_still_writes(tmp_path: Path) ->
 def test_how_a_run_ended_is_told(tmp_path: Path, state: str, healthy: bool) -> None:
     found = diagnose(a_run(tmp_path, state=state, pid=1, error="ValueError: bad" if state == "failed" else None))
     assert found.verdict == state and found.healthy is healthy
-    assert ("ValueError: bad" in format_plain(found)) == (state == "failed")
+    assert ("ValueError: bad" in format_diagnosis(found)) == (state == "failed")
 
 
 def test_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
@@ -181,10 +182,30 @@ def test_a_run_is_named_by_its_configuration_too(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
 
 
-def test_on_a_terminal_it_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_diagnosis(diagnose(a_run(tmp_path, waits=(wait(1),), troubles=("[bold] is no markup",))))
-    text = capsys.readouterr().out
-    assert "OVER ITS LIMIT" in text and "[bold] is no markup" in text
+def test_its_text_names_the_process_the_waits_the_last_notes_and_the_stacks(tmp_path: Path) -> None:
+    notes = tuple(LogEntry(time.time(), f"note {number}") for number in range(7))
+    changes: dict[str, Any] = {
+        "waits": (wait(1),),
+        "troubles": ("[bold] is no markup",),
+        "notes": notes,
+        "stacks": "logs/stacks_1.txt",
+    }
+    rows = format_diagnosis(diagnose(a_run(tmp_path, **changes))).splitlines()
+    labels = [row[:13].strip() for row in rows if row[:13].strip()]
+    shown = ["run", "state", "last step", "doing", "waits", "over limits", "mismatch", "checkpoint", "stacks"]
+    assert labels == [*shown, "last notes", "process", "what to do"]
+    text = "\n".join(rows)
+    assert "OVER ITS LIMIT" in text and "[bold] is no markup" in text and f"pid {os.getpid()} on" in text
+    assert "note 2" in text and "note 1" not in text, "the last five"
+
+
+def test_metrics_that_are_cut_in_the_middle_of_a_line_are_an_error_with_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path)
+    (run / "metrics.jsonl").write_text('{"step": 1, "metrics": {}}\nnot a step\n')
+    assert cli.main(["doctor", str(run)]) == 2
+    assert re.search(r"metrics\.jsonl.*2", capsys.readouterr().err)
 
 
 def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 The factor at step t (from 0) applies to optimizer step t + 1. With W warm-up steps it is (t + 1) / W for t < W, so that no step is
 wasted at a rate of 0, and it is 1 at t = W - 1 and t = W. A decay reaches its final factor at t = total_steps, one step after the last
 one, and stays there.
+
+``transformers.get_scheduler`` has the same shapes, but its warm-ups begin at a rate of 0, a smallest ratio it has for cosine and wsd only,
+and it rounds where a cycle restarts. So the formulas are here, and torch's ``LambdaLR`` applies them.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,6 +20,25 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from strop.data.sources.records import suggest_names
 
+# The arguments of each schedule besides those of the warm-up and total_steps.
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("min_ratio",),
+    "cosine": ("min_ratio",),  # arXiv 1608.03983
+    "cosine_with_restarts": ("min_ratio", "cycles"),  # arXiv 1608.03983
+    "polynomial": ("min_ratio", "power"),
+    "inverse_sqrt": ("timescale", "min_ratio"),  # arXiv 1706.03762
+    "wsd": ("decay_steps", "decay_ratio", "min_ratio", "decay"),  # warm-up, stable, decay: arXiv 2404.06395
+}
+COMMON_ARGUMENTS = ("warmup_steps", "warmup_ratio", "total_steps")
+
+# Shapes of a decay that fall from 1 to 0, given its progress from 0 to 1.
+DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),  # arXiv 2405.18392
+}
+
 
 def _option(default: Any, kind: type, low: float, high: float = math.inf) -> Any:
     """Return a field for an integer or a number in [low, high], or null if null is the default."""
@@ -25,12 +46,20 @@ def _option(default: Any, kind: type, low: float, high: float = math.inf) -> Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(ABC):
-    """Fields are the arguments of a configuration. Raises ValueError whose message begins with the name of the wrong argument."""
+class Schedule:
+    """A named schedule and its arguments. Raises ValueError whose message begins with the name of the wrong argument."""
 
+    name: str
     warmup_steps: int | None = _option(None, int, 0)  # null: warmup_ratio decides, else no warm-up
     warmup_ratio: float | None = _option(None, float, 0, 1)  # of total_steps, rounded to whole steps
     total_steps: int | None = _option(None, int, 1)
+    timescale: int | None = _option(None, int, 1)  # steps; null: the length of the warm-up, or 10,000 without one
+    decay_steps: int | None = _option(None, int, 1)
+    decay_ratio: float | None = _option(None, float, 0, 1)  # of total_steps; 0.1 if neither is set
+    min_ratio: float = _option(0.0, float, 0, 1)
+    cycles: int = _option(1, int, 1)  # cosine decays, each restarting from the full rate
+    power: float = _option(1.0, float, 0)
+    decay: str = "linear"  # one of DECAYS
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -41,124 +70,15 @@ class Schedule(ABC):
             )
         if self.warmup_ratio is not None:
             self.require_total_steps("warmup_ratio is a fraction of it")
-
-    @abstractmethod
-    def after_warmup(self, step: int) -> float:
-        """Return the factor ``step`` optimizer steps after the warm-up, from 0."""
-
-    @property
-    def warmup(self) -> int:
-        """Number of optimizer steps of the warm-up."""
-        if self.warmup_ratio is not None:
-            return round(self.warmup_ratio * self.require_total_steps("warmup_ratio is a fraction of it"))
-        return self.warmup_steps or 0
-
-    def ratio(self, step: int) -> float:
-        """Return the factor of the learning rates at ``step``, from 0."""
-        warmup = self.warmup
-        return (step + 1) / warmup if step < warmup else self.after_warmup(step - warmup)
-
-    def require_total_steps(self, reason: str) -> int:
-        if self.total_steps is None:
+        if self.name == "wsd":
+            self._check_wsd()
+        elif self.name not in ("constant", "inverse_sqrt") and self.decay_length < 1:
             raise ValueError(
-                f"total_steps: found null, and the number of optimizer steps of this run is unknown, but {reason}; "
-                "set total_steps to the number of optimizer steps after which the schedule ends"
-            )
-        return self.total_steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConstantSchedule(Schedule):
-    """Warm-up, then a constant rate."""
-
-    def after_warmup(self, step: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecaySchedule(Schedule):
-    """Warm-up, then a decay over all remaining steps: m + (1 - m) * shape, with m = min_ratio."""
-
-    min_ratio: float = _option(0.0, float, 0, 1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        total = self.require_total_steps("the decay ends there")
-        if self.warmup >= total:
-            raise ValueError(
-                f"warmup_steps: found a warm-up of {self.warmup} steps, but total_steps is {total}, which leaves no steps for the decay; "
-                "set a shorter warm-up, or a larger total_steps"
+                f"warmup_steps: found a warm-up of {self.warmup} steps, but total_steps is {self.total_steps}, which leaves no steps "
+                "for the decay; set a shorter warm-up, or a larger total_steps"
             )
 
-    @abstractmethod
-    def shape(self, step: int, steps: int) -> float:
-        """Return the shape, which falls from 1 at ``step`` 0 to 0 at ``steps``."""
-
-    def after_warmup(self, step: int) -> float:
-        steps = self.require_total_steps("the decay ends there") - self.warmup
-        shape = self.shape(step, steps) if step < steps else 0.0
-        return self.min_ratio + (1 - self.min_ratio) * shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearSchedule(DecaySchedule):
-    """A linear decay."""
-
-    def shape(self, step: int, steps: int) -> float:
-        return 1 - step / steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineSchedule(DecaySchedule):
-    """A cosine decay over half a period (arXiv 1608.03983)."""
-
-    def shape(self, step: int, steps: int) -> float:
-        return _half_cosine(step / steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineWithRestartsSchedule(DecaySchedule):
-    """``cycles`` cosine decays, each restarting from the full rate (arXiv 1608.03983)."""
-
-    cycles: int = _option(1, int, 1)
-
-    def shape(self, step: int, steps: int) -> float:
-        return _half_cosine(step * self.cycles % steps / steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolynomialSchedule(DecaySchedule):
-    """(1 - t / steps) ^ power."""
-
-    power: float = _option(1.0, float, 0)
-
-    def shape(self, step: int, steps: int) -> float:
-        return float((1 - step / steps) ** self.power)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InverseSqrtSchedule(Schedule):
-    """Warm-up, then sqrt(timescale / (timescale + t)), without a last step (arXiv 1706.03762)."""
-
-    timescale: int | None = _option(None, int, 1)  # steps; null: the length of the warm-up, or 10,000 without one
-    min_ratio: float = _option(0.0, float, 0, 1)
-
-    def after_warmup(self, step: int) -> float:
-        timescale = self.timescale or self.warmup or 10_000
-        return max(self.min_ratio, math.sqrt(timescale / (timescale + step)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupStableDecaySchedule(Schedule):
-    """Warm-up, a constant rate, and a decay over the last steps (arXiv 2404.06395)."""
-
-    decay_steps: int | None = _option(None, int, 1)
-    decay_ratio: float | None = _option(None, float, 0, 1)  # of total_steps; 0.1 if neither is set
-    min_ratio: float = _option(0.0, float, 0, 1)
-    decay: str = "linear"  # linear, cosine, or sqrt: 1 - sqrt(t / steps) (arXiv 2405.18392)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check_wsd(self) -> None:
         if self.decay not in DECAYS:
             raise ValueError(f"decay: found {self.decay!r}{suggest_names(str(self.decay), DECAYS)}")
         if self.decay_steps is not None and self.decay_ratio is not None:
@@ -173,39 +93,52 @@ class WarmupStableDecaySchedule(Schedule):
             )
 
     @property
+    def warmup(self) -> int:
+        """Number of optimizer steps of the warm-up."""
+        if self.warmup_ratio is not None:
+            return round(self.warmup_ratio * self.require_total_steps("warmup_ratio is a fraction of it"))
+        return self.warmup_steps or 0
+
+    @property
     def decay_length(self) -> int:
-        """Number of optimizer steps of the decay."""
-        if self.decay_steps is not None:
-            return self.decay_steps
-        ratio = 0.1 if self.decay_ratio is None else self.decay_ratio
-        return max(1, round(ratio * self.require_total_steps("the decay ends there")))
+        """Number of optimizer steps of the decay: all after the warm-up, or for wsd the last ones."""
+        total = self.require_total_steps("the decay ends there")
+        if self.name != "wsd":
+            return total - self.warmup
+        return self.decay_steps or max(1, round((0.1 if self.decay_ratio is None else self.decay_ratio) * total))
 
-    def after_warmup(self, step: int) -> float:
+    def ratio(self, step: int) -> float:
+        """Return the factor of the learning rates at ``step``, from 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if self.name == "constant":
+            return 1.0
+        if self.name == "inverse_sqrt":
+            timescale = self.timescale or self.warmup or 10_000
+            return max(self.min_ratio, math.sqrt(timescale / (timescale + step - self.warmup)))
         steps = self.decay_length
-        elapsed = step + self.warmup - (self.require_total_steps("the decay ends there") - steps)
-        shape = DECAYS[self.decay](min(max(elapsed, 0), steps) / steps)
-        return self.min_ratio + (1 - self.min_ratio) * shape
+        elapsed = max(step + steps - self.require_total_steps("the decay ends there"), 0)
+        return self.min_ratio + (1 - self.min_ratio) * (self._shape(elapsed, steps) if elapsed < steps else 0.0)
 
+    def _shape(self, step: int, steps: int) -> float:
+        """Return the shape of the decay, which falls from 1 at ``step`` 0 to 0 at ``steps``."""
+        match self.name:
+            case "polynomial":
+                return float((1 - step / steps) ** self.power)
+            case "cosine_with_restarts":  # in integers: a quotient would round where a cycle restarts
+                return DECAYS["cosine"](step * self.cycles % steps / steps)
+            case "wsd":
+                return DECAYS[self.decay](step / steps)
+            case _:
+                return DECAYS[self.name](step / steps)
 
-def _half_cosine(progress: float) -> float:
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
-DECAYS: Mapping[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "cosine": _half_cosine,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-}
-
-SCHEDULES: Mapping[str, type[Schedule]] = {
-    "constant": ConstantSchedule,
-    "linear": LinearSchedule,
-    "cosine": CosineSchedule,
-    "cosine_with_restarts": CosineWithRestartsSchedule,
-    "polynomial": PolynomialSchedule,
-    "inverse_sqrt": InverseSqrtSchedule,
-    "wsd": WarmupStableDecaySchedule,
-}
+    def require_total_steps(self, reason: str) -> int:
+        if self.total_steps is None:
+            raise ValueError(
+                f"total_steps: found null, and the number of optimizer steps of this run is unknown, but {reason}; "
+                "set total_steps to the number of optimizer steps after which the schedule ends"
+            )
+        return self.total_steps
 
 
 def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | None = None, section: str = "policy") -> Schedule:
@@ -218,16 +151,15 @@ def make_schedule(name: str, kwargs: Mapping[str, Any], *, total_steps: int | No
             f"{section}.scheduler.name: there is no schedule {name!r}{suggest_names(name, SCHEDULES)}; "
             "write a class like torch.optim.lr_scheduler.LinearLR"
         )
-    kind = SCHEDULES[name]
-    known = [item.name for item in fields(kind)]
+    known = (*COMMON_ARGUMENTS, *SCHEDULES[name])
     for key in kwargs:
         if key not in known:
             raise ValueError(f"{section}.scheduler.kwargs.{key}: {name} has no such argument{suggest_names(key, known)}")
-    arguments = dict(kwargs)
+    arguments = {"name": name, **kwargs}
     if arguments.get("total_steps") is None:
         arguments["total_steps"] = total_steps
     try:
-        return kind(**arguments)
+        return Schedule(**arguments)
     except ValueError as error:
         raise ValueError(f"{section}.scheduler.kwargs.{error}") from error
 

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from strop.monitoring.console.columns import format_duration
-from strop.monitoring.trackers.jsonl import METRICS_FILE, MalformedMetrics, read_metrics
+from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
 from strop.monitoring.watchdog.status import Status, process_start_time, read_status
 from strop.monitoring.watchdog.waits import Wait
 
 Verdict = Literal["running", "hung", "dead", "finished", "failed", "interrupted", "unknown"]
 HEALTHY: frozenset[Verdict] = frozenset({"running", "finished"})
+ALIVE: frozenset[Verdict] = frozenset({"running", "hung"})
 RECENT_STEPS = 20  # steps examined for errors and mismatch
 MAX_WAITS_SHOWN = 40
+MISMATCH = "train/token_mult_prob_error"
 MISMATCH_WARNING_PREFIX = "warning: mismatch"
 
 
@@ -35,18 +37,17 @@ class Diagnosis:
     verdict: Verdict
     why: str
     step: int  # the last logged step; 0: none
-    since_step: float | None
-    doing: str
-    waits: tuple[str, ...]  # a tree, one line per wait
-    troubles: tuple[str, ...]  # reports of waits over their limits
-    error: str | None
+    since_step: float | None = None
+    doing: str = ""
+    waits: tuple[str, ...] = ()  # a tree, one line per wait
+    troubles: tuple[str, ...] = ()  # reports of waits over their limits
+    error: str | None = None  # as in ``why``
     dropped: tuple[str, ...]  # failed groups of the last steps, and their errors
     mismatch: str | None
-    checkpoint: str | None  # the newest one
-    stacks: str | None
-    notes: tuple[str, ...]  # the last notes of the run
-    process: str
-    versions: Mapping[str, str]
+    checkpoint: str | None = None  # the newest one
+    stacks: str | None = None
+    notes: tuple[str, ...] = ()  # the last notes of the run
+    process: str = ""
     advice: tuple[str, ...]
 
     @property
@@ -61,12 +62,8 @@ def find_run(run: Path) -> Path:
             return folder
     if not run.exists():
         raise RunNotFound(f"there is no {run}; name a run's log folder (logger.log_dir)")
-    run_names = (
-        sorted(path.parent.name for name in ("status.json", METRICS_FILE) for path in run.glob(f"*/{name}"))
-        if run.is_dir()
-        else []
-    )
-    hint = f"; there are runs in it: {', '.join(dict.fromkeys(run_names))}" if run_names else ""
+    run_names = sorted({path.parent.name for name in ("status.json", METRICS_FILE) for path in run.glob(f"*/{name}")})
+    hint = f"; there are runs in it: {', '.join(run_names)}" if run_names else ""
     raise RunNotFound(
         f"{run} contains neither status.json nor {METRICS_FILE}, so it is not a run's log folder (logger.log_dir){hint}"
     )
@@ -76,39 +73,34 @@ def diagnose(run: Path) -> Diagnosis:
     """Diagnose a run. Raises RunNotFound, or ValueError if a file of the run is malformed."""
     folder = find_run(run)
     status = read_status(folder)
-    try:
-        steps = read_metrics(folder / METRICS_FILE)
-    except MalformedMetrics as error:
-        raise ValueError(str(error)) from error
+    steps = read_metrics(folder / METRICS_FILE)
     last_step = steps[-1][0] if steps else 0
-    checkpoint = find_newest_checkpoint(status)
-    common = {
-        "folder": str(folder),
-        "dropped": describe_dropped_groups(folder, steps),
-        "mismatch": _describe_mismatch(status, steps),
-    }
+    dropped, mismatch = describe_dropped_groups(folder, steps), _describe_mismatch(status, steps)
     if status is None:
         return Diagnosis(
-            **common,  # type: ignore[arg-type]
+            folder=str(folder),
             verdict="unknown",
             why="there is no status.json: the run was started with watchdog.enabled=false, or by an older version",
-            step=last_step, since_step=None, doing="", waits=(), troubles=(), error=None, checkpoint=None, stacks=None, notes=(),
-            process="", versions={}, advice=("check whether its process exists and when metrics.jsonl was last written",),
-        )  # fmt: skip
+            step=last_step,
+            dropped=dropped,
+            mismatch=mismatch,
+            advice=("check whether its process exists and when metrics.jsonl was last written",),
+        )
     verdict, why = find_verdict(status)
-    since_step = (
-        None if status.stepped is None else (time.time() if verdict in ("running", "hung") else status.written) - status.stepped
-    )
+    checkpoint = find_newest_checkpoint(status)
+    seen = time.time() if verdict in ALIVE else status.written
     return Diagnosis(
-        **common,  # type: ignore[arg-type]
+        folder=str(folder),
         verdict=verdict,
         why=why,
         step=max(last_step, status.step, 0),
-        since_step=since_step,
+        since_step=None if status.stepped is None else seen - status.stepped,
         doing=status.doing,
         waits=tuple(format_tree(status.waits)),
         troubles=status.troubles,
         error=status.error,
+        dropped=dropped,
+        mismatch=mismatch,
         checkpoint=checkpoint,
         stacks=status.stacks,
         notes=tuple(f"{time.strftime('%H:%M:%S', time.localtime(note.when))}  {note.text}" for note in status.notes[-5:]),
@@ -116,7 +108,6 @@ def diagnose(run: Path) -> Diagnosis:
             f"pid {status.pid} on {status.host}, started {_format_time(status.started)}, seen "
             f"{_format_time(status.written)}: {status.command}"
         ),
-        versions=status.versions,
         advice=tuple(_give_advice(verdict, status, checkpoint)),
     )
 
@@ -182,11 +173,10 @@ def format_tree(waits: Sequence[Wait]) -> Iterator[str]:
         yield f"... and {len(rendered) - MAX_WAITS_SHOWN} more"
 
 
-def find_newest_checkpoint(status: Status | None) -> str | None:
-    if status is None or status.checkpoints is None:
-        return None
-    steps = [int(path.name[5:]) for path in Path(status.checkpoints).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return str(Path(status.checkpoints) / f"step_{max(steps)}") if steps else None
+def find_newest_checkpoint(status: Status) -> str | None:
+    folders = Path(status.checkpoints).glob("step_*") if status.checkpoints else ()
+    steps = [int(path.name[5:]) for path in folders if re.fullmatch(r"step_\d+", path.name)]
+    return str(Path(status.checkpoints or "") / f"step_{max(steps)}") if steps else None
 
 
 def describe_dropped_groups(folder: Path, steps: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[str, ...]:
@@ -210,19 +200,11 @@ def _read_errors(folder: Path, step: int) -> list[str]:
 
 
 def _describe_mismatch(status: Status | None, steps: Sequence[tuple[int, Mapping[str, float]]]) -> str | None:
-    """Describe the mismatch: its last value, the worst of the last steps, and the last warning."""
-    ratios = [
-        (step, values["train/token_mult_prob_error"])
-        for step, values in steps[-RECENT_STEPS:]
-        if "train/token_mult_prob_error" in values
-    ]
+    """Describe the mismatch: its last value, and the last warning."""
+    ratios = [(step, values[MISMATCH]) for step, values in steps[-RECENT_STEPS:] if MISMATCH in values]
     if not ratios:
         return None
-    worst = max(ratios, key=lambda item: item[1])
-    text = (
-        f"train/token_mult_prob_error {ratios[-1][1]:.4f} in step {ratios[-1][0]}; maximum of the last {len(ratios)} steps "
-        f"{worst[1]:.4f} (step {worst[0]})"
-    )
+    text = f"{MISMATCH} {ratios[-1][1]:.4f} in step {ratios[-1][0]}"
     warnings = [note.text for note in (status.notes if status else ()) if note.text.startswith(MISMATCH_WARNING_PREFIX)]
     return f"{text}\n{warnings[-1]}" if warnings else text
 
@@ -262,63 +244,34 @@ def _format_time(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
 
 
-STYLES: Mapping[str, str] = {
-    "running": "green",
-    "finished": "green",
-    "hung": "bold red",
-    "dead": "bold red",
-    "failed": "bold red",
-}
-
-
 def format_rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for all non-empty parts of a diagnosis; a text may have several lines."""
-    ago = "" if diagnosis.since_step is None else f", {format_duration(diagnosis.since_step)} before that"
-    if diagnosis.verdict in ("running", "hung"):
-        ago = ago.replace("before that", "ago")
+    alive = diagnosis.verdict in ALIVE
+    since = (
+        "" if diagnosis.since_step is None else f", {format_duration(diagnosis.since_step)} {'ago' if alive else 'before that'}"
+    )
     rows = {
         "run": diagnosis.folder,
         "state": f"{diagnosis.verdict}: {diagnosis.why}",
-        "last step": f"{diagnosis.step}{ago}" if diagnosis.step else "none yet",
-        "doing": diagnosis.doing if diagnosis.verdict in ("running", "hung", "dead") else "",
+        "last step": f"{diagnosis.step}{since}" if diagnosis.step else "none yet",
+        "doing": diagnosis.doing if alive or diagnosis.verdict == "dead" else "",
         "waits": "\n".join(diagnosis.waits),
         "over limits": "\n".join(diagnosis.troubles),
-        "error": diagnosis.error or "",
         "dropped": "\n".join(diagnosis.dropped),
         "mismatch": diagnosis.mismatch or "",
         "checkpoint": diagnosis.checkpoint or "none found",
         "stacks": diagnosis.stacks or "",
         "last notes": "\n".join(diagnosis.notes),
         "process": diagnosis.process,
-        "versions": ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items()),
         "what to do": "\n".join(f"- {line}" for line in diagnosis.advice),
     }
     yield from ((label, text) for label, text in rows.items() if text)
 
 
-def format_plain(diagnosis: Diagnosis) -> str:
-    """Format a diagnosis as plain text."""
+def format_diagnosis(diagnosis: Diagnosis) -> str:
+    """Format a diagnosis as text."""
     lines = []
     for label, text in format_rows(diagnosis):
         first, *rest = text.splitlines()
         lines += [f"{label:<13}{first}", *(f"{'':<13}{line}" for line in rest)]
     return "\n".join(lines)
-
-
-def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print a diagnosis to the terminal, in colour."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in format_rows(diagnosis):
-        style = (
-            STYLES.get(diagnosis.verdict, "yellow") if label == "state" else "red" if label in ("over limits", "error") else ""
-        )
-        shown = Text(text, style=style)
-        shown.highlight_regex(r"OVER ITS LIMIT", "bold red")
-        table.add_row(label, shown)
-    Console().print(table)
