@@ -17,8 +17,8 @@ from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
 from strop.learner.threaded import LearnerThread, wrap_in_thread
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.rollouts.episode import RewardScaling
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
+from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.rollouts.stream import StreamState
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
@@ -225,7 +225,7 @@ def test_dynamic_sampling_shaping_validation_and_checkpoints_work(tmp_path, kind
     for clock in range(4):
         run, _, tracker = play(
             tmp_path / str(clock), clock=clock, kind=kind, validation=3, checkpoints=checkpoints, algorithm=grpo(drop_constant_groups=True),
-            scaling=RewardScaling(source_max=1.0, target_min=-1.0, target_max=3.0),
+            scaling=RewardScalingConfig(source_max=1.0, target_min=-1.0, target_max=3.0),
             changes={**changes, "max_steps": 10, "val_period": 3, "val_at_start": True, "save_period": 2},
         )  # fmt: skip
         assert run.step == 10 and [state.step for state, *_ in checkpoints.saved] == [2, 4, 6, 8, 10]

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.adapters import lora_layers
-from strop.models.lora import LoraOptions, add_adapters
+from strop.models.lora import add_adapters
+from strop.models.lora_config import LoraConfig
 from support.models import build
 
 
 def with_random_adapters(model: Any, *, spread: float = 0.3, base: str = "base", seed: int = 0, **options: Any) -> Any:
     """Add adapters that change the model's outputs: ``up``, normally initialized to zero, is drawn with this spread."""
-    add_adapters(model, LoraOptions(**options), base=base, seed=seed)
+    add_adapters(model, LoraConfig(**options), base=base, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for layer in lora_layers(model):

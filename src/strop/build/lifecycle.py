@@ -21,7 +21,6 @@ from strop.monitoring.console.console import open_console
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker
-from strop.monitoring.watchdog.stalls import WaitLimits
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.stopping import EarlyStop
 from strop.trainer.run import Run
@@ -188,9 +187,7 @@ def watch_run(config: TrainingRunConfig, tracker: Tracker) -> Iterator[Tracker]:
     watchdog = Watchdog(
         Path(config.logger.log_dir),
         note=tracker.note,
-        limits=WaitLimits(**section.limits()),
-        interval=section.interval_seconds,
-        stop_after=section.stop_after_seconds,
+        config=section,
         checkpoints=config.checkpointing.checkpoint_dir if config.checkpointing.enabled else None,
     )
     try:

@@ -26,7 +26,7 @@ from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer, Trainable
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import cast_weights, find_stop_token_ids, load_model, load_tokenizer
-from strop.models.lora import LoraOptions, add_adapters, count_parameters
+from strop.models.lora import add_adapters, count_parameters
 from strop.models.malloc import reuse_freed_memory
 from strop.models.network import Network, disable_dropout
 from strop.models.value_head import ValueHead
@@ -155,8 +155,7 @@ def load_training_policy(config: PolicyConfig, seed: int = 0, loader: ModelLoade
 def apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
     """Add LoRA adapters to a model if its configuration enables them. Call it after the weights are rounded to ``weights_dtype``."""
     if config.dtensor_cfg.lora_cfg.enabled:
-        options = LoraOptions(**config.dtensor_cfg.lora_cfg.lora_options())
-        add_adapters(network.model, options, base=config.model_name, seed=seed)
+        add_adapters(network.model, config.dtensor_cfg.lora_cfg, base=config.model_name, seed=seed)
         log.info("%s", count_parameters(network.model))
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.algorithms.base import Algorithm, Plan
-from strop.base_config import to_tree
 from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
@@ -28,12 +27,12 @@ from strop.learner.threaded import LearnerThread, ThreadedColumns, wrap_in_threa
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
-from strop.rollouts.episode import EpisodeRules, RewardScaling, make_failed_group, run_group
+from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.mismatch import MismatchGuard, MismatchLimits
+from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, Run, TrainOptions
 from strop.types import Group
 
@@ -118,7 +117,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         decode=bundle.tokenizer.decode,
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, rules, tracker),
         early_stop=make_early_stop(config),
-        mismatch=MismatchGuard(MismatchLimits(**to_tree(config.policy.generation.mismatch))),
+        mismatch=MismatchGuard(config.policy.generation.mismatch),
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state), generator
@@ -233,14 +232,7 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
         max_turns=config.rollout_training.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
         max_prompt_length=config.data.max_input_seq_length,
-        scaling=RewardScaling(
-            source_min=scaling.source_min,
-            source_max=scaling.source_max,
-            target_min=scaling.target_min,
-            target_max=scaling.target_max,
-        )
-        if scaling.enabled
-        else None,
+        scaling=scaling if scaling.enabled else None,
     )
 
 

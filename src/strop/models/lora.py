@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from strop.data.sources.records import suggest_names
 from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer, quiet_transformers
+from strop.models.lora_config import LoraConfig
 from strop.models.value_network import get_score_layer
 
 # Initialization of `down`; `up` is zero, so that the model initially equals its base.
@@ -37,32 +38,7 @@ INITIALISERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraOptions:
-    """The layers that get adapters, and the form of the adapters. Raises ValueError for an invalid option."""
-
-    target_modules: Sequence[str] = ()  # name patterns; empty: every linear layer of the decoder
-    exclude_modules: Sequence[str] = ()  # name patterns
-    dim: int = 8
-    alpha: int = 32  # the update is scaled by alpha / dim
-    use_rslora: bool = False  # scale by alpha / sqrt(dim) instead (arXiv 2312.03732)
-    dropout: float = 0.0  # applied only while gradients are computed
-    dropout_position: Literal["pre", "post"] = "post"  # on the adapter's input or on its output
-    initialiser: str = "xavier"
-
-    def __post_init__(self) -> None:
-        if self.dim < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"dtensor_cfg.lora_cfg: found dim = {self.dim}, alpha = {self.alpha}, dropout = {self.dropout}; dim must be at "
-                "least 1, alpha above 0, dropout at least 0 and below 1"
-            )
-        if self.initialiser not in INITIALISERS:
-            raise ValueError(
-                f"dtensor_cfg.lora_cfg.lora_A_init: {self.initialiser!r} is unknown{suggest_names(self.initialiser, INITIALISERS)}"
-            )
-
-
-def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) -> None:
+def add_adapters(model: Any, options: LoraConfig, *, base: str, seed: int = 0) -> None:
     """Freeze a causal LM or a classifier with one label and add adapters to it, in place. Its outputs do not change.
 
     Only the adapters are trained, and the score layer of a classifier, which is newly initialized. Adapters are float32 for a bfloat16
@@ -88,15 +64,16 @@ def add_adapters(model: Any, options: LoraOptions, *, base: str, seed: int = 0) 
         model.get_submodule(name).requires_grad_(True)
 
 
-def _inject_adapters(model: Any, names: Sequence[str], options: LoraOptions, base: str) -> None:
+def _inject_adapters(model: Any, names: Sequence[str], options: LoraConfig, base: str) -> None:
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
     except ImportError as error:
         raise ImportError(
             "dtensor_cfg.lora_cfg.enabled needs the package peft: pip install 'strop[lora]', or set it to false"
         ) from error
     layers = dict(model.named_modules())
-    config = LoraConfig(
+    config = PeftConfig(
         r=options.dim,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
@@ -118,14 +95,14 @@ def _shorten_names(names: Sequence[str], layers: Collection[str]) -> list[str]:
     return sorted(ends) if same else list(names)
 
 
-def _init_adapters(model: nn.Module, options: LoraOptions, seed: int) -> None:
+def _init_adapters(model: nn.Module, options: LoraConfig, seed: int) -> None:
     """Initialize the adapters' weights, in at least float32, and set their dropout."""
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(model):
         wrapper: Any = layer.module
         for weight in (layer.down, layer.up):
             weight.data = weight.data.to(torch.promote_types(layer.base.weight.dtype, torch.float32))
-        initial = INITIALISERS[options.initialiser](torch.empty(layer.down.shape), generator=generator)
+        initial = INITIALISERS[options.lora_A_init](torch.empty(layer.down.shape), generator=generator)
         with torch.no_grad():
             layer.down.copy_(initial)
             layer.up.zero_()
@@ -152,7 +129,7 @@ class _TrainingDropout(nn.Module):
 # --- which layers --------------------------------------------------------------------------------------------------------
 
 
-def find_target_layers(model: Any, options: LoraOptions) -> list[str]:
+def find_target_layers(model: Any, options: LoraConfig) -> list[str]:
     """Return the names of the layers that get adapters, in the model's order. Raises ValueError for a pattern without a match."""
     linear = _linear_layers(model)
     selected = _match_layers("target_modules", options.target_modules, linear, model) if options.target_modules else set(linear)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from strop.base_config import BaseConfig, fields_of
+from strop.base_config import BaseConfig
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -53,9 +53,3 @@ class LoraConfig(BaseConfig):
                 "match_all_linear=false without target_modules selects no layer; set target_modules, or match_all_linear=true"
             )
         return self
-
-    def lora_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``strop.models.lora.LoraOptions``."""
-        left_out = {"enabled", "match_all_linear", "lora_A_init", "use_triton"}
-        kept = {name: value for name, value in vars(self).items() if name in fields_of(LoraConfig) and name not in left_out}
-        return {**kept, "initialiser": self.lora_A_init}

@@ -13,25 +13,11 @@ from strop.environments.base import Environment, RewardResult
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.watchdog.waits import waiting
+from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardScaling:
-    """Maps rewards linearly from [source_min, source_max], clipped, to [target_min, target_max]."""
-
-    source_min: float = 0.0
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
-
-    def __call__(self, reward: float) -> float:
-        clipped = min(max(reward, self.source_min), self.source_max)
-        fraction = (clipped - self.source_min) / (self.source_max - self.source_min)
-        return self.target_min + fraction * (self.target_max - self.target_min)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +27,7 @@ class EpisodeRules:
     max_turns: int = 1  # turns of the policy
     max_length: int = 4096  # tokens of the whole conversation
     max_prompt_length: int | None = None  # tokens of the first prompt; None: max_length - 1
-    scaling: RewardScaling | None = None
+    scaling: RewardScalingConfig | None = None
 
 
 class PromptTooLong(ValueError):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from strop.base_config import validate_section
+from strop.generation.generation_config import MismatchConfig
 from strop.types import Batch
 
 POSITION_BUCKETS = (1, 16, 64, 256, 1024, 4096)  # last position of each bucket, counted from 1; one more bucket is open
@@ -124,21 +126,11 @@ def _bucket_name(bucket: int) -> str:
     return str(low) if low == POSITION_BUCKETS[bucket] else f"{low}_{POSITION_BUCKETS[bucket]}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class MismatchLimits:
-    """Limits of ``token_mult_prob_error`` over the tokens of the newest weights."""
-
-    warn: float | None = 1.2  # None: never
-    warn_every: int = 20  # steps between two warnings
-    stop: float | None = None  # None: never
-    stop_after: int = 3  # steps in a row
-
-
 @dataclass
 class MismatchGuard:
     """Checks each step against the limits."""
 
-    limits: MismatchLimits = field(default_factory=MismatchLimits)
+    limits: MismatchConfig = field(default_factory=lambda: validate_section(MismatchConfig, {}))
     steps_above_stop: int = 0  # consecutive steps above ``stop``
     last_warning: int | None = None  # the step of the last warning
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
+from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
 
 class TrainingConfig(BaseConfig):
@@ -38,16 +39,6 @@ class TrainingConfig(BaseConfig):
     def last_step(self) -> int:
         """The step after which training stops; a very large number if it never does."""
         return self.max_num_steps if self.max_num_steps >= 0 else 1 << 60
-
-
-class RewardScalingConfig(BaseConfig):
-    """A linear map of rewards, clipped to the source range first."""
-
-    enabled: bool = Field(False, description="Map rewards from the source range to the target range.")
-    source_min: float = Field(0.0, description="Lower end of the source range (reward).")
-    source_max: float = Field(1.0, description="Upper end of the source range (reward).")
-    target_min: float = Field(0.0, description="Image of source_min (reward).")
-    target_max: float = Field(1.0, description="Image of source_max (reward).")
 
 
 class RewardShapingConfig(BaseConfig):

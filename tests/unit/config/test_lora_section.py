@@ -9,7 +9,6 @@ import pytest
 
 from strop.config import ConfigError, GrpoRunConfig, load_config
 from strop.config.schema.run_config import SftRunConfig
-from strop.models.lora import LoraOptions
 from strop.models.lora_config import LoraConfig
 
 RECIPE: dict[str, Any] = {  # as every recipe of NeMo-RL has it
@@ -28,32 +27,6 @@ RECIPE: dict[str, Any] = {  # as every recipe of NeMo-RL has it
 
 def test_a_recipe_of_nemo_rl_is_the_default_spelled_out() -> None:
     assert replace(LoraConfig(**RECIPE), match_all_linear=None) == LoraConfig()
-    assert LoraOptions(**LoraConfig(**RECIPE).lora_options()) == LoraOptions(**LoraConfig().lora_options()) == LoraOptions()
-
-
-def test_every_key_arrives_in_the_options() -> None:
-    changed = {
-        **RECIPE,
-        "match_all_linear": None,
-        "target_modules": ["q_proj"],
-        "exclude_modules": ["*.0.*"],
-        "dim": 4,
-        "alpha": 5,
-        "use_rslora": True,
-        "dropout": 0.1,
-        "dropout_position": "pre",
-        "lora_A_init": "uniform",
-    }
-    assert LoraOptions(**LoraConfig(**changed).lora_options()) == LoraOptions(
-        target_modules=("q_proj",),
-        exclude_modules=("*.0.*",),
-        dim=4,
-        alpha=5,
-        use_rslora=True,
-        dropout=0.1,
-        dropout_position="pre",
-        initialiser="uniform",
-    )
 
 
 @pytest.mark.parametrize(

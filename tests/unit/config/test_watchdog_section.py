@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from strop.base_config import fields_of, to_tree
+from strop.base_config import fields_of
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.generation.generation_config import MismatchConfig
-from strop.monitoring.watchdog.stalls import WaitLimits
 from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
-from strop.trainer.mismatch import MismatchLimits
 
 
 def test_every_kind_of_training_run_has_a_watchdog() -> None:
     assert all("watchdog" in fields_of(kind) for kind in TRAINING_RUNS.values())
 
 
-def test_the_defaults_are_those_of_the_classes_they_become() -> None:
-    assert WaitLimits(**WatchdogConfig().limits()) == WaitLimits()
-    assert MismatchLimits(**to_tree(MismatchConfig())) == MismatchLimits()
-
-
 def test_zero_turns_a_limit_off() -> None:
-    assert WatchdogConfig(environment_seconds=0.0).limits()["environment"] == 0
+    assert WatchdogConfig(environment_seconds=0.0).by_kind()["environment"] == 0
     with pytest.raises(ValueError, match="environment_seconds"):
         WatchdogConfig(environment_seconds=-1.0)
 

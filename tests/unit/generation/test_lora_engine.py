@@ -20,7 +20,8 @@ from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
 from strop.models.adapters import lora_layers
-from strop.models.lora import LoraOptions, add_adapters
+from strop.models.lora import add_adapters
+from strop.models.lora_config import LoraConfig
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -81,7 +82,7 @@ def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
 @pytest.mark.parametrize("prepack", [False, True])
 def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(precision: torch.dtype, prepack: bool) -> None:
     model = build("llama")
-    add_adapters(model, LoraOptions(), base="base")
+    add_adapters(model, LoraConfig(), base="base")
     before = copy_base_weights(model)
     network = Network(model, precision=precision)
     options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.2}, max_grad_norm=None, train_tokens=40)

@@ -22,7 +22,8 @@ from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
 from strop.models.adapters import lora_layers
 from strop.models.classifiers import load_classifier
-from strop.models.lora import LoraOptions, add_adapters
+from strop.models.lora import add_adapters
+from strop.models.lora_config import LoraConfig
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.rollouts.stream import StreamState
@@ -44,7 +45,7 @@ def make_learner(model: Any = None, **options: Any) -> TorchLearner:
     """A fresh process's learner: the base, and adapters as a run begins with them."""
     if model is None:
         model = build("llama")
-        add_adapters(model, LoraOptions(), base="base")
+        add_adapters(model, LoraConfig(), base="base")
     chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.01}, "train_tokens": 20, **options}
     return TorchLearner(Network(model), SAMPLING, TorchLearnerOptions(**chosen))
 
@@ -208,7 +209,7 @@ def test_a_supervised_run_overfits_a_few_examples() -> None:
 
 def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_it() -> None:
     model = build("llama")
-    add_adapters(model, LoraOptions(dropout=0.1), base="base")
+    add_adapters(model, LoraConfig(dropout=0.1), base="base")
     learner = make_learner(model, optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None)
     batch = pack(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
@@ -234,7 +235,7 @@ def test_a_killed_learner_goes_on_bit_for_bit(weights: torch.dtype, tmp_path: Pa
 
     def fresh(seed: int = 0) -> TorchLearner:
         model = build("llama", dtype=weights)
-        add_adapters(model, LoraOptions(), base="base", seed=seed)
+        add_adapters(model, LoraConfig(), base="base", seed=seed)
         chosen = {"optimizer_kwargs": {"lr": 1e-2}, "train_tokens": 20, **options}
         return TorchLearner(Network(model, precision=torch.bfloat16), SAMPLING, TorchLearnerOptions(**chosen))
 
@@ -331,7 +332,7 @@ def test_a_reward_model_trains_adapters_and_its_score_layer_and_goes_on_bit_for_
 
     def fresh(seed: int) -> TorchLearner:
         model = load_classifier(str(tmp_path / "base"), seed=seed)
-        add_adapters(model, LoraOptions(), base=str(tmp_path / "base"), seed=seed)
+        add_adapters(model, LoraConfig(), base=str(tmp_path / "base"), seed=seed)
         chosen: dict[str, Any] = {"optimizer_kwargs": {"lr": 1e-2}, "train_tokens": 20}
         return TorchLearner(ValueNetwork(model), SAMPLING, TorchLearnerOptions(**chosen))
 

@@ -13,8 +13,9 @@ import pytest
 from loop.fakes import FakeLearner, Letters, make_run, run_virtually
 from loop.tiny import tiny_tokenizer
 from strop.environments.base import reward
+from strop.generation.generation_config import MismatchConfig
 from strop.monitoring.watchdog.waits import describe_wait, snapshot_waits
-from strop.trainer.mismatch import MismatchGuard, MismatchLimits, MismatchTooLarge
+from strop.trainer.mismatch import MismatchGuard, MismatchTooLarge
 from strop.trainer.phase_timer import PHASE_KINDS, PhaseTimer
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
@@ -97,7 +98,7 @@ def test_phases_are_waits_with_the_limits_of_their_kind():
 def test_a_step_whose_sampler_and_learner_disagree_is_warned_of_and_ends_the_run_if_asked_to(tmp_path):
     learner = FakeLearner(shift=0.5)  # and a tenth more each step
     run, _, tracker = make_run(TOKENIZER, tmp_path, options(max_steps=5), learners={"policy": learner}, store="jsonl")
-    run.mismatch = MismatchGuard(MismatchLimits(warn=1.2, stop=1.7, stop_after=2))
+    run.mismatch = MismatchGuard(MismatchConfig(warn=1.2, stop=1.7, stop_after=2))
     with pytest.raises(MismatchTooLarge, match=r"step 3: .* factor of 2\.014"):
         asyncio.run(train(run))
     (warning,) = [note for note in tracker.notes if note.startswith("warning: mismatch")]

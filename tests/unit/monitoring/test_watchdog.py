@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from strop.monitoring.watchdog.stalls import WaitLimits, find_stalls, format_report, select_longest_waits
+from strop.monitoring.watchdog.stalls import find_stalls, format_report, select_longest_waits
 from strop.monitoring.watchdog.status import read_status
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits, waiting
 from strop.monitoring.watchdog.watchdog import Backoff, Watchdog, WatchdogTimeout
+from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 
 LOOP = 1
 
@@ -36,7 +37,7 @@ def stuck_environment(number: int, parent: int | None = None, seconds: float = 9
 def test_of_nested_waits_over_their_limits_the_innermost_is_to_blame() -> None:
     waits = [wait(0, "training loop", "weight_sync", kind="weight_sync", limit=5.0, seconds=9.0),
              wait(1, "weight sync", "engine 1", kind="weight_sync", limit=5.0, seconds=8.0, parent=0)]  # fmt: skip
-    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+    (found,) = find_stalls(waits, WatchdogConfig(), loop_thread=LOOP)
     assert [found.kind, found.limit, [wait.number for wait in found.waits]] == ["weight_sync", 5.0, [1]]
     assert format_report(found, waits, 12) == (
         "step 12 waits longer than the limit of 5 s (watchdog.weight_sync_seconds): "
@@ -47,37 +48,37 @@ def test_of_nested_waits_over_their_limits_the_innermost_is_to_blame() -> None:
 def test_a_wait_over_its_limit_is_told_down_to_what_it_waits_for_itself() -> None:
     waits = [wait(0, "training loop", "policy_training", kind="training", limit=5.0, seconds=9.0),
              wait(1, "learner", "rank 3", parent=0), wait(2, "rank 3", "all-reduce", parent=1)]  # fmt: skip
-    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+    (found,) = find_stalls(waits, WatchdogConfig(), loop_thread=LOOP)
     assert "learner -> rank 3 -> all-reduce, for 9.0 s" in format_report(found, waits, 1)
 
 
 def test_many_waits_of_a_kind_are_one_report() -> None:
     waits = [stuck_environment(number, seconds=100.0 + number) for number in range(50)]
-    (found,) = find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+    (found,) = find_stalls(waits, WatchdogConfig(), loop_thread=LOOP)
     lines = format_report(found, waits, 3).splitlines()
     assert "sample 49" in lines[0] and len(lines) == 6 and lines[-1] == "  and 45 more"
 
 
 def test_while_the_event_loop_stands_still_only_who_holds_it_is_to_blame() -> None:
     waits = [stuck_environment(0), stuck_environment(1, running=True), stuck_environment(2, thread=2)]
-    found = find_stalls(waits, WaitLimits(), loop_thread=LOOP, loop_blocked=88.0)
+    found = find_stalls(waits, WatchdogConfig(), loop_thread=LOOP, loop_blocked=88.0)
     assert [[wait.number for wait in trouble.waits] for trouble in found] == [[2], [1]]
     assert "blocked the event loop for 88.0 s" in format_report(found[1], waits, 1)
 
 
 def test_a_loop_that_is_held_within_its_limit_is_no_trouble() -> None:
     training = wait(1, "training loop", "policy_training", kind="training", limit=3600.0, seconds=500.0, running=True)
-    assert find_stalls([stuck_environment(0), training], WaitLimits(), loop_thread=LOOP, loop_blocked=500.0) == []
+    assert find_stalls([stuck_environment(0), training], WatchdogConfig(), loop_thread=LOOP, loop_blocked=500.0) == []
 
 
 def test_a_loop_that_is_held_by_something_without_a_limit_has_the_event_loops() -> None:
     packing = wait(1, "training loop", "packing", seconds=500.0, running=True)
-    assert find_stalls([packing], WaitLimits(event_loop=600.0), loop_thread=LOOP, loop_blocked=500.0) == []
-    (found,) = find_stalls([packing], WaitLimits(event_loop=300.0), loop_thread=LOOP, loop_blocked=500.0)
+    assert find_stalls([packing], WatchdogConfig(event_loop_seconds=600.0), loop_thread=LOOP, loop_blocked=500.0) == []
+    (found,) = find_stalls([packing], WatchdogConfig(event_loop_seconds=300.0), loop_thread=LOOP, loop_blocked=500.0)
     assert "(watchdog.event_loop_seconds): training loop -> packing" in format_report(found, [packing], 1)
-    (nobody,) = find_stalls([], WaitLimits(), loop_thread=LOOP, loop_blocked=500.0)
+    (nobody,) = find_stalls([], WatchdogConfig(), loop_thread=LOOP, loop_blocked=500.0)
     assert "the event loop" in format_report(nobody, [], 1)
-    assert find_stalls([packing], WaitLimits(event_loop=0.0), loop_thread=LOOP, loop_blocked=500.0) == []
+    assert find_stalls([packing], WatchdogConfig(event_loop_seconds=0.0), loop_thread=LOOP, loop_blocked=500.0) == []
 
 
 def test_reports_come_at_growing_intervals() -> None:
@@ -94,12 +95,14 @@ def test_status_keeps_the_longest_waits_with_what_they_are_part_of() -> None:
 # --- the thread -------------------------------------------------------------------------------------------------------------
 
 
-def watched(folder: Path, work: Callable[[Watchdog], Any], **options: Any) -> list[str]:
+def watched(folder: Path, work: Callable[[Watchdog], Any], checkpoints: str | None = None, **limits: float) -> list[str]:
     """``work`` under a watchdog that looks 50 times a second; the notes."""
     notes: list[str] = []
 
     async def run() -> None:
-        with Watchdog(folder, note=notes.append, interval=0.02, **options) as watchdog:
+        with Watchdog(
+            folder, note=notes.append, config=WatchdogConfig(interval_seconds=0.02, **limits), checkpoints=checkpoints
+        ) as watchdog:
             await work(watchdog)
             await asyncio.sleep(0.03)
 
@@ -117,7 +120,7 @@ def test_a_stuck_wait_is_named_within_its_limit_with_the_stacks(tmp_path: Path, 
         with waiting("training loop", on="generation"):
             await sandbox()
 
-    notes = watched(tmp_path, work, limits=WaitLimits(environment=0.1))
+    notes = watched(tmp_path, work, environment_seconds=0.1)
     assert "step 12 waits longer than the limit of 0.1 s (watchdog.environment_seconds)" in notes[0]
     assert "training loop -> generation -> sample 3 -> environment Sandbox, turn 2 (task xyz), for 0." in notes[0]
     assert 1 <= len(notes) <= 3, "at 0.1 and 0.2 s, and once more on a slow machine"
@@ -147,7 +150,7 @@ def test_a_blocked_event_loop_is_found_out_and_its_holder_named(tmp_path: Path, 
         await asyncio.gather(innocent(), holder())
 
     with caplog.at_level(logging.WARNING):
-        watched(tmp_path, work, limits=WaitLimits(environment=0.2))
+        watched(tmp_path, work, environment_seconds=0.2)
     assert "environment Blocking" in caplog.text and "blocked the event loop" in caplog.text
     assert "environment Fine" not in caplog.text
     (stacks,) = tmp_path.glob("stacks_*.txt")
@@ -199,7 +202,7 @@ def test_a_run_that_waits_too_long_is_ended(tmp_path: Path) -> None:
 
     started = time.monotonic()
     with pytest.raises(WatchdogTimeout, match=r"watchdog\.stop_after_seconds = 0\.3: .*environment Sandbox"):
-        watched(tmp_path, work, limits=WaitLimits(environment=0.1), stop_after=0.3)
+        watched(tmp_path, work, environment_seconds=0.1, stop_after_seconds=0.3)
     assert time.monotonic() - started < 10
     status = read_status(tmp_path)
     assert status is not None and status.state == "failed" and "environment Sandbox" in str(status.error)
@@ -232,8 +235,8 @@ def test_a_look_at_ten_thousand_waits_is_quick(tmp_path: Path) -> None:
         one.__enter__()
     try:
         started = time.perf_counter()
-        waits = snapshot_waits(WaitLimits().by_kind())
-        find_stalls(waits, WaitLimits(), loop_thread=LOOP)
+        waits = snapshot_waits(WatchdogConfig().by_kind())
+        find_stalls(waits, WatchdogConfig(), loop_thread=LOOP)
         select_longest_waits(waits, 100)
         assert time.perf_counter() - started < 2
     finally:

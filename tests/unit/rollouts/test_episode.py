@@ -17,7 +17,8 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, reward
 from strop.generation.base import Completion
 from strop.models.chat_template import ChatTemplate
-from strop.rollouts.episode import EpisodeRules, RewardScaling, run_episode, run_group
+from strop.rollouts.episode import EpisodeRules, run_episode, run_group
+from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling
 from strop.types import Ending, Message, Messages, Rollout, Task, assistant, user
 
@@ -290,14 +291,14 @@ def test_a_prompt_of_exactly_the_limit_fits():
 
 
 def test_rewards_are_scaled_and_the_parts_are_not():
-    scaling = RewardScaling(source_min=0.0, source_max=4.0, target_min=-1.0, target_max=1.0)
+    scaling = RewardScalingConfig(source_min=0.0, source_max=4.0, target_min=-1.0, target_max=1.0)
     rollout = play(Talk(), says("1"), scaling=scaling)
     assert rollout.reward == 0.0 and rollout.rewards == {"turns": 1.0}
 
 
 @pytest.mark.parametrize(("given", "scaled"), [(-5.0, 10.0), (0.0, 10.0), (1.0, 12.5), (4.0, 20.0), (9.0, 20.0)])
 def test_scaling_clips_to_the_source_range(given, scaled):
-    assert RewardScaling(source_min=0.0, source_max=4.0, target_min=10.0, target_max=20.0)(given) == scaled
+    assert RewardScalingConfig(source_min=0.0, source_max=4.0, target_min=10.0, target_max=20.0)(given) == scaled
 
 
 def sample(seed: int, index: int, *, samples: int = 4, latencies: bool = False) -> list[list[int]]:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.generation.generation_config import MismatchConfig
 from strop.trainer.mismatch import (
     MAX_AGE,
     POSITION_BUCKETS,
     MismatchGuard,
-    MismatchLimits,
     MismatchReport,
     MismatchTooLarge,
     measure_mismatch,
@@ -126,7 +126,7 @@ def test_the_youngest_tokens_are_judged_so_that_staleness_alone_is_no_mismatch()
     batch = batch_of(50, 50, versions=(7, 6))
     report = shifted(batch, torch.where(batch.versions == 6, 1.0, 0.01), version=7)
     assert report.checked_age == 0 and report.checked.error == pytest.approx(math.exp(0.01), rel=1e-5)
-    assert MismatchGuard(MismatchLimits(warn=1.2, stop=1.2, stop_after=1)).check(8, report) is None
+    assert MismatchGuard(MismatchConfig(warn=1.2, stop=1.2, stop_after=1)).check(8, report) is None
 
 
 def test_an_age_of_a_handful_of_tokens_is_not_what_is_judged() -> None:
@@ -136,7 +136,7 @@ def test_an_age_of_a_handful_of_tokens_is_not_what_is_judged() -> None:
 
 
 def test_a_warning_names_metric_value_causes_and_the_age_of_what_was_judged() -> None:
-    guard = MismatchGuard(MismatchLimits(warn=1.1))
+    guard = MismatchGuard(MismatchConfig(warn=1.1))
     text = guard.check(4, shifted(batch_of(3, 5), 0.5))
     assert text is not None
     for part in (
@@ -148,19 +148,19 @@ def test_a_warning_names_metric_value_causes_and_the_age_of_what_was_judged() ->
         "_ratios.jsonl",
     ):
         assert part in text, part
-    stale = MismatchGuard(MismatchLimits(warn=1.1)).check(4, shifted(batch_of(3, 5), 0.5, version=2))
+    stale = MismatchGuard(MismatchConfig(warn=1.1)).check(4, shifted(batch_of(3, 5), 0.5, version=2))
     assert stale is not None and "2 steps old" in stale and "the policy's own change" in stale
 
 
 def test_warnings_do_not_flood() -> None:
-    guard, report = MismatchGuard(MismatchLimits(warn=1.1, warn_every=10)), shifted(batch_of(3), 1.0)
+    guard, report = MismatchGuard(MismatchConfig(warn=1.1, warn_every=10)), shifted(batch_of(3), 1.0)
     assert [step for step in range(1, 26) if guard.check(step, report)] == [1, 11, 21]
-    assert MismatchGuard(MismatchLimits(warn=None)).check(1, report) is None
+    assert MismatchGuard(MismatchConfig(warn=None)).check(1, report) is None
 
 
 def test_the_run_ends_after_so_many_steps_in_a_row_and_says_why() -> None:
     good, bad = shifted(batch_of(3), 0.0), shifted(batch_of(3), math.nan)
-    guard = MismatchGuard(MismatchLimits(warn=None, stop=2.0, stop_after=3))
+    guard = MismatchGuard(MismatchConfig(warn=None, stop=2.0, stop_after=3))
     for step, report in enumerate([bad, bad, good, bad, bad]):
         guard.check(step, report)
     with pytest.raises(MismatchTooLarge, match=r"mismatch\.stop = 2 for 3 steps in a row[\s\S]*meaningless[\s\S]*Likely causes"):

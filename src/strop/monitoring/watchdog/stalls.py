@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from strop.base_config import fields_of
 from strop.monitoring.watchdog.waits import Wait, describe_wait
+from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 
 MAX_WAITS_REPORTED = 5  # in one report
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitLimits:
-    """The maximum seconds of one wait, by kind; 0 means no limit."""
-
-    environment: float = 600.0
-    generation: float = 1800.0
-    training: float = 3600.0
-    weight_sync: float = 600.0
-    checkpoint: float = 1800.0
-    event_loop: float = 300.0  # how long the event loop may be blocked in a wait without its own limit
-
-    def by_kind(self) -> Mapping[str, float]:
-        return {name: value for name, value in vars(self).items() if name != "event_loop"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +26,9 @@ class Stall:
         return max([self.loop_blocked or 0.0, *(wait.seconds for wait in self.waits)])
 
 
-def find_stalls(waits: Sequence[Wait], limits: WaitLimits, *, loop_thread: int, loop_blocked: float | None = None) -> list[Stall]:
+def find_stalls(
+    waits: Sequence[Wait], limits: WatchdogConfig, *, loop_thread: int, loop_blocked: float | None = None
+) -> list[Stall]:
     """Return the waits over their limits.
 
     ``loop_blocked``: seconds for which the event loop, in ``loop_thread``, has been blocked; None: it runs.
@@ -57,15 +46,15 @@ def find_stalls(waits: Sequence[Wait], limits: WaitLimits, *, loop_thread: int, 
     return stalls if loop_blocked is None else [*stalls, *_find_loop_stall(waits, limits, loop_blocked)]
 
 
-def _find_loop_stall(waits: Sequence[Wait], limits: WaitLimits, loop_blocked: float) -> list[Stall]:
+def _find_loop_stall(waits: Sequence[Wait], limits: WatchdogConfig, loop_blocked: float) -> list[Stall]:
     running = [wait for wait in waits if wait.running]
     limited = [wait for wait in running if wait.limit is not None]
     if limited:
         wait = limited[-1]
         return [Stall(wait.kind or wait.on, wait.limit or 0.0, (wait,), loop_blocked)] if wait.overdue else []
     return (
-        [Stall("event_loop", limits.event_loop, tuple(running[-1:]), loop_blocked)]
-        if 0 < limits.event_loop < loop_blocked
+        [Stall("event_loop", limits.event_loop_seconds, tuple(running[-1:]), loop_blocked)]
+        if 0 < limits.event_loop_seconds < loop_blocked
         else []
     )
 
@@ -85,7 +74,7 @@ def _innermost_overdue(candidates: Iterable[Wait], waits: Sequence[Wait]) -> lis
 
 def format_report(stall: Stall, waits: Sequence[Wait], step: int) -> str:
     """Format a stall for the user; the first line has the longest wait."""
-    key = f" (watchdog.{stall.kind}_seconds)" if stall.kind in vars(WaitLimits()) else ""
+    key = f" (watchdog.{stall.kind}_seconds)" if f"{stall.kind}_seconds" in fields_of(WatchdogConfig) else ""
     prefix = f"step {step} waits longer than the limit of {stall.limit:g} s{key}: "
     chains = [
         f"{describe_wait(find_deepest_wait(wait, waits), waits)}, for {wait.seconds:.1f} s"

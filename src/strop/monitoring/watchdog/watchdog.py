@@ -23,11 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from strop.base_config import validate_section
 from strop.monitoring.watchdog.stacks import dump_stacks
-from strop.monitoring.watchdog.stalls import Stall, WaitLimits, find_stalls, format_report, select_longest_waits
+from strop.monitoring.watchdog.stalls import Stall, find_stalls, format_report, select_longest_waits
 from strop.monitoring.watchdog.status import LogEntry, Status, StatusState, process_start_time, write_status
 from strop.monitoring.watchdog.status_tracker import MAX_ENTRIES, StatusTracker
 from strop.monitoring.watchdog.waits import Wait, snapshot_waits
+from strop.monitoring.watchdog.watchdog_config import WatchdogConfig
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +64,7 @@ class Watchdog:
         folder: Path,
         *,
         note: Callable[[str], None],
-        limits: WaitLimits | None = None,
-        interval: float = 5.0,
-        stop_after: float | None = None,
+        config: WatchdogConfig | None = None,
         checkpoints: str | None = None,
     ) -> None:
         """Configure the watchdog.
@@ -72,16 +72,15 @@ class Watchdog:
         Args:
             folder: The run's log folder.
             note: The trackers' ``note``, called in the event loop.
-            limits: Maximum seconds by kind of wait.
-            interval: Seconds between two checks.
-            stop_after: End the run with WatchdogTimeout when a wait is over its limit and has lasted this many seconds.
+            config: The limits of waits, how often to look, and when to end the run with WatchdogTimeout.
             checkpoints: The checkpoint folder, recorded in ``status.json`` for ``strop doctor``.
         """
         self.status_tracker = StatusTracker()
         self._folder, self._note = Path(folder).resolve(), note
         self._checkpoints = None if checkpoints is None else str(Path(checkpoints).resolve())
         self._stacks: Path | None = None
-        self._limits, self._interval, self._stop_after = limits or WaitLimits(), interval, stop_after
+        self._limits = config or validate_section(WatchdogConfig, {})
+        self._interval, self._stop_after = self._limits.interval_seconds, self._limits.stop_after_seconds
         self._reports: deque[LogEntry] = deque(maxlen=MAX_ENTRIES)
         self._backoff: dict[str, Backoff] = {}
         self._timeout: WatchdogTimeout | None = None

@@ -40,7 +40,7 @@ class WatchdogConfig(BaseConfig):
             )
         return value
 
-    def limits(self) -> dict[str, float]:
-        """Keyword arguments of ``strop.monitoring.watchdog.stalls.WaitLimits``."""
-        names = ("environment", "generation", "training", "weight_sync", "checkpoint", "event_loop")
+    def by_kind(self) -> dict[str, float]:
+        """Return the limit of each kind of wait, in seconds."""
+        names = ("environment", "generation", "training", "weight_sync", "checkpoint")
         return {name: getattr(self, f"{name}_seconds") for name in names}
