@@ -78,7 +78,8 @@ def describe_environments(
 def _make_task_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     """Return the source of an entry's tasks. Generated tasks, which have no rows to split, also belong to one part."""
     source = make_data_source(entry, seed, part)
-    return source if entry.dataset_name is not None else replace(source, part="train" if part == "train" else "validation")
+    generated = entry.dataset_name is None and entry.rows is None
+    return replace(source, part="train" if part == "train" else "validation") if generated else source
 
 
 def _make_component(
@@ -101,6 +102,7 @@ def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource
     """Return the source of an entry's rows. If the entry holds out a validation split: the rows of ``part``, train or validation."""
     return DataSource(
         dataset_name=entry.dataset_name,
+        rows=entry.rows,
         subset=entry.subset,
         split=entry.split,
         input_key=entry.input_key,

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
+from strop.data.messages import make_prompt
 from strop.data.sources.records import suggest_names
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
@@ -202,19 +203,17 @@ class PromptedTask(Task):
 class DatasetEnvironment(Environment[PromptedTask]):
     """An environment over the rows of a dataset. A subclass only adds rewards."""
 
+    needs_answers: ClassVar[bool] = True  # whether data without a column of reference answers is an error
+
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        rows, template = data.load_rows(), data.load_template()
+        rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()
 
         def make(index: int) -> PromptedTask:
             row = rows[index]
-            return PromptedTask(
-                id=row.id,
-                question=row.question,
-                answer=row.answer,
-                metadata=row.metadata,
-                messages=template.render(row.question),
-            )
+            messages = make_prompt(row.prompt, template, row.id)
+            return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
+        make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), make)
 
     def prompt(self, task: PromptedTask) -> Messages:

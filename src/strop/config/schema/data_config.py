@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, field_serializer, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_serializer, model_validator
 
 from strop.config.schema.base import BaseConfig, follows, subsection
-
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+from strop.data.sources.files import FILE_SUFFIXES
 
 
 class DataEntryConfig(BaseConfig):
@@ -17,7 +16,7 @@ class DataEntryConfig(BaseConfig):
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .parquet or .csv file; null for an "
+        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .csv, .parquet or .arrow file; null for an "
         "environment that generates its tasks.",
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
@@ -26,12 +25,13 @@ class DataEntryConfig(BaseConfig):
     )
     input_key: str | None = Field(
         None,
-        description="Column of the prompt; null is the built-in dataset's, else problem (in recorded data, prompt comes first).",
+        description="Column of the prompt; null is the built-in dataset's, else problem, else prompt (in recorded data, prompt "
+        "comes first).",
     )
     output_key: str | None = Field(
         None,
-        description="Column of the expected answer; null is the built-in dataset's, else answer (in recorded data, "
-        "completion and response come first).",
+        description="Column of the expected answer; null is the built-in dataset's, else answer, else solution or "
+        "completion (in recorded data, completion and response come first).",
     )
     messages_key: str | None = Field(
         None,
@@ -58,6 +58,18 @@ class DataEntryConfig(BaseConfig):
     split_validation_size: float = Field(
         0.0, ge=0, description="Hold this out for validation: below 1 a fraction of the entry, from 1 on a number (tasks)."
     )
+
+    _rows: Any = PrivateAttr(None)
+
+    @property
+    def rows(self) -> Any:
+        """Data in memory, in place of ``dataset_name``: a list of dicts, or a ``datasets.Dataset``. Set from Python only; not saved."""
+        return self._rows
+
+    def with_rows(self, rows: Any) -> Self:
+        entry = self.model_copy(update={"dataset_name": None})
+        entry._rows = rows
+        return entry
 
     @property
     def is_file(self) -> bool:
