@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from strop.config.schema.data_config import DataEntryConfig, EnvironmentConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
+from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import environment_class, make_environment
+from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def describe_environments(
         config = env.get(alias, EnvironmentConfig(type=None))
         distinct = tuple(source for index, source in enumerate(alias_sources) if source not in alias_sources[:index])
         descriptions[alias] = EnvironmentDescription(
-            alias=alias, name=config.type or alias, options=config.options, sources=distinct
+            alias=alias, name=config.type_of(alias), options=config.options, sources=distinct
         )
     return descriptions
 
@@ -87,7 +87,7 @@ def _make_component(
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = env.get(alias, EnvironmentConfig(type=None))
-    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type or alias, config.options)
+    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
         tasks = environment.tasks(_make_task_source(entry, seed, part))
     except (DataError, EnvironmentConfigError):
@@ -126,8 +126,8 @@ def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource
 def list_reward_names(data: DataEntries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
     """Return the names of the rewards that the environments of these entries give."""
     aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (resolve_alias(entry, env) for entry in data)}
-    kinds = [_call_for_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
-    return tuple(dict.fromkeys(name for kind in kinds for name in reward_marks(kind)))
+    listed = [_call_for_alias(alias, list_rewards, config.type_of(alias), config.options) for alias, config in aliases.items()]
+    return tuple(dict.fromkeys(name for names in listed for name in names))
 
 
 def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:

@@ -12,7 +12,8 @@ import pytest
 from strop.data.sources.source import DataSource
 from strop.environments.base import compute_rewards
 from strop.environments.mixture import Mixture
-from strop.environments.registry import import_attribute, make_environment
+from strop.environments.registry import make_environment
+from strop.environments.user_code import import_attribute
 
 DOC = Path(__file__).parents[3] / "docs" / "environments.md"
 EXAMPLES = {

@@ -150,8 +150,12 @@ class EnvironmentConfig(BaseConfig):
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias. All other keys are options of the environment.",
+        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set. "
+        "All other keys are options of the environment.",
     )
+
+    def type_of(self, alias: str) -> str:
+        return self.type or ("reward_function" if {"reward", "rewards"} & set(self.options) else alias)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -92,14 +92,12 @@ class DataSource:
         """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
         input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
-        output_key: str | None = self.output_key or _find_column(
-            records, "output_key", builtin.output_key, ("solution", "completion")
-        )
-        if not (needs_answers or self.output_key or has_key(records[0], output_key)):
+        output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
+        has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
+        if not has_answers:
             log.warning(
                 "%s has no column %r: task.answer is empty; set output_key to the reference answer", records.name, output_key
             )
-            output_key = None
         rows = Rows(
             records=records,
             indices=self.select_records(
@@ -107,7 +105,7 @@ class DataSource:
             ),
             repeat=self.repeat,
             input_key=input_key,
-            output_key=output_key,
+            output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
         )
         validate_rows(rows, len(rows.indices), records)
