@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, field_serializer, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_serializer, model_serializer, model_validator
 
 from strop.config.schema.base import BaseConfig, follows, subsection
 from strop.data.sources.files import FILE_SUFFIXES
@@ -154,6 +154,11 @@ class EnvironmentConfig(BaseConfig):
         "All other keys are options of the environment.",
     )
 
+    @model_serializer(mode="wrap")
+    def _serialize_functions(self, serialize: Callable[[EnvironmentConfig], Any]) -> Any:
+        """Write functions, which Python may set, by their names, so that a configuration can be saved and compared."""
+        return serialize(self.model_copy(update=_name_functions(self.options)))
+
     def type_of(self, alias: str) -> str:
         return self.type or ("reward_function" if {"reward", "rewards"} & set(self.options) else alias)
 
@@ -161,3 +166,11 @@ class EnvironmentConfig(BaseConfig):
     def options(self) -> dict[str, Any]:
         """Every key but ``type``."""
         return dict(self.model_extra or {})
+
+
+def _name_functions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _name_functions(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_functions(inner) for inner in value]
+    return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}" if callable(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,8 +96,8 @@ class DataSource:
         output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
         has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
         if not has_answers:
-            log.warning(
-                "%s has no column %r: task.answer is empty; set output_key to the reference answer", records.name, output_key
+            _warn_once(
+                f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
             )
         rows = Rows(
             records=records,
@@ -151,8 +152,14 @@ def _find_column(records: Records, option: str, default: str, usual: Sequence[st
     found = [key for key in usual if has_key(records[0], key)]
     if has_key(records[0], default) or len(found) != 1:
         return default
-    log.warning("%s has no column %r: %r is read in its place; set %s=%s", records.name, default, found[0], option, found[0])
+    _warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is read in its place; set {option}={found[0]}")
     return found[0]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning, once for training and validation on the same data."""
+    log.warning("%s", message)
 
 
 def split_train_validation(data: DataSource) -> tuple[DataSource, DataSource]:
