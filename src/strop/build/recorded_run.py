@@ -187,7 +187,7 @@ def load_validation_groups(
 
 
 def _dataset_name(entry: DataEntryConfig) -> str:
-    return str(entry.dataset_name) if entry.rows is None else "rows"
+    return str(entry.data_name)
 
 
 def _read_examples(config: RecordedRunConfig, entry: DataEntryConfig, algorithm: Algorithm, part: str) -> Sequence[Task]:

@@ -286,7 +286,8 @@ class DatasetEnvironment(Environment[PromptedTask]):
             messages = make_prompt(row.prompt, template, row.id)
             return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
-        make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
+        if len(rows):
+            make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), make)
 
     def prompt(self, task: PromptedTask) -> Messages:

@@ -72,6 +72,11 @@ class DataEntryConfig(BaseConfig):
         return entry
 
     @property
+    def data_name(self) -> str | None:
+        """The data in messages: ``dataset_name``, or "rows"."""
+        return self.dataset_name if self.rows is None else "rows"
+
+    @property
     def is_file(self) -> bool:
         return self.dataset_name is not None and self.dataset_name.endswith(FILE_SUFFIXES)
 
