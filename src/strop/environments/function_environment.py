@@ -88,6 +88,8 @@ def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, boo
         if option not in OPTIONS:
             raise EnvironmentConfigError(f"the reward {name} has no option {option!r}{suggest_names(str(option), OPTIONS)}")
     function = options.get("function")
+    if function is None:
+        raise EnvironmentConfigError(f"the reward {name} has no function; set function to file.py:name or module:name")
     source = function if isinstance(function, str) else getattr(function, "__qualname__", repr(function))
     if isinstance(function, str):
         if ":" not in function:

@@ -168,7 +168,7 @@ def four(data_source, solution_str, ground_truth, extra_info):
         ({"reward": {"function": correct, "wait": 1}}, "no option 'wait'; did you mean 'weight'"),
         ({"reward": {"function": correct, "weight": "1"}}, "weight of the reward correct is '1'; set it to a finite number"),
         ({"reward": {"function": correct, "accuracy": 1}}, "option accuracy of the reward correct is 1; set it to true or false"),
-        ({"rewards": {"a": {"weight": 1}}}, "is None, not a function"),
+        ({"rewards": {"a": {"weight": 1}}}, "the reward a has no function; set function to"),
         ({"reward": lambda task: 1.0}, "too many positional arguments; a reward is called with"),
         ({"reward": four}, "missing a required argument"),
         ({"reward": trl_style}, r"takes \(prompts, completions, \*\*kwargs\); .*Rename its parameters"),
