@@ -24,7 +24,7 @@ from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_confi
 from strop.config.load.load import load_any_kind
 from strop.data.packing import pack, split_micro_batches
 from strop.environments.base import Environment
-from strop.environments.registry import import_attribute
+from strop.environments.user_code import import_attribute
 from strop.types import Group, Rollout, Task, Turn
 from support.each import each
 

@@ -187,7 +187,7 @@ def load_validation_groups(
 
 
 def _dataset_name(entry: DataEntryConfig) -> str:
-    return str(entry.dataset_name)
+    return str(entry.data_name)
 
 
 def _read_examples(config: RecordedRunConfig, entry: DataEntryConfig, algorithm: Algorithm, part: str) -> Sequence[Task]:
@@ -195,7 +195,7 @@ def _read_examples(config: RecordedRunConfig, entry: DataEntryConfig, algorithm:
         make_data_source(entry, config.recorded_training.seed, part)
     )
     if not len(examples):
-        raise DataError(f"data.{part}: {entry.dataset_name} has no example that {config.algorithm.name} can learn from")
+        raise DataError(f"data.{part}: {_dataset_name(entry)} has no example that {config.algorithm.name} can learn from")
     return examples
 
 

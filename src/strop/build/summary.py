@@ -13,6 +13,7 @@ from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, Tra
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
+from strop.data.data_config import DataEntryConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.trainer.training_config import AsyncConfig
@@ -69,7 +70,7 @@ def _summarize_recorded(config: RecordedRunConfig, devices: RunDevices) -> str:
         f"policy      {_format_model(policy, devices)}",
         f"algorithm   {format_algorithm(config.algorithm.name, make_recorded_algorithm(config))}",
         f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
-        f"data        {', '.join(str(entry.dataset_name) for entry in config.data.train) or 'none'}",
+        f"data        {', '.join(str(entry.data_name) for entry in config.data.train) or 'none'}",
         *devices.lines,
         _format_folders(config),
     ]
@@ -171,9 +172,8 @@ def _format_precision(precision: str) -> str:
     return "bfloat16 autocast over float32 weights" if precision == "bfloat16" else precision
 
 
-def _format_entry(entry: object) -> str:
-    name = getattr(entry, "dataset_name", None)
-    environment = getattr(entry, "env_name", None)
+def _format_entry(entry: DataEntryConfig) -> str:
+    name, environment = entry.data_name, entry.env_name
     return f"{name} ({environment})" if name and environment else str(name or environment or "the only environment")
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, reward_marks
+from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
-from strop.environments.registry import environment_class, make_environment
+from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def describe_environments(
         config = env.get(alias, EnvironmentConfig(type=None))
         distinct = tuple(source for index, source in enumerate(alias_sources) if source not in alias_sources[:index])
         descriptions[alias] = EnvironmentDescription(
-            alias=alias, name=config.type or alias, options=config.options, sources=distinct
+            alias=alias, name=config.type_of(alias), options=config.options, sources=distinct
         )
     return descriptions
 
@@ -79,7 +79,8 @@ def describe_environments(
 def _make_task_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
     """Return the source of an entry's tasks. Generated tasks, which have no rows to split, also belong to one part."""
     source = make_data_source(entry, seed, part)
-    return source if entry.dataset_name is not None else replace(source, part="train" if part == "train" else "validation")
+    generated = entry.dataset_name is None and entry.rows is None
+    return replace(source, part="train" if part == "train" else "validation") if generated else source
 
 
 def _make_component(
@@ -87,7 +88,7 @@ def _make_component(
 ) -> Component:
     alias = resolve_alias(entry, env)
     config = env.get(alias, EnvironmentConfig(type=None))
-    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type or alias, config.options)
+    environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
         tasks = environment.tasks(_make_task_source(entry, seed, part))
     except (DataError, EnvironmentConfigError):
@@ -102,6 +103,7 @@ def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource
     """Return the source of an entry's rows. If the entry holds out a validation split: the rows of ``part``, train or validation."""
     return DataSource(
         dataset_name=entry.dataset_name,
+        rows=entry.rows,
         subset=entry.subset,
         split=entry.split,
         input_key=entry.input_key,
@@ -125,8 +127,8 @@ def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource
 def list_reward_names(data: DataEntries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
     """Return the names of the rewards that the environments of these entries give."""
     aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (resolve_alias(entry, env) for entry in data)}
-    kinds = [_call_for_alias(alias, environment_class, config.type or alias) for alias, config in aliases.items()]
-    return tuple(dict.fromkeys(name for kind in kinds for name in reward_marks(kind)))
+    listed = [_call_for_alias(alias, list_rewards, config.type_of(alias), config.options) for alias, config in aliases.items()]
+    return tuple(dict.fromkeys(name for names in listed for name in names))
 
 
 def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
-
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+from strop.data.sources.files import FILE_SUFFIXES
 
 
 class DataEntryConfig(BaseConfig):
@@ -17,7 +17,7 @@ class DataEntryConfig(BaseConfig):
 
     dataset_name: str | None = Field(
         None,
-        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .parquet or .csv file; null for an "
+        description="A built-in dataset, OWNER/NAME on the hub, or a .jsonl, .json, .csv, .parquet or .arrow file; null for an "
         "environment that generates its tasks.",
     )
     subset: str | None = Field(None, description="Configuration of a hub dataset; null is its default.")
@@ -26,12 +26,13 @@ class DataEntryConfig(BaseConfig):
     )
     input_key: str | None = Field(
         None,
-        description="Column of the prompt; null is the built-in dataset's, else problem (in recorded data, prompt comes first).",
+        description="Column of the prompt; null is the built-in dataset's, else problem, else prompt (in recorded data, prompt "
+        "comes first).",
     )
     output_key: str | None = Field(
         None,
-        description="Column of the expected answer; null is the built-in dataset's, else answer (in recorded data, "
-        "completion and response come first).",
+        description="Column of the expected answer; null is the built-in dataset's, else answer, else solution or "
+        "completion (in recorded data, completion and response come first).",
     )
     messages_key: str | None = Field(
         None,
@@ -58,6 +59,24 @@ class DataEntryConfig(BaseConfig):
     split_validation_size: float = Field(
         0.0, ge=0, description="Hold this out for validation: below 1 a fraction of the entry, from 1 on a number (tasks)."
     )
+
+    # Data in memory, in place of ``dataset_name``: a list of dicts, or a ``datasets.Dataset``. Set from Python only; not saved.
+    rows: Any = Field(None, exclude=True, repr=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_rows_in_files(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("rows") is not None:
+            raise ValueError("rows are data in memory, which only Python can give; name a file or a hub set in dataset_name")
+        return values
+
+    def with_rows(self, rows: Any) -> Self:
+        return replace(self, dataset_name=None, rows=rows)
+
+    @property
+    def data_name(self) -> str | None:
+        """The data in messages: ``dataset_name``, or "rows"."""
+        return self.dataset_name if self.rows is None else "rows"
 
     @property
     def is_file(self) -> bool:

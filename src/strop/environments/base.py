@@ -7,6 +7,8 @@ or a device. A new environment is one file, which a configuration names as ``mod
                            ^                |
                            +----------------+
 
+Rewards that compare the rollouts of one task are computed when all of them have ended.
+
 An exception from any method is recorded on that rollout; its group is dropped and counted, and training continues (law 7).
 """
 
@@ -18,9 +20,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
+from strop.data.messages import make_prompt
 from strop.data.sources.records import suggest_names
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
@@ -42,21 +46,34 @@ class EnvironmentConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RewardMark:
-    weight: float
-    accuracy: bool
+    weight: float = 1.0
+    accuracy: bool = False
+    group: bool = False  # called once for all rollouts of a task
 
 
-def reward(weight: float = 1.0, *, accuracy: bool = False) -> Callable[[MethodT], MethodT]:
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward of an environment: ``function(task, rollout)``, or ``function(task, rollouts)`` if it is a group's."""
+
+    function: Callable[[Any, Any], Any]
+    mark: RewardMark
+    source: str  # where it is defined, for messages
+
+
+def reward(weight: float = 1.0, *, accuracy: bool = False, group: bool | None = None) -> Callable[[MethodT], MethodT]:
     """Mark a method ``(self, task, rollout) -> float | bool``, sync or async, as a reward that is logged under its name.
 
     The rollout's reward is the weighted sum of its rewards; a reward of weight 0 is only logged. Evaluation reports the reward
-    marked ``accuracy=True`` as accuracy.
+    marked ``accuracy=True`` as accuracy. With ``group`` the method is called once for all rollouts of a task, as
+    ``(self, task, rollouts) -> Sequence[float | bool]``; None: if it has a parameter ``rollouts``. A plain function that is a reward
+    (``strop.environments.function_environment``) may be marked too.
     """
     if callable(weight):
         raise TypeError("write @reward() or @reward(weight=...), with parentheses")
 
     def mark(method: MethodT) -> MethodT:
-        method.__reward__ = RewardMark(weight, accuracy)  # type: ignore[attr-defined]
+        of_group = takes_rollouts(method) if group is None else group
+        method.__reward__ = RewardMark(weight, accuracy, of_group)  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -80,8 +97,9 @@ class Environment(ABC, Generic[TaskT]):
 
     def __post_init__(self) -> None:
         """Check the reward weights. Subclasses that override this must call ``super().__post_init__()``."""
+        known = self.reward_functions
         for name in self.reward_weights:
-            if name not in (known := reward_marks(type(self))):
+            if name not in known:
                 raise EnvironmentConfigError(
                     f"reward_weights names {name!r}, which is not a reward of {type(self).__name__}{suggest_names(name, known)}"
                 )
@@ -102,10 +120,24 @@ class Environment(ABC, Generic[TaskT]):
         """Return a context manager that stays open during one episode and its rewards, e.g. a sandbox or a browser. Default: none."""
         return nullcontext()
 
+    @cached_property
+    def reward_functions(self) -> Mapping[str, RewardFunction]:
+        """The rewards by name: the marked methods."""
+        kind = type(self)
+        return {
+            name: RewardFunction(getattr(self, name), mark, f"{kind.__name__}.{name}")
+            for name, mark in reward_marks(kind).items()
+        }
+
+    @classmethod
+    def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the rewards that an environment with these options has."""
+        return tuple(reward_marks(cls))
+
     def accuracy(self, rollout: Rollout) -> float:
         """Return the value that evaluation averages: the reward marked ``accuracy=True``, else the total reward. Failed rollouts get 0."""
-        for name, mark in reward_marks(type(self)).items():
-            if mark.accuracy:
+        for name, each in self.reward_functions.items():
+            if each.mark.accuracy:
                 return rollout.rewards.get(name, 0.0)
         return rollout.reward
 
@@ -127,6 +159,14 @@ class Environment(ABC, Generic[TaskT]):
     async def score_rollout(self, task: TaskT, rollout: Rollout) -> RewardResult:
         """Compute the rewards of a rollout. Raises RewardError."""
         return await compute_rewards(self, task, rollout)
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(each.mark.group for each in self.reward_functions.values())
+
+    async def score_group(self, task: TaskT, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        """Add the group's rewards to those that the rollouts of a task have. Raises RewardError."""
+        return await compute_group_rewards(self, task, rollouts)
 
     async def grade(self, task: TaskT, rollout: Rollout) -> Grade:
         """Return what evaluation needs of a rollout that has its rewards."""
@@ -153,22 +193,56 @@ class Grade:
 
 
 async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout: Rollout) -> RewardResult:
-    """Compute every reward in order. Raises RewardError if one raises or is not a finite number."""
+    """Compute every reward of a single rollout in order. Raises RewardError if one raises or is not a finite number."""
     rewards: dict[str, float] = {}
     total = 0.0
-    for name, mark in reward_marks(type(environment)).items():
-        where = f"{type(environment).__name__}.{name}"
-        try:
-            value = getattr(environment, name)(task, rollout)
-            if inspect.isawaitable(value):
-                value = await value
-        except Exception as error:
-            raise RewardError(f"{where} raised {type(error).__name__} on task {task.id!r}: {error}") from error
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"{where} returned {value!r:.80} on task {task.id!r}; a reward is a finite number or a bool")
+    for name, each in environment.reward_functions.items():
+        if each.mark.group:
+            continue
+        value = await _call_reward(each, task, rollout)
+        if not is_finite(value):
+            raise RewardError(f"{each.source} returned {value!r:.80} on task {task.id!r}; a reward is a finite number or a bool")
         rewards[name] = float(value)
-        total += environment.reward_weights.get(name, mark.weight) * float(value)
+        total += environment.reward_weights.get(name, each.mark.weight) * float(value)
     return RewardResult(total, rewards)
+
+
+async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    """Compute every reward of a group in order, and add it to each rollout's. Raises RewardError."""
+    results = [RewardResult(rollout.reward, rollout.rewards) for rollout in rollouts]
+    for name, each in environment.reward_functions.items():
+        if not each.mark.group:
+            continue
+        returned = await _call_reward(each, task, rollouts)
+        values = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
+        if not isinstance(values, Sequence) or len(values) != len(rollouts) or not all(map(is_finite, values)):
+            raise RewardError(
+                f"{each.source} returned {returned!r:.80} on task {task.id!r}; the reward of a group is a list of finite numbers or "
+                f"bools, one for each of the {len(rollouts)} rollouts"
+            )
+        weight = environment.reward_weights.get(name, each.mark.weight)
+        results = [
+            RewardResult(result.reward + weight * float(value), {**result.rewards, name: float(value)})
+            for result, value in zip(results, values, strict=True)
+        ]
+    return results
+
+
+async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | Sequence[Rollout]) -> Any:
+    try:
+        value = reward.function(task, rollouts)
+        return await value if inspect.isawaitable(value) else value
+    except Exception as error:
+        raise RewardError(f"{reward.source} raised {type(error).__name__} on task {task.id!r}: {error}") from error
+
+
+def is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def takes_rollouts(function: Callable[..., Any]) -> bool:
+    """Whether a reward has a parameter ``rollouts``, and so wants all rollouts of a task at once."""
+    return "rollouts" in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)
@@ -202,19 +276,18 @@ class PromptedTask(Task):
 class DatasetEnvironment(Environment[PromptedTask]):
     """An environment over the rows of a dataset. A subclass only adds rewards."""
 
+    needs_answers: ClassVar[bool] = True  # whether data without a column of reference answers is an error
+
     def tasks(self, data: DataSource) -> Sequence[PromptedTask]:
-        rows, template = data.load_rows(), data.load_template()
+        rows, template = data.load_rows(needs_answers=self.needs_answers), data.load_template()
 
         def make(index: int) -> PromptedTask:
             row = rows[index]
-            return PromptedTask(
-                id=row.id,
-                question=row.question,
-                answer=row.answer,
-                metadata=row.metadata,
-                messages=template.render(row.question),
-            )
+            messages = make_prompt(row.prompt, template, row.id)
+            return PromptedTask(id=row.id, question=row.question, answer=row.answer, metadata=row.metadata, messages=messages)
 
+        if len(rows):
+            make(0)  # a prompt file that does not fit the prompts is an error now, not in each rollout
         return GeneratedTasks(len(rows), make)
 
     def prompt(self, task: PromptedTask) -> Messages:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_serializer, model_validator
+from pydantic_core import ArgsKwargs
 
 from strop.base_config import BaseConfig
 
@@ -16,17 +17,34 @@ class EnvironmentConfig(BaseConfig):
     type: str | None = Field(
         None,
         min_length=1,
-        description="A registered name, or module:Class; null is the alias. All other keys are options of the environment.",
+        description="A registered name, or module:Class; null is the alias, or reward_function where reward or rewards is set. "
+        "All other keys are options of the environment.",
     )
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)  # every key but ``type``
 
     @model_validator(mode="before")
     @classmethod
     def _collect_options(cls, values: Any) -> Any:
+        if isinstance(values, ArgsKwargs):
+            values = dict(values.kwargs or {})
+            if set(values) <= {"type", "options"}:
+                return values
         if not isinstance(values, Mapping):
             return values
         return {"type": values.get("type"), "options": {name: value for name, value in values.items() if name != "type"}}
 
     @model_serializer
     def _serialize(self) -> dict[str, Any]:
-        return {"type": self.type, **self.options}
+        """Write functions, which Python may set, by their names, so that a configuration can be saved and compared."""
+        return {"type": self.type, **_name_functions(self.options)}
+
+    def type_of(self, alias: str) -> str:
+        return self.type or ("reward_function" if {"reward", "rewards"} & set(self.options) else alias)
+
+
+def _name_functions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _name_functions(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_functions(inner) for inner in value]
+    return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}" if callable(value) else value

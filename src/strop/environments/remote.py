@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult, reward_marks
+from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
 from strop.environments.registry import make_environment
 from strop.types import Message, Messages, Rollout, Task
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "grade", "close"]
+Method = Literal["spec", "task_count", "tasks", "open", "prompt", "respond", "score", "score_group", "grade", "close"]
 Call = Callable[[Method, tuple[Any, ...]], Awaitable["CallResult"]]
 """Calls ``EnvironmentServer.answer``. Raises EnvironmentServerDied if the process died; the next call then reaches its replacement."""
 SyncCall = Callable[[Method, tuple[Any, ...]], "CallResult"]
@@ -95,6 +95,7 @@ class EnvironmentSpec:
 
     title: str
     rewards: tuple[str, ...]
+    has_group_rewards: bool
     accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
     overrides_accuracy: bool  # overrides Environment.accuracy
     has_respond: bool  # overrides Environment.respond
@@ -141,11 +142,12 @@ class EnvironmentServer:
             return CallResult.from_exception(error)
 
     async def spec(self) -> EnvironmentSpec:
-        kind, marks = type(self.environment), reward_marks(type(self.environment))
+        kind, rewards = type(self.environment), self.environment.reward_functions
         return EnvironmentSpec(
             title=self.environment.title,
-            rewards=tuple(marks),
-            accuracy=next((name for name, mark in marks.items() if mark.accuracy), None),
+            rewards=tuple(rewards),
+            has_group_rewards=self.environment.has_group_rewards,
+            accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
             overrides_accuracy=kind.accuracy is not Environment.accuracy,
             has_respond=kind.respond is not Environment.respond,
             has_session=kind.session is not Environment.session,
@@ -184,6 +186,10 @@ class EnvironmentServer:
         return await self._run_in_session(
             session, lambda: self.environment.score_rollout(local_task, replace(rollout, task=local_task))
         )
+
+    async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        local_task = self._get_task(task.part, task.index)
+        return await self.environment.score_group(local_task, [replace(rollout, task=local_task) for rollout in rollouts])
 
     async def grade(self, task: RemoteTask, rollout: Rollout) -> Grade:
         local_task = self._get_task(task.part, task.index)
@@ -367,6 +373,14 @@ class RemoteEnvironment(Environment[RemoteTask]):
     async def score_rollout(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
         result: RewardResult = await self._call("score", task, rollout)
         return result
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return self.spec.has_group_rewards
+
+    async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
+        results: Sequence[RewardResult] = await _call_remote(self._next_transport(), "score_group", (task, rollouts))
+        return results
 
     def session(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
         return _RemoteSession(self, self._next_transport(), task) if self.spec.has_session else super().session(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,9 +51,10 @@ async def run_group(
 ) -> Group:
     """Run all rollouts of one task concurrently. An error of the environment or the engine is recorded on its rollout (law 7).
 
-    With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others.
+    With ``greedy_baseline``, one more rollout is sampled greedily, as a baseline for the others. The rewards of the group see it too.
     """
     version = generator.version
+    compares = environment.has_group_rewards
     episodes = (
         run_episode(
             environment,
@@ -62,14 +64,38 @@ async def run_group(
             generator=generator,
             template=template,
             sampling=replace(sampling, temperature=0.0) if sample == samples else sampling,
-            rules=rules,
+            rules=replace(rules, scaling=None) if compares else rules,
         )
         for sample in range(samples + greedy_baseline)
     )
     with waiting("generation", on=f"group {index}", detail=f"task {task.id} of {name}"):
         rollouts = await asyncio.gather(*episodes)
+        if compares:
+            rollouts = await _score_group(environment, task, rollouts, rules.scaling)
     baseline = rollouts[samples] if greedy_baseline else None
     return Group(index=index, environment=name, version=version, rollouts=tuple(rollouts[:samples]), baseline=baseline)
+
+
+async def _score_group(
+    environment: Environment[Any], task: Task, rollouts: Sequence[Rollout], scaling: RewardScalingConfig | None
+) -> list[Rollout]:
+    """Return the rollouts with the rewards of their group. An error is recorded on each rollout that had none."""
+    valid = [rollout for rollout in rollouts if rollout.error is None]
+    try:
+        with waiting(f"group of task {task.id}", on=f"environment {environment.title}, rewards of the group", kind="environment"):
+            results = await environment.score_group(task, valid) if valid else ()
+        scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
+    except Exception as error:
+        log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        scored = [replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}) for rollout in valid]
+    by_sample = {rollout.sample: rollout for rollout in scored}
+    return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
+
+
+def _with_rewards(rollout: Rollout, scored: RewardResult, scaling: RewardScalingConfig | None) -> Rollout:
+    reward = scored.reward if scaling is None else scaling(scored.reward)
+    return replace(rollout, reward=reward, rewards=dict(scored.rewards))
 
 
 def make_failed_group(index: int, version: int, error: Exception) -> Group:
@@ -114,8 +140,7 @@ async def run_episode(
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
         return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
-    reward = scored.reward if rules.scaling is None else rules.scaling(scored.reward)
-    return replace(rollout, reward=reward, rewards=dict(scored.rewards))
+    return _with_rewards(rollout, scored, rules.scaling)
 
 
 class _WatchedSession:

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import torch
 
+from strop.data.messages import trim_after_last_reply
 from strop.data.recorded.examples import Conversation, Preference, UnpairedPreference
-from strop.data.recorded.messages import trim_after_last_reply
 from strop.models.chat_template import ChatTemplate, TokenSpan
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_every_epoch_has_every_example_once_and_the_stream_ends(tmp_path: Path, 
     assert sorted(epochs[0]) == sorted(epochs[1]) and len(set(epochs[0])) == 7 and epochs[0] != epochs[1]
     after = found.read_group(14)
     assert after.errors and "lies outside the stream" in after.errors[0]
+
+
+def test_rows_in_memory_give_the_groups_of_a_file(tmp_path: Path, policy: LoadedPolicy) -> None:
+    path = conversations(tmp_path / "rows.jsonl", 7)
+    of_file = config("sft", f"data.train.dataset_name={path}")
+    entry = of_file.data.train[0].with_rows([json.loads(line) for line in path.read_text().splitlines()])
+    in_memory = replace(of_file, data=replace(of_file.data, train=(entry,)))
+    wanted, found = (examples(each, SFT(), policy) for each in (of_file, in_memory))
+    assert [said(wanted.read_group(index)) for index in range(14)] == [said(found.read_group(index)) for index in range(14)]
+    assert found.names == ("rows",)
 
 
 def test_a_group_follows_from_its_position(tmp_path: Path, policy: LoadedPolicy) -> None:

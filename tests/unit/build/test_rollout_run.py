@@ -187,7 +187,7 @@ def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
     from strop.data.sources.source import DataSource
 
     seen: list[DataSource] = []
-    monkeypatch.setattr(DataSource, "load_rows", lambda self: seen.append(self) or [])
+    monkeypatch.setattr(DataSource, "load_rows", lambda self, **options: seen.append(self) or [])
     found = config("data.train.dataset_name=acme/sums", "data.train.subset=hard", "data.train.env_name=math", "env.math={}")
     with pytest.raises(EnvironmentConfigError, match="has no tasks"):
         make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
-from strop.build.tasks import describe_environments, make_training_tasks, make_validation_tasks
-from strop.config import load_config
+from strop.build.tasks import describe_environments, list_reward_names, make_training_tasks, make_validation_tasks
+from strop.config import dump_config, load_config
 from strop.config.schema.run_config import GrpoRunConfig
+from strop.environments.environment_config import EnvironmentConfig
+from strop.environments.function_environment import FunctionEnvironment
 from strop.environments.remote import RemoteEnvironment, connect
+from strop.types import Rollout, Task
 from support.environment_servers import EnvironmentServerThread
 
 
@@ -42,3 +46,22 @@ def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tm
     finally:
         for host in hosts.values():
             host.close()
+
+
+def correct(task: Task, rollout: Rollout) -> bool:
+    return task.answer in rollout.text
+
+
+def test_a_reward_without_a_type_is_an_environment_of_functions(tmp_path: Path) -> None:
+    """Named in the configuration, or given as functions from Python with rows in memory."""
+    (tmp_path / "mine.py").write_text("def correct(task, rollout):\n    return True\n")
+    overrides = ("policy.model_name=m", f"env.mine.reward={tmp_path}/mine.py:correct", "data.train.size=2")
+    config = load_config(None, overrides, root=GrpoRunConfig, check=False).config
+    entry = config.data.train[0].with_rows([{"prompt": f"{n}+1", "answer": n + 1} for n in range(3)])
+    for env in (config.env, {"mine": EnvironmentConfig(type=None, rewards={"correct": {"function": correct, "weight": 2.0}})}):
+        name, environment, task = make_training_tasks([entry], env, seed=1, shuffle=False, max_epochs=1).at(1)
+        assert name == "mine" and isinstance(environment, FunctionEnvironment)
+        assert (task.question, task.answer) == ("1+1", "2")
+        assert list_reward_names([entry], env) == ("correct",)
+    saved = dump_config(replace(config, env=env))
+    assert f"function: {correct.__module__}:correct" in saved and "rows" not in saved

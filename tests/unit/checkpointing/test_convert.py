@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.environments.registry import import_attribute
+from strop.environments.user_code import import_attribute
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.sharded_checkpoint import save

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from strop.data.messages import ROLES
 from strop.data.recorded.examples import conversations
-from strop.data.recorded.messages import ROLES
 from strop.data.sources import hub
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, split_train_validation

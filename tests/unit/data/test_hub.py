@@ -39,7 +39,8 @@ def test_a_cached_copy_is_used_with_a_warning_when_the_hub_is_away(unreachable, 
     monkeypatch.setattr(hub, "_load_split", lambda name, subset, split: table)
     with pytest.warns(UserWarning, match="cached copy of 'openai/gsm8k'"):
         rows = DataSource(dataset_name="gsm8k").load_rows()
-    assert [(row.question, row.answer, dict(row.metadata)) for row in rows] == [("1+1?", "2", {"x": 1})] * 3
+    whole = {"question": "1+1?", "answer": "Add.\n#### 2", "x": 1}
+    assert [(row.question, row.answer, dict(row.metadata)) for row in rows] == [("1+1?", "2", whole)] * 3
 
 
 def test_a_built_in_name_sets_what_was_not_set(monkeypatch):

@@ -39,7 +39,23 @@ def parquet(folder: Path) -> str:
     return str(folder / "rows.parquet")
 
 
-@pytest.mark.parametrize("write", [jsonl, json_file, csv_file, parquet])
+def arrow(folder: Path) -> str:
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.OSFile(str(folder / "rows.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return str(folder / "rows.arrow")
+
+
+def saved_dataset(folder: Path) -> str:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+@pytest.mark.parametrize("write", [jsonl, json_file, csv_file, parquet, arrow, saved_dataset])
 def test_every_format_gives_the_same_rows(write, tmp_path):
     rows = DataSource(dataset_name=write(tmp_path)).load_rows()
     assert [(row.question, row.answer) for row in rows] == [(row["problem"], str(row["answer"])) for row in ROWS]
@@ -85,6 +101,7 @@ def test_blank_lines_and_a_byte_order_mark_carry_nothing(tmp_path):
         ("a.csv", "problem,answer\nx,1,2\n", r"a\.csv:2 does not have the 2 fields"),
         ("a.csv", "problem,answer\n", "has no rows"),
         ("a.parquet", "nonsense", "cannot be read as Parquet"),
+        ("a.arrow", "nonsense", "cannot be read as Arrow"),
         ("a.xml", "<a/>", r"ends with '\.xml'"),
     ],
 )
@@ -108,6 +125,49 @@ def test_data_that_cannot_be_used_is_an_error_that_says_where(name, content, mes
 def test_options_that_make_no_sense_are_errors(options, message):
     with pytest.raises(DataError, match=message):
         DataSource(**options)
+
+
+def test_text_that_looks_like_a_number_or_like_nothing_stays_as_it_is_written(tmp_path):
+    (tmp_path / "rows.csv").write_text("problem,answer\na,007\nb,NA\nc,1.50\n")
+    rows = DataSource(dataset_name=str(tmp_path / "rows.csv")).load_rows()
+    assert [row.answer for row in rows] == ["007", "NA", "1.50"]
+
+
+@pytest.mark.parametrize("answer", ["solution", "completion"])
+def test_prompt_and_solution_are_found_where_no_key_is_set_and_the_log_says_so(answer, tmp_path, caplog):
+    path = jsonl(tmp_path, [{"prompt": "1+1", answer: "2"}] * 2)
+    assert [(row.question, row.answer) for row in DataSource(dataset_name=path).load_rows()] == [("1+1", "2")] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has no column 'problem': 'prompt' is read in its place; set input_key=prompt",
+        f"{path} has no column 'answer': {answer!r} is read in its place; set output_key={answer}",
+    ]
+
+
+def test_columns_are_not_guessed_where_two_could_be_meant_or_a_key_is_set(tmp_path):
+    path = jsonl(tmp_path, [{"problem": "1+1", "solution": "2", "completion": "It is 2."}])
+    with pytest.raises(DataError, match="has no key 'answer'"):
+        DataSource(dataset_name=path).load_rows()
+    with pytest.raises(DataError, match="has no key 'question'"):
+        DataSource(dataset_name=path, input_key="question", output_key="solution").load_rows()
+
+
+def test_data_without_answers_is_an_error_unless_nobody_needs_them(tmp_path, caplog):
+    source = DataSource(dataset_name=jsonl(tmp_path, [{"prompt": "Write a haiku."}]))
+    with pytest.raises(DataError, match="has no key 'answer'"):
+        source.load_rows()
+    assert source.load_rows(needs_answers=False)[0].answer == ""
+    assert "task.answer is empty; set output_key" in caplog.text
+    with pytest.raises(DataError, match="has no key 'reference'"):
+        DataSource(dataset_name=source.dataset_name, output_key="reference").load_rows(needs_answers=False)
+
+
+def test_a_prompt_may_be_a_conversation(tmp_path):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "1+1?"}]
+    path = jsonl(tmp_path, [{"prompt": talk, "answer": "2"}, {"prompt": [*talk, *talk], "answer": "3"}])
+    row = DataSource(dataset_name=path, split_validation_size=1, part="train").load_rows()[0]
+    assert row.question == "1+1?" and [message.role for message in row.prompt][:3] == ["user", "assistant", "user"]
+    with pytest.raises(DataError, match="message 1 is 'Hi', not an object"):
+        DataSource(dataset_name=jsonl(tmp_path, [{"prompt": ["Hi"], "answer": "2"}])).load_rows()
 
 
 def test_no_name_a_folder_and_an_unknown_name_are_errors(tmp_path):

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import Environment, EnvironmentConfigError, GeneratedTasks, RewardError, compute_rewards, reward
+from strop.environments.base import (
+    Environment,
+    EnvironmentConfigError,
+    GeneratedTasks,
+    RewardError,
+    compute_group_rewards,
+    compute_rewards,
+    reward,
+)
 from strop.types import Rollout, Task, user
 
 TASK = Task(id="t1", question="Say yes.")
@@ -84,6 +92,28 @@ def test_two_accuracies_are_an_error():
             @reward(accuracy=True)
             def also(self, task: Task, rollout: Rollout) -> bool:
                 return True
+
+
+def test_a_method_of_rollouts_is_called_once_for_the_group(wrote):
+    @dataclass(frozen=True, kw_only=True)
+    class Compared(Yes):
+        @reward(weight=0.5)
+        def longest(self, task: Task, rollouts: Sequence[Rollout]) -> list[bool]:
+            most = max(len(rollout.text) for rollout in rollouts)
+            return [len(rollout.text) == most for rollout in rollouts]
+
+        @reward(group=True)
+        async def first(self, task: Task, attempts: Sequence[Rollout]) -> list[bool]:
+            return [attempt is attempts[0] for attempt in attempts]
+
+    environment = Compared(reward_weights={"first": 3.0})
+    assert environment.has_group_rewards and not Yes().has_group_rewards
+    assert environment.list_rewards({}) == ("correct", "polite", "logged", "longest", "first")
+    rollouts = [wrote(TASK, "yes"), wrote(TASK, "indeed")]
+    assert set(asyncio.run(compute_rewards(environment, TASK, rollouts[0])).rewards) == {"correct", "polite", "logged"}
+    scored = asyncio.run(compute_group_rewards(environment, TASK, rollouts))
+    assert [result.rewards for result in scored] == [{"longest": 0.0, "first": 1.0}, {"longest": 1.0, "first": 0.0}]
+    assert [result.reward for result in scored] == [3.0, 0.5]
 
 
 def test_the_decorator_without_parentheses_is_an_error():

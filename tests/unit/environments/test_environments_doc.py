@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.data.sources.source import DataSource
-from strop.environments.base import compute_rewards
+from strop.environments.base import compute_group_rewards, compute_rewards
 from strop.environments.mixture import Mixture
-from strop.environments.registry import import_attribute, make_environment
+from strop.environments.registry import make_environment
+from strop.environments.user_code import import_attribute
+from strop.types import Task
 
 DOC = Path(__file__).parents[3] / "docs" / "environments.md"
 EXAMPLES = {
@@ -28,6 +31,17 @@ def example(tmp_path):
         return path
 
     return write
+
+
+def test_the_example_functions_score(example, wrote):
+    path, task = example("rewards.py"), Task(id="t", answer="2")
+    short = {"function": f"{path}:shortest", "weight": 0.2}
+    environment = make_environment("reward_function", {"rewards": {"correct": f"{path}:correct", "short": short}})
+    first, second = wrote(task, "It is 2."), wrote(task, "It is", "2.")
+    scored = [replace(each, **vars(asyncio.run(compute_rewards(environment, task, each)))) for each in (first, second)]
+    results = asyncio.run(compute_group_rewards(environment, task, scored))
+    assert [result.rewards for result in results] == [{"correct": 1.0, "short": 1.0}, {"correct": 1.0, "short": 0.0}]
+    assert [result.reward for result in results] == [pytest.approx(1.2), 1.0]
 
 
 def test_the_example_environment_prompts_and_scores(example, wrote):

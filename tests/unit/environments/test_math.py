@@ -160,7 +160,7 @@ def test_rows_become_tasks_and_votes_are_in_normal_form(tmp_path, wrote):
     path.write_text("".join(json.dumps({"problem": f"{n}+1?", "answer": n + 1, "level": n}) + "\n" for n in range(3)))
     tasks = ENVIRONMENT.tasks(DataSource(dataset_name=str(path)))
     assert [task.answer for task in tasks] == ["1", "2", "3"]
-    assert tasks[2].metadata == {"level": 2}
+    assert tasks[2].metadata == {"problem": "2+1?", "answer": 3, "level": 2}
     assert ENVIRONMENT.prompt(tasks[0])[0].content == "0+1?"
     assert ENVIRONMENT.answer_key(tasks[0], wrote(tasks[0], r"\boxed{\frac{2}{4}}")) == "1/2"
     assert ENVIRONMENT.answer_key(tasks[0], wrote(tasks[0], "hm")) is None

@@ -183,6 +183,37 @@ def test_rollouts_are_those_of_the_environment_in_this_process(
         assert thread.calls.count("open") == thread.calls.count("close") > 0
 
 
+FUNCTIONS = """
+def correct(task, rollout) -> bool:
+    return task.metadata["level"] == 2 and task.answer in rollout.text
+
+def shorter(task, rollouts):
+    if task.answer == "4":
+        raise KeyError("no four")
+    return [-rollout.sampled_tokens for rollout in rollouts]
+"""
+
+
+def test_functions_score_there_as_they_would_here(threads: list[EnvironmentServerThread], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    data = DataSource(rows=[{"prompt": f"{n}+0", "answer": n, "level": 2} for n in range(6)])
+    options = {"rewards": {"right": f"{tmp_path}/mine.py:correct", "short": f"{tmp_path}/mine.py:shorter"}}
+    here = make_environment("reward_function", options)
+    threads += [EnvironmentServerThread(description("reward_function", (data,), **options)) for _ in range(2)]
+    there = connect(threads[0].description, [thread.transport for thread in threads])
+    assert there.reward_names == ("right", "short") and there.has_group_rewards
+
+    async def all_of(environment: Any) -> list[Group]:
+        tasks = environment.tasks(data)
+        return list(await asyncio.gather(*(group_of(environment, tasks[index]) for index in range(6))))
+
+    wanted, found = asyncio.run(all_of(here)), asyncio.run(all_of(there))
+    assert [seen(group) for group in found] == [seen(group) for group in wanted]
+    assert ["no four" in str(group.errors) for group in found] == [False] * 4 + [True, False]
+    rollout = found[1].rollouts[0]
+    assert there.accuracy(rollout) == here.accuracy(rollout) == rollout.rewards["right"]
+
+
 @pytest.mark.parametrize("fails", ["open", "respond", "reward", "fine", "close"])
 def test_an_error_there_is_recorded_as_it_would_be_here(notes: str, threads: list[EnvironmentServerThread], fails: str) -> None:
     here, there = make_environment(notes, {"fails": fails}), remote(threads, notes, fails=fails)

@@ -20,7 +20,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.rollouts.episode import EpisodeRules, run_episode, run_group
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling
-from strop.types import Ending, Message, Messages, Rollout, Task, assistant, user
+from strop.types import Ending, Group, Message, Messages, Rollout, Task, assistant, user
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(TOKENIZER)
@@ -320,6 +320,72 @@ def sample(seed: int, index: int, *, samples: int = 4, latencies: bool = False) 
     assert [rollout.sample for rollout in group.rollouts] == list(range(samples)) and group.index == index
     assert len({rollout.seed for rollout in group.rollouts}) == samples
     return [rollout.tokens().tolist() for rollout in group.rollouts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Talk):
+    """Adds the rank of a completion by length; ``fails`` may also be the text of the rollout that raises."""
+
+    @reward(weight=10.0)
+    async def rank(self, task: Task, rollouts: Sequence[Rollout]) -> list[int]:
+        self._visit("rank")
+        lengths = sorted(rollout.sampled_tokens for rollout in rollouts)
+        return [lengths.index(rollout.sampled_tokens) for rollout in rollouts]
+
+    async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+        if self.fails == "first" and rollout.sample == 0:
+            raise LookupError("the first is gone")
+        return await super().respond(task, rollout)
+
+
+def compared(environment: Environment[Any], *, baseline: bool = False, scaling: RewardScalingConfig | None = None) -> Group:
+    """Three samples of 1, 2 and 3 characters, and with ``baseline`` one of 4."""
+    texts = iter(["1", "11", "111", "1111"])
+    generator = FakeGenerator(TOKENIZER, lambda request: (ids(next(texts)), True))
+    return asyncio.run(
+        run_group(
+            0,
+            "talk",
+            environment,
+            TASK,
+            samples=3,
+            generator=generator,
+            template=TEMPLATE,
+            sampling=Sampling(max_new_tokens=9),
+            rules=EpisodeRules(max_length=100, scaling=scaling),
+            seed=1,
+            greedy_baseline=baseline,
+        )
+    )
+
+
+def test_rewards_of_the_group_come_after_those_of_each_rollout_and_are_added():
+    environment = Compared()
+    group = compared(environment)
+    ranks = [rollout.rewards["rank"] for rollout in group.rollouts]
+    assert sorted(ranks) == [0.0, 1.0, 2.0]
+    assert [rollout.reward for rollout in group.rollouts] == [2.0 + 10.0 * rank for rank in ranks]
+    assert environment.log.count("rank") == 1 and environment.log[-1] == "rank"
+
+
+def test_rewards_of_the_group_see_the_greedy_baseline_and_are_scaled_once():
+    group = compared(Compared(), baseline=True, scaling=RewardScalingConfig(source_max=32.0, target_max=64.0))
+    assert group.baseline is not None
+    rewards = {rollout.rewards["rank"]: rollout.reward for rollout in (*group.rollouts, group.baseline)}
+    assert rewards == {rank: 2 * (2.0 + 10.0 * rank) for rank in (0.0, 1.0, 2.0, 3.0)}
+
+
+def test_an_error_in_a_reward_of_the_group_is_recorded_on_all_its_rollouts():
+    group = compared(Compared(fails="rank"))
+    message = "RewardError: Compared.rank raised LookupError on task 't': rank lost its notes"
+    assert list(group.errors) == [message] * 3
+    assert all(rollout.reward == 0.0 and rollout.ending == Ending.ERROR and rollout.turns for rollout in group.rollouts)
+
+
+def test_rewards_of_the_group_leave_out_rollouts_that_failed():
+    first, *others = compared(Compared(fails="first")).rollouts
+    assert first.error == "LookupError: the first is gone" and not first.rewards
+    assert sorted(rollout.rewards["rank"] for rollout in others) == [0.0, 1.0]
 
 
 def test_randomness_follows_identity_and_not_arrival():

@@ -18,7 +18,7 @@ from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Part
 from strop.data.sources.records import suggest_names
-from strop.environments.registry import import_attribute
+from strop.environments.user_code import import_attribute
 
 
 @dataclass(frozen=True)

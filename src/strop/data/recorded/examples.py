@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
+from strop.data.messages import first_reply_index, join_text, last_message_text
 from strop.data.recorded.layouts import (
     CompletionPair,
     Layout,
@@ -20,7 +21,6 @@ from strop.data.recorded.layouts import (
     find_pair_layout,
     find_unpaired_layout,
 )
-from strop.data.recorded.messages import first_reply_index, last_message_text
 from strop.data.sources.records import DataError, Records
 from strop.data.sources.source import DataSource, validate_rows
 from strop.types import Message, Messages, Task
@@ -117,7 +117,7 @@ def _load_examples(
 
     def questions() -> Iterator[str]:
         for index in selected:
-            yield _join_text(get_prompt(layout.read(records[index], template, records.location(index))))
+            yield join_text(get_prompt(layout.read(records[index], template, records.location(index))))
 
     selected = layout.example_indices(records)
     if not selected:
@@ -131,10 +131,6 @@ def _load_examples(
 
 def _prompt_messages(conversation: MessageTuple) -> MessageTuple:
     return conversation[: first_reply_index(conversation)]
-
-
-def _join_text(messages: Messages) -> str:
-    return "\0".join(text for message in messages for text in (message.role, message.content))
 
 
 @dataclass(frozen=True, kw_only=True)

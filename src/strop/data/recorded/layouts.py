@@ -11,19 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from strop.data.prompt_template import PromptTemplate
-from strop.data.recorded.messages import (
+from strop.data.messages import (
     first_reply_index,
     get_text_or_messages,
-    get_value,
-    has_key,
     make_completion,
     make_prompt,
     parse_messages,
     trim_after_last_reply,
 )
+from strop.data.prompt_template import PromptTemplate
 from strop.data.sources.builtin import BuiltinDataset
-from strop.data.sources.records import DataError, Record, Records, get_text
+from strop.data.sources.records import DataError, Record, Records, get_text, get_value, has_key
 from strop.data.sources.source import DataSource
 from strop.types import Message
 
@@ -290,7 +288,7 @@ def _question_column(source: DataSource, builtin: BuiltinDataset, record: Record
 
 
 def _answer_column(source: DataSource, builtin: BuiltinDataset, record: Record) -> ColumnKey | None:
-    return _find_column("output_key", source.output_key, ("completion", "response", builtin.output_key), record)
+    return _find_column("output_key", source.output_key, ("completion", "response", builtin.output_key, "solution"), record)
 
 
 def _messages_column(source: DataSource, record: Record) -> ColumnKey | None:

@@ -1,7 +1,7 @@
-"""Local data files: JSON lines, JSON, CSV and Parquet.
+"""Local data files: JSON lines, JSON, CSV, Parquet and Arrow.
 
-JSON lines are parsed here rather than by a library, so that errors name the file and line, and so that files of any size work: only
-the offset of each line is kept in memory.
+Tables are read by the library ``datasets``. Text is parsed here, because ``datasets`` would name no line in its errors, give every record
+the columns of all, and read numbers where CSV has text ("007" as 7, "NA" as nothing). Of JSON lines only the offsets are kept in memory.
 """
 
 from __future__ import annotations
@@ -11,32 +11,36 @@ import json
 import mmap
 from array import array
 from pathlib import Path
-from typing import Any
 
+from strop.data.sources.in_memory import DatasetRecords, ListRecords
 from strop.data.sources.records import DataError, Record, Records
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 
 
 def open_file(path: Path) -> Records:
     """Open a data file. Raises DataError if it is missing, empty or malformed."""
-    if path.is_dir():
-        raise DataError(f"{str(path)!r} is a folder; set dataset_name to one {', '.join(SUFFIXES)} file in it")
-    if not path.is_file():
+    is_saved_dataset = (path / "state.json").is_file()
+    if path.is_dir() and not is_saved_dataset:
+        raise DataError(
+            f"{str(path)!r} is a folder; set dataset_name to one {', '.join(FILE_SUFFIXES)} file in it, or to a folder that "
+            "Dataset.save_to_disk wrote"
+        )
+    if not path.exists():
         raise DataError(f"there is no data file {str(path)!r} (looked for {path.absolute()}); check dataset_name")
-    if path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         raise DataError(f"the data file {str(path)!r} is empty; a dataset needs at least one row")
-    match path.suffix:
+    match ".arrow" if is_saved_dataset else path.suffix:
         case ".jsonl":
             records: Records = JsonLinesRecords(path)
         case ".json":
             records = _read_json(path)
         case ".csv":
             records = _read_csv(path)
-        case ".parquet":
-            records = ParquetRecords(path)
+        case ".parquet" | ".arrow":
+            records = _open_arrow(path)
         case suffix:
-            raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(SUFFIXES)}")
+            raise DataError(f"{str(path)!r} ends with {suffix!r}; supported data files end with {', '.join(FILE_SUFFIXES)}")
     if len(records) == 0:
         raise DataError(f"the data file {str(path)!r} has no rows; a dataset needs at least one")
     return records
@@ -81,22 +85,6 @@ def _parse_object(line: bytes, where: str) -> Record:
     return value
 
 
-class InMemoryRecords(Records):
-    """The objects of a JSON list, or the rows of a CSV file."""
-
-    def __init__(self, path: Path, records: list[Record], unit: str) -> None:
-        self.name, self._records, self._unit = str(path), records, unit
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def read_record(self, index: int) -> Record:
-        return self._records[index]
-
-    def location(self, index: int) -> str:
-        return f"{self.name}, {self._unit} {index + 1}"
-
-
 def _read_json(path: Path) -> Records:
     try:
         value = json.loads(path.read_bytes())
@@ -104,7 +92,7 @@ def _read_json(path: Path) -> Records:
         raise DataError(f"{path} is not JSON ({error}). If it has one object per line, name it .jsonl") from error
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{path} must hold a JSON list of objects. If it has one object per line, name it .jsonl")
-    return InMemoryRecords(path, value, "item")
+    return ListRecords(str(path), value, "item")
 
 
 def _read_csv(path: Path) -> Records:
@@ -119,26 +107,24 @@ def _read_csv(path: Path) -> Records:
                 records.append(record)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}:{reader.line_num} is not CSV ({error})") from error
-    return InMemoryRecords(path, records, "row")
+    return ListRecords(str(path), records, uniform=True)
 
 
-class ParquetRecords(Records):
-    def __init__(self, path: Path) -> None:
-        import pyarrow  # type: ignore[import-untyped,unused-ignore]
-        import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
+def _open_arrow(path: Path) -> Records:
+    """Open a Parquet or Arrow file, or a folder that ``Dataset.save_to_disk`` wrote, with ``datasets``. Nothing is copied."""
+    import datasets  # type: ignore[import-untyped,unused-ignore]
+    import pyarrow  # type: ignore[import-untyped,unused-ignore]
+    import pyarrow.parquet  # type: ignore[import-untyped,unused-ignore]
 
-        self.name = str(path)
-        try:
-            self._table: Any = pyarrow.parquet.read_table(path, memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as Parquet ({error})") from error
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def read_record(self, index: int) -> Record:
-        record: Record = self._table.slice(index, 1).to_pylist()[0]
-        return record
-
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
+    try:
+        if path.is_dir():
+            dataset = datasets.load_from_disk(str(path))
+        elif path.suffix == ".arrow":
+            dataset = datasets.Dataset.from_file(str(path))
+        else:  # without the schema's metadata, which may ask to decode images and audio
+            table = pyarrow.parquet.read_table(path, memory_map=True)
+            dataset = datasets.Dataset(table.replace_schema_metadata(None))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        kind = "a saved dataset" if path.is_dir() else "Arrow" if path.suffix == ".arrow" else "Parquet"
+        raise DataError(f"{path} cannot be read as {kind} ({error})") from error
+    return DatasetRecords(str(path), dataset)

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub: the only module that imports ``datasets``.
+"""Datasets of the Hugging Face hub.
 
 The hub is queried once, with a timeout, before a dataset is loaded, because ``datasets`` retries an unreachable hub for minutes. If the hub
 is unreachable, a cached copy is used, with a warning.
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from strop.data.sources.records import DataError, Record, Records, get_text
+from strop.data.sources.in_memory import DatasetRecords
+from strop.data.sources.records import DataError, Records
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +24,10 @@ def open_hub(name: str, subset: str | None, split: str) -> Records:
     """Open a split of a dataset on the hub. Raises DataError if it does not exist, needs a login, or is unreachable and not cached."""
     unreachable = _check_hub(name)
     if unreachable is None:
-        return HubRecords(name, _load_split(name, subset, split), split)
+        return _open_split(name, subset, split)
     try:
         with _force_offline():
-            records = HubRecords(name, _load_split(name, subset, split), split)
+            records = _open_split(name, subset, split)
     except DataError:
         raise DataError(
             f"the hub is unreachable ({unreachable}), and the dataset {name!r} is not in the local cache. "
@@ -50,6 +51,13 @@ def _check_hub(name: str) -> Exception | None:
     except Exception as error:  # the HTTP client has other error classes in other versions; all mean that there was no answer
         return error
     return None
+
+
+def _open_split(name: str, subset: str | None, split: str) -> Records:
+    dataset = _load_split(name, subset, split)
+    if len(dataset) == 0:
+        raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
+    return DatasetRecords(name, dataset)
 
 
 def _load_split(name: str, subset: str | None, split: str) -> Any:
@@ -76,28 +84,3 @@ def _force_offline() -> Iterator[None]:
     finally:
         for module, value in zip(modules, previous, strict=True):
             module.HF_HUB_OFFLINE = value
-
-
-class HubRecords(Records):
-    def __init__(self, name: str, dataset: Any, split: str) -> None:
-        if len(dataset) == 0:
-            raise DataError(f"the split {split!r} of the dataset {name!r} has no rows")
-        self.name, self._dataset = name, dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read_record(self, index: int) -> Record:
-        record: Record = self._dataset[index]
-        return record
-
-    def location(self, index: int) -> str:
-        return f"{self.name}, row {index + 1}"
-
-    def iter_column(self, key: str, option: str) -> Iterator[str]:
-        top = key.split(".")[0]
-        if top not in self._dataset.column_names:
-            yield from super().iter_column(key, option)  # raises, naming the keys
-        narrow = self._dataset.select_columns([top])  # decode one column instead of all
-        for index, record in enumerate(narrow):
-            yield get_text(record, key, option, self.location(index))

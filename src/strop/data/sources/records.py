@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 Record = Mapping[str, Any]
+ReadText = Callable[[Record, str, str, str], str]
+"""Reads a text: (record, key, the setting that names the key, location) -> text."""
 
 
 class Records(Sequence[Record]):
     """Records by index. ``location(i)`` locates a record for error messages, by line or row."""
 
     name: str
+    uniform: bool = False  # every record has the columns and types of the first
 
     @abstractmethod
     def read_record(self, index: int) -> Record: ...
@@ -30,16 +33,32 @@ class Records(Sequence[Record]):
             return [self.read_record(i) for i in range(*index.indices(len(self)))]
         return self.read_record(range(len(self))[index])
 
-    def get_text(self, index: int, key: str, option: str) -> str:
-        """Return the text under ``key`` in record ``index``. ``option`` is the setting that names the key."""
-        return get_text(self[index], key, option, self.location(index))
+    def iter_column(self, key: str, option: str, read: ReadText | None = None) -> Iterator[str]:
+        """Iterate over the texts under ``key``, read by ``read`` (default: ``get_text``). ``option`` is the setting that names the key."""
+        records = enumerate(self.select_column(key))
+        return ((read or get_text)(record, key, option, self.location(index)) for index, record in records)
 
-    def iter_column(self, key: str, option: str) -> Iterator[str]:
-        return (self.get_text(index, key, option) for index in range(len(self)))
+    def select_column(self, key: str) -> Iterable[Record]:
+        """Return the records; columns other than that of ``key`` may be missing."""
+        return self
 
 
-def get_text(record: Record, key: str, option: str, where: str) -> str:
-    """Return the text or number under a dotted ``key`` (``prompt.0.content``), as text. Raises DataError for other values."""
+_MISSING = object()
+
+
+def has_key(record: Record, key: str) -> bool:
+    return _resolve_key(record, key) is not _MISSING
+
+
+def get_value(record: Record, key: str, option: str, where: str) -> Any:
+    """Return the value under a dotted ``key`` (``prompt.0.content``). ``option`` is the setting that names the key. Raises DataError."""
+    value = _resolve_key(record, key)
+    if value is _MISSING:
+        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+    return value
+
+
+def _resolve_key(record: Record, key: str) -> Any:
     value: Any = record
     for part in [key] if key in record else key.split("."):
         if isinstance(value, Mapping) and part in value:
@@ -47,7 +66,13 @@ def get_text(record: Record, key: str, option: str, where: str) -> str:
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
         else:
-            raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
+            return _MISSING
+    return value
+
+
+def get_text(record: Record, key: str, option: str, where: str) -> str:
+    """Return the text or number under a dotted ``key``, as text. Raises DataError for other values."""
+    value = get_value(record, key, option, where)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
             f"{where}: {key!r} is {value!r:.80}, which is not text. Set {option} to a key that holds text, or fix the record"

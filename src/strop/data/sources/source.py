@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
-from strop.data.sources.files import SUFFIXES, open_file
-from strop.data.sources.records import DataError, Records, suggest_names
+from strop.data.sources.files import FILE_SUFFIXES, open_file
+from strop.data.sources.in_memory import open_rows
+from strop.data.sources.records import DataError, Record, Records, get_text, has_key, suggest_names
 from strop.data.sources.split import split_by_question
+from strop.types import Message
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A question with its reference answer. ``metadata`` has the other columns of the record."""
+    """A prompt with its reference answer."""
 
     id: str
-    question: str
-    answer: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | tuple[Message, ...]  # a question, or a conversation to continue
+    answer: str  # empty for data without answers
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the whole record
+
+    @property
+    def question(self) -> str:
+        """The question, or what the user said last in the conversation."""
+        return self.prompt if isinstance(self.prompt, str) else last_message_text(self.prompt, "user")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """A dataset (file, hub name or built-in name), the part of it to use, and its prompt options.
+    """A dataset (file, hub name, built-in name, or rows in memory), the part of it to use, and its prompt options.
 
     Environments that generate their tasks use ``size``, ``seed``, ``part`` and the prompt options.
     """
 
-    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet file, a built-in name, or OWNER/NAME on the hub
+    dataset_name: str | None = None  # a .jsonl/.json/.csv/.parquet/.arrow file, a built-in name, or OWNER/NAME on the hub
+    rows: Sequence[Record] | None = field(default=None, repr=False)  # in its place: a list of dicts, or a datasets.Dataset
     subset: str | None = None  # the hub's configuration name
     split: str | None = None  # default: the built-in's, else "train"
-    input_key: str | None = None  # default: the built-in's, else "problem"; may be dotted: prompt.0.content
-    output_key: str | None = None  # default: the built-in's, else "answer"
+    input_key: str | None = None  # default: the built-in's, else "problem", else "prompt"; may be dotted: prompt.0.content
+    output_key: str | None = None  # default: the built-in's, else "answer", else "solution" or "completion"
     messages_key: str | None = None  # recorded data: a column of conversations; default: messages, or conversations
     chosen_key: str | None = None  # pairs: the better completion; default: chosen
     rejected_key: str | None = None  # pairs: the worse completion; default: rejected
@@ -51,6 +64,8 @@ class DataSource:
     part: Literal["all", "train", "validation"] = "all"  # of the validation split
 
     def __post_init__(self) -> None:
+        if self.dataset_name is not None and self.rows is not None:
+            raise DataError(f"dataset_name is {self.dataset_name!r}, and rows is set too; keep one")
         if self.system_prompt is not None and self.system_prompt_file is not None:
             raise DataError("system_prompt and system_prompt_file are both set; keep one")
         if self.size is not None and self.size < 1:
@@ -74,16 +89,24 @@ class DataSource:
         text = read_text_file(self.prompt_file, "prompt_file").rstrip("\n")
         return parse_prompt_template(text, repr(self.prompt_file), system_prompt)
 
-    def load_rows(self) -> Sequence[Row]:
-        """Return the rows, read lazily. Raises DataError for invalid data."""
+    def load_rows(self, *, needs_answers: bool = True) -> Sequence[Row]:
+        """Return the rows, read lazily. Raises DataError for invalid data; answers may be missing if ``needs_answers`` is false."""
         builtin, records = self.open_records()
-        question_key = self.input_key or builtin.input_key
+        input_key = self.input_key or _find_column(records, "input_key", builtin.input_key, ("prompt",))
+        output_key = self.output_key or _find_column(records, "output_key", builtin.output_key, ("solution", "completion"))
+        has_answers = needs_answers or self.output_key is not None or has_key(records[0], output_key)
+        if not has_answers:
+            _warn_once(
+                f"{records.name} has no column {output_key!r}: task.answer is empty; set output_key to the reference answer"
+            )
         rows = Rows(
             records=records,
-            indices=self.select_records(range(len(records)), lambda: records.iter_column(question_key, "input_key")),
+            indices=self.select_records(
+                range(len(records)), lambda: records.iter_column(input_key, "input_key", get_prompt_text)
+            ),
             repeat=self.repeat,
-            input_key=question_key,
-            output_key=self.output_key or builtin.output_key,
+            input_key=input_key,
+            output_key=output_key if has_answers else None,
             answer_marker=builtin.answer_marker,
         )
         validate_rows(rows, len(rows.indices), records)
@@ -98,12 +121,14 @@ class DataSource:
 
     def open_records(self) -> tuple[BuiltinDataset, Records]:
         """Open the dataset. Return the defaults of its name, and its records. Raises DataError."""
+        if self.rows is not None:
+            return BuiltinDataset(""), open_rows(self.rows)
         name = self.dataset_name
         if name is None:
             raise DataError("dataset_name is not set, but a dataset is needed here; set it to a file or a dataset of the hub")
         if name in BUILTIN_DATASETS:
             builtin = BUILTIN_DATASETS[name]
-        elif Path(name).suffix in SUFFIXES or Path(name).exists():
+        elif Path(name).suffix in FILE_SUFFIXES or Path(name).exists():
             return BuiltinDataset(""), open_file(Path(name))
         elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
             builtin = BuiltinDataset(name)
@@ -117,12 +142,24 @@ class DataSource:
 
 
 def validate_rows(rows: Sequence[object], count: int, records: Records) -> None:
-    """Read the first ``count`` rows, so that errors in them are raised before the run starts.
-
-    The records of a JSON file may differ, so all are read. Tables have one schema, so the first row is enough.
-    """
-    for index in range(count if Path(records.name).suffix in (".jsonl", ".json") else 1):
+    """Read the first ``count`` rows, or only one of uniform records, so that errors in them are raised before the run starts."""
+    for index in range(1 if records.uniform else count):
         rows[index]
+
+
+def _find_column(records: Records, option: str, default: str, usual: Sequence[str]) -> str:
+    """Return ``default``; where the first record does not have it and has one of the ``usual`` columns, that one, with a warning."""
+    found = [key for key in usual if has_key(records[0], key)]
+    if has_key(records[0], default) or len(found) != 1:
+        return default
+    _warn_once(f"{records.name} has no column {default!r}: {found[0]!r} is read in its place; set {option}={found[0]}")
+    return found[0]
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning, once for training and validation on the same data."""
+    log.warning("%s", message)
 
 
 def split_train_validation(data: DataSource) -> tuple[DataSource, DataSource]:
@@ -138,7 +175,7 @@ class Rows(Sequence[Row]):
     indices: Sequence[int]
     repeat: int
     input_key: str
-    output_key: str
+    output_key: str | None  # None: without answers
     answer_marker: str | None
 
     def __len__(self) -> int:
@@ -152,20 +189,12 @@ class Rows(Sequence[Row]):
         if isinstance(position, slice):
             return [self[i] for i in range(*position.indices(len(self)))]
         index = self.indices[range(len(self))[position] % len(self.indices)]
-        record = self.records[index]
-        answer = self.records.get_text(index, self.output_key, "output_key")
+        record, where = self.records[index], self.records.location(index)
+        answer = "" if self.output_key is None else get_text(record, self.output_key, "output_key", where)
         if self.answer_marker is not None:
             answer = answer.rpartition(self.answer_marker)[2].strip()
-        used = {self.input_key.split(".")[0], self.output_key.split(".")[0]}
-        return Row(
-            id=f"{self.records.name}:{index}",  # the position in the unsplit data: the same in every run
-            question=self._read_question(index),
-            answer=answer,
-            metadata={key: value for key, value in record.items() if key not in used},
-        )
-
-    def _read_question(self, index: int) -> str:
-        question = self.records.get_text(index, self.input_key, "input_key")
-        if not question.strip():
-            raise DataError(f"{self.records.location(index)}: {self.input_key!r} is empty; a row needs a question")
-        return question
+        prompt = get_text_or_messages(record, self.input_key, "input_key", where)
+        if isinstance(prompt, str) and not prompt.strip():
+            raise DataError(f"{where}: {self.input_key!r} is empty; a row needs a question")
+        # The id is the position in the unsplit data: the same in every run.
+        return Row(id=f"{self.records.name}:{index}", prompt=prompt, answer=answer, metadata=dict(record))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.data.prompt_template import PromptTemplate
-from strop.data.sources.records import DataError, Record
+from strop.data.sources.records import DataError, Record, get_value
 from strop.types import Message, Messages, assistant, system
 
 # Role names in datasets -> roles of chat templates.
@@ -30,31 +30,6 @@ UNSUPPORTED_FIELDS = {
     "reasoning": "write the reasoning into content, between the model's own markers",
     "thinking": "write the reasoning into content, between the model's own markers",
 }
-_MISSING = object()
-
-
-def has_key(record: Record, key: str) -> bool:
-    return _resolve_key(record, key) is not _MISSING
-
-
-def get_value(record: Record, key: str, option: str, where: str) -> Any:
-    """Return the value under a dotted ``key`` (``prompt.0.content``). ``option`` is the setting that names the key. Raises DataError."""
-    value = _resolve_key(record, key)
-    if value is _MISSING:
-        raise DataError(f"{where} has no key {key!r}; its keys are {sorted(record)}. Set {option} to one of them")
-    return value
-
-
-def _resolve_key(record: Record, key: str) -> Any:
-    value: Any = record
-    for part in [key] if key in record else key.split("."):
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            return _MISSING
-    return value
 
 
 def get_text_or_messages(record: Record, key: str, option: str, where: str) -> str | tuple[Message, ...]:
@@ -70,6 +45,17 @@ def get_text_or_messages(record: Record, key: str, option: str, where: str) -> s
         f"{where}: {key!r} is {value!r:.80}, neither text nor a list of messages. Set {option} to a key that holds one of them, "
         "or fix the record"
     )
+
+
+def get_prompt_text(record: Record, key: str, option: str, where: str) -> str:
+    """Return the text of a prompt column, of messages that of all, by which equal prompts are recognized."""
+    value = get_text_or_messages(record, key, option, where)
+    return value if isinstance(value, str) else join_text(value)
+
+
+def join_text(messages: Messages) -> str:
+    """Return roles and contents in one text, which is equal only for equal messages."""
+    return "\0".join(text for message in messages for text in (message.role, message.content))
 
 
 def parse_messages(value: Any, where: str) -> tuple[Message, ...]:

@@ -1,0 +1,95 @@
+"""Records that are held in memory or memory-mapped: lists of dicts, and datasets of the library ``datasets``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from strop.data.sources.records import DataError, Record, Records
+
+
+class ListRecords(Records):
+    """A list of dicts: the ``rows`` of a data source, the objects of a JSON list, or the rows of a CSV file."""
+
+    def __init__(self, name: str, records: Sequence[Record], unit: str = "row", *, uniform: bool = False) -> None:
+        self.name, self.uniform, self._records, self._unit = name, uniform, records, unit
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read_record(self, index: int) -> Record:
+        return self._records[index]
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, {self._unit} {index + 1}"
+
+
+class DatasetRecords(Records):
+    """A ``datasets.Dataset``."""
+
+    uniform = True
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name, self._dataset = name, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read_record(self, index: int) -> Record:
+        record: Record = self._dataset[index]
+        return record
+
+    def location(self, index: int) -> str:
+        return f"{self.name}, row {index + 1}"
+
+    def select_column(self, key: str) -> Iterable[Record]:
+        top, names = key.split(".")[0], self._dataset.column_names
+        if key in names or top not in names:
+            top = key
+        narrow: Iterable[Record] = self._dataset.select_columns([top]) if top in names else self
+        return narrow  # decoding one column instead of all
+
+
+def open_rows(rows: Any) -> Records:
+    """Open a list of dicts or a ``datasets.Dataset``. Raises DataError for anything else.
+
+    The name, and with it the ids of tasks, follows from the number of rows and from the first and the last of them: it is the same
+    whenever a run is started with the same data.
+    """
+    if not (_is_dataset(rows) or (isinstance(rows, Sequence) and not isinstance(rows, str | bytes))):
+        raise DataError(
+            f"rows is of the type {type(rows).__name__}; pass a list of dicts or a datasets.Dataset{_suggest_rows(rows)}"
+        )
+    if len(rows) == 0:
+        raise DataError("rows is empty; a dataset needs at least one row")
+    if _is_dataset(rows):
+        return DatasetRecords(_name_rows(rows), rows)
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"rows[{index}] is {row!r:.80}, not a dict; a row is a dict of columns, such as prompt and answer")
+    return ListRecords(_name_rows(rows), rows)
+
+
+def _is_dataset(rows: Any) -> bool:
+    """Whether this is a ``datasets.Dataset``; whoever has one has imported the library."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(rows, library.Dataset)
+
+
+def _suggest_rows(rows: Any) -> str:
+    match type(rows).__name__:
+        case "DatasetDict":
+            return f": one of its splits {sorted(rows)}"
+        case "IterableDataset":
+            return ", which can be read by index: list(rows.take(1000)) are its first 1000 rows"
+        case "DataFrame":
+            return ": rows.to_dict('records')"
+    return ""
+
+
+def _name_rows(rows: Any) -> str:
+    ends = json.dumps([len(rows), rows[0], rows[-1]], sort_keys=True, default=lambda value: type(value).__name__)
+    return f"rows-{hashlib.blake2b(ends.encode(), digest_size=4).hexdigest()}"

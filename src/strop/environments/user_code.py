@@ -1,0 +1,58 @@
+"""Import what a configuration names as ``module:name`` or ``path/to/file.py:name``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from strop.data.sources.records import suggest_names
+from strop.environments.base import EnvironmentConfigError
+
+
+def import_attribute(path: str) -> Any:
+    """Import ``module:name`` or ``path/to/file.py:name``; the current folder is searched too. Raises EnvironmentConfigError."""
+    module_name, _, attribute = path.rpartition(":")
+    try:
+        module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    except Exception as error:  # user code may raise anything
+        raise EnvironmentConfigError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
+        raise EnvironmentConfigError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
+    return getattr(module, attribute)
+
+
+def _import_module(name: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder in sys.path or "" in sys.path:
+        return importlib.import_module(name)
+    sys.path.append(folder)  # last, so that it shadows nothing; a console script does not search it by default
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file once, under a name derived from its full path."""
+    full = path.resolve()
+    name = f"strop_plugin_{full.stem}_{hashlib.blake2b(str(full).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not full.is_file():
+        raise FileNotFoundError(f"there is no file {full}")
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution: dataclasses look up their module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
