@@ -304,7 +304,7 @@ def _lines(tree: ast.Module, name: str) -> int:
 
 
 def test_the_loop_fits_on_a_screen() -> None:
-    assert _lines(sources()[PACKAGE / "trainer/train.py"], "train") <= 50
+    assert _lines(sources()[PACKAGE / "trainer/train.py"], "train") <= 25
 
 
 def test_there_is_one_training_loop() -> None:

@@ -13,7 +13,7 @@ from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.stream import GroupStream, StreamState
-from strop.stopping import EarlyStop, StopRequest
+from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Validator
 from strop.trainer.mismatch import MismatchGuard
@@ -33,9 +33,6 @@ class TooFewTasks(RuntimeError):
 # When the loop waits for the groups in flight: before training, if learner and generator take turns on the same devices; before the new
 # weights are published, if they run on separate devices; or never, so that weights change while groups are sampled.
 DrainBefore = Literal["training", "publishing", "never"]
-
-# A run is finished after its last step, its last task or by early stopping. It is stopped on request: started again, it continues.
-RunEnding = Literal["finished", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
