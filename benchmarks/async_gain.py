@@ -34,6 +34,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import Run, TrainOptions
 from strop.trainer.train import train
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
@@ -199,7 +200,7 @@ def measure(
                 version=lambda: engine.version,
             ),
             learners={"policy": wrap_in_thread(trainer, thread) if k else trainer},
-            scorers={},
+            columns=ColumnSources(frozenset(), {}),
             weights=publisher,
             tracker=publisher,
             rollouts=RolloutStore(folder, "none"),

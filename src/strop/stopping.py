@@ -1,10 +1,14 @@
-"""Stop a run before its last step: early stopping by a metric, and requests to stop now and resume later."""
+"""How a run ends: finished, perhaps early by a metric, or stopped on request and resumed later."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+# A run is finished after its last step, its last task or by early stopping. It is stopped on request: started again, it continues.
+RunEnding = Literal["finished", "stopped"]
 
 STOPPED_EXIT_CODE = 143  # exit code for any stop request: 128 + SIGTERM
 

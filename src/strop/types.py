@@ -1,4 +1,4 @@
-"""The data that flows through Strop: Task -> Rollout -> Group -> Batch.
+"""The data that flows through Strop: Task -> Rollout -> Group -> RolloutCredit -> Batch.
 
 Everything here is a frozen dataclass over torch tensors. This module depends on no models, engines, environments or algorithms, so every
 other module may import it.
@@ -179,6 +179,16 @@ class Group:
         return tuple(rollout.error for rollout in rollouts if rollout.error is not None)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutCredit:
+    """The credit of the rollouts of some groups, in their order, which packing gives to their tokens."""
+
+    rewards: Tensor  # [S] float64, as the algorithm uses them
+    advantages: Tensor  # [S] float64
+    mask: Tensor  # [S] bool: which rollouts count in the loss
+    predict: Literal["tokens", "last_token"] = "tokens"  # it goes to every sampled token, or to the last token of a rollout
+
+
 @dataclass(frozen=True)
 class Totals:
     """The denominators of a loss: counts over the whole optimizer step, fixed before it is split into micro-batches (law 1)."""
@@ -215,7 +225,7 @@ class Batch:
 
     leaf: Tensor  # [S] int64: the segment in which the rollout ends
     group: Tensor  # [S] int64: the index of the group in this batch
-    rewards: Tensor  # [S] float64, as returned by ``Algorithm.rewards``
+    rewards: Tensor  # [S] float64, as in ``RolloutCredit``
 
     totals: Totals
     zero_gradient: Tensor | None = None  # [S] bool: rollouts whose loss gradient is exactly zero; no backward pass is run
@@ -258,3 +268,9 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         return replace(self, columns={**self.columns, **columns}) if columns else self
+
+    def with_totals(self) -> Batch:
+        """Set the denominators of the loss. Call it on the batch of one optimizer step, before it is split into micro-batches."""
+        counted = self.sequence_lengths > 0
+        totals = Totals(tokens=int(self.mask.sum()), sequences=int(counted.sum()), groups=len(self.group[counted].unique()))
+        return replace(self, totals=totals)

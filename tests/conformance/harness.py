@@ -16,8 +16,8 @@ from torch import Tensor
 from conformance.cases import Sample, Step
 from conformance.formulas_common import Row, Scalar, constant
 from strop.algorithms.base import CANDIDATES, Algorithm, TokenOutputs, ValueOutputs
-from strop.data.packing import pack
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
+from support.rollouts import pack_for
 
 EXACT = 1e-9  # relative, in float64
 SINGLE = 1e-6  # where a column is float32 by design
@@ -142,7 +142,7 @@ def per_token(step: Step, numbers: Sequence[float]) -> Tensor:
 
 
 def packed(step: Step, algorithm: Algorithm, candidates: Candidates | None = None) -> Batch:
-    batch = pack(groups_of(step), algorithm)
+    batch = pack_for(groups_of(step), algorithm)
     extras = {
         "policy_logprobs": column(step, "before"),
         "reference_logprobs": column(step, "reference"),

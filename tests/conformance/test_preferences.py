@@ -16,8 +16,8 @@ from conformance.formulas_common import Row, Scalar, constant
 from conformance.harness import Outcome, assert_same, groups_of, leaf, single_precision, through_formula, through_strop
 from conformance.preferences import PAIR_LOSSES, PairCase
 from strop.algorithms.base import ValueOutputs
-from strop.data.packing import pack
 from support.each import each
+from support.rollouts import pack_for
 
 PAIR_STEP = each("step", PAIRS.values(), ids=PAIRS)
 TAUGHT = {name: one.map(lambda sample: replace(sample, truncated=False)) for name, one in STEPS.items()}
@@ -156,7 +156,7 @@ SCORES = {
 
 def score(options: dict[str, object], scores: list[float], one: Step) -> Outcome:
     subject = algorithm("reward_model", **options)
-    batch = pack(groups_of(one), subject)
+    batch = pack_for(groups_of(one), subject)
     assert len(batch.target) == len(scores), "one place for each rollout: its end"
     values = leaf(scores)
     batch = subject.prepare_step(subject.token_credit(batch), None)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
@@ -17,7 +16,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +41,7 @@ def exact_products() -> Any:
 
 
 def batch_of(algorithm: GRPO) -> Batch:
-    batch = pack(simple_groups(*SHAPES), algorithm)
+    batch = pack_for(simple_groups(*SHAPES), algorithm)
     return algorithm.token_credit(batch.with_column("reference_logprobs", batch.rollout_logprobs - 0.2))
 
 

@@ -26,6 +26,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling
 from strop.stopping import EarlyStop
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import Run, TrainOptions
 from strop.types import Batch, Group, Rollout, Task
@@ -248,7 +249,7 @@ def make_run(
     latency: Callable[[int], float] = lambda seed: 0.0,
 ) -> tuple[Run, FakeGenerator, Recorder]:
     """Build a run with the real loop, stream, episodes and packing, and fakes for the rest. ``tasks`` None: no limit."""
-    environment = environment or Letters()
+    environment, algorithm = environment or Letters(), algorithm or grpo()
     generator = FakeGenerator(tokenizer, latency=latency)
     template, sampling, rules = ChatTemplate(tokenizer), Sampling(max_new_tokens=8), EpisodeRules(max_length=200)
     source = Tasks(environment, environment.tasks(DataSource(size=tasks)))
@@ -269,10 +270,10 @@ def make_run(
     slots = (options.max_staleness + 1) * options.groups_per_step
     run = Run(
         options=options,
-        algorithm=algorithm or grpo(),
+        algorithm=algorithm,
         stream=RolloutStream(group, slots=slots, size=tasks, refill_on_release=options.max_staleness > 0),
         learners=learners or {"policy": FakeLearner()},
-        scorers=scorers or {},
+        columns=ColumnSources(algorithm.requires, scorers or {}),
         weights=InProcessWeights([generator]),
         tracker=tracker,
         rollouts=RolloutStore(folder, store),  # type: ignore[arg-type]

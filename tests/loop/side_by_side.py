@@ -29,6 +29,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.order import Fifo, GroupOrder
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling, mix_seed
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.run import Run, TrainOptions
 from strop.types import Batch, Group, Messages, Rollout, Task, user
@@ -188,7 +189,7 @@ def separate_run(
             version=lambda: generator.version,
         ),
         learners={"policy": learner},
-        scorers={},
+        columns=ColumnSources(frozenset(), {}),
         weights=CopiedWeights(generator, learner),
         tracker=tracker,
         rollouts=RolloutStore(folder, "jsonl"),

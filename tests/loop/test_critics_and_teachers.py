@@ -34,6 +34,7 @@ from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.run import Run, TrainOptions
 from strop.trainer.train import train
 from strop.types import Group, Rollout, Task
@@ -117,7 +118,7 @@ def run_of(
         algorithm=algorithm,
         stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, refill_on_release=staleness > 0),
         learners={"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})},
-        scorers=scorers,
+        columns=ColumnSources(algorithm.requires, scorers),
         weights=InProcessWeights([engine]),
         tracker=(tracker := Recorder()),
         rollouts=RolloutStore(folder, "none"),

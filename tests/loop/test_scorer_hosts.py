@@ -21,12 +21,11 @@ from strop.build.cluster.teacher_worker import TeacherSpec, spawn_teachers
 from strop.build.teachers import StudentInfo
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
-from strop.data.packing import pack
 from strop.distributed.base import ActorOptions
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 from strop.distributed.ray import ClusterOptions, connect
@@ -129,7 +128,7 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
     columns = frozenset({TEACHER_LOGPROBS})
     described = TeacherSpec(key="teacher", config=config, student=student, columns=columns, sampling=Sampling())
     groups = simple_groups((3, (4, 2)), (2, (3, 5)), (4, (1, 1)))
-    batch = pack(groups, Distillation())
+    batch = pack_for(groups, Distillation())
 
     async def ask() -> tuple[torch.Tensor, torch.Tensor]:
         cluster = await connect(ClusterOptions(output_folder=tmp_path / "workers"))

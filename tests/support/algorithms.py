@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
-from strop.algorithms.policy_gradient.clip import Clip
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.algorithms.policy_gradient.objectives.gspo import SequenceClip
 
 _ADVANTAGE = ("baseline", "leave_one_out", "normalize")

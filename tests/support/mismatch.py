@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from strop.algorithms.policy_gradient.parts import Mismatch
-from strop.data.packing import pack, with_totals
 from support.algorithms import grpo
-from support.rollouts import make_group, make_rollout, sampled_turn
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 
 
 def make_mismatch(
@@ -28,13 +27,13 @@ def make_mismatch(
         )
         for place, row in enumerate(log_ratios)
     ]
-    batch = pack([make_group(*rollouts)], grpo())
+    batch = pack_for([make_group(*rollouts)], grpo())
     if kept is not None:
         batch = replace(batch, mask=torch.tensor([float(mark) for mark in kept])[batch.sequence])
     if credit is not None:
         batch = replace(batch, advantages=torch.tensor(credit)[batch.sequence])
     flat = torch.tensor([ratio for row in log_ratios for ratio in row], dtype=dtype)
-    return Mismatch(log_ratio=flat, advantages=batch.advantages, batch=with_totals(batch))
+    return Mismatch(log_ratio=flat, advantages=batch.advantages, batch=batch.with_totals())
 
 
 def log_ratios(*ratios: float) -> list[float]:

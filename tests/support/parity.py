@@ -14,7 +14,6 @@ from strop import metrics
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, assemble_result
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism
@@ -32,7 +31,7 @@ from support.algorithms import grpo
 from support.lora import with_random_adapters
 from support.models import ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
-from support.rollouts import simple_groups, with_columns
+from support.rollouts import pack_for, simple_groups, with_columns
 
 SAMPLING = Sampling(temperature=0.8)
 ALGORITHMS: dict[str, Algorithm] = {
@@ -132,7 +131,7 @@ def make_groups(case: Case) -> list[Group]:
 def make_batch(case: Case) -> Batch:
     """Build the batch with its columns, scored with the initial weights."""
     algorithm = ALGORITHMS[case.algorithm]
-    batch = pack(make_groups(case), algorithm)
+    batch = pack_for(make_groups(case), algorithm)
     plain = build_network(replace(case, value=False, head=False, dtype=torch.float64, weights_dtype=None, precision=None))
     with torch.no_grad():
         logprobs = plain.outputs(batch, case.sampling).logprobs

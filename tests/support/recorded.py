@@ -11,14 +11,13 @@ import torch
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
-from strop.data.packing import pack
 from strop.learner.base import ColumnSource, require_token_outputs
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.value_network import get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, Task, Turn
 from support.models import CONFIGS, VOCABULARY, build
-from support.rollouts import GroupShape, make_group, make_rollout, rollout_shapes
+from support.rollouts import GroupShape, make_group, make_rollout, pack_for, rollout_shapes
 
 
 def recorded_turn(tokens: Sequence[int]) -> Turn:
@@ -114,7 +113,7 @@ def train_steps(
 
     async def run() -> list[dict[str, float]]:
         logged = []
-        batch = pack(groups, algorithm)
+        batch = pack_for(groups, algorithm)
         for scorer in scorers:
             batch = batch.with_columns(await scorer.columns(batch, groups))
         batch = algorithm.token_credit(batch)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
 from strop.generation.base import Completion
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn, observation_turn
@@ -132,6 +133,11 @@ def with_columns(batch: Batch, logprobs: Tensor, seed: int = 0) -> Batch:
     return batch.with_column("reference_logprobs", logprobs.float() + 0.5 * torch.randn(count, generator=generator))
 
 
+def pack_for(groups: Sequence[Group], algorithm: Algorithm, *, share_prefixes: bool = True) -> Batch:
+    """Pack the groups with the credit that an algorithm gives them."""
+    return pack(groups, algorithm.group_credit(groups), share_prefixes=share_prefixes)
+
+
 def pack_grpo(groups: Sequence[Group], *, share_prefixes: bool = True, **options: Any) -> Batch:
     """Pack the groups into a batch for GRPO with ``options``."""
-    return pack(groups, grpo(**options), share_prefixes=share_prefixes)
+    return pack_for(groups, grpo(**options), share_prefixes=share_prefixes)

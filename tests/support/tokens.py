@@ -11,10 +11,9 @@ from torch import Tensor
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import GroupRewards, Objective, PolicyTokens
-from strop.data.packing import pack, with_totals
 from strop.types import Batch
 from support.algorithms import grpo
-from support.rollouts import make_group, make_rollout, sampled_turn
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 
 Rows = Sequence[Sequence[float]]  # one number per token, grouped by rollout
 
@@ -55,7 +54,7 @@ def make_step(
     ``sampler``: as recorded while sampling (default: ``before``). ``counted``: which rollouts a filter kept."""
     lengths = torch.tensor([len(row) for row in logprobs])
     rollouts = [make_rollout([5, 6], sampled_turn([7] * len(row)), reward=float(place)) for place, row in enumerate(logprobs)]
-    batch = pack([make_group(*rollouts)], grpo())
+    batch = pack_for([make_group(*rollouts)], grpo())
     mask = torch.tensor([True] * len(logprobs) if kept is None else list(kept)).double().repeat_interleave(lengths)
     older = old if old is not None else logprobs
     batch = replace(
@@ -64,7 +63,7 @@ def make_step(
         rollout_logprobs=flatten_rows(rollout if rollout is not None else older),
         mask=mask,
     )
-    batch = with_totals(batch)
+    batch = batch.with_totals()
     if old is not None:
         batch = batch.with_column("policy_logprobs", flatten_rows(old))
     return Step(

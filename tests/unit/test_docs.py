@@ -22,11 +22,12 @@ from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.load import load_any_kind
-from strop.data.packing import pack, split_micro_batches
+from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
 from strop.environments.user_code import import_attribute
 from strop.types import Group, Rollout, Task, Turn
 from support.each import each
+from support.rollouts import pack_for
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -227,7 +228,7 @@ def trains_with(algorithm: str) -> None:
     overrides = ["policy.model_name=none", "data.train.env_name=arithmetic", "env.arithmetic={}", f"algorithm.name={algorithm}"]
     made = make_rollout_algorithm(load_config(None, overrides, root=GrpoRunConfig, check=False).config)
     group = Group(index=0, environment="arithmetic", version=0, rollouts=tuple(rollout(place) for place in range(4)))
-    batch = made.token_credit(pack([group], made))
+    batch = made.token_credit(pack_for([group], made))
     assert float(batch.advantages.abs().max()) > 0
     for column in made.requires:
         batch = batch.with_column(column, batch.rollout_logprobs.clone())

@@ -73,7 +73,7 @@ def start(found: Row, *more: str, check: bool = True) -> Any:
     config = load_config(BASES[found.kind], [*found.overrides, *more], root=RUNS[found.kind], check=check).config
     if check:
         for alias, options in config.env.items() if hasattr(config, "env") else ():
-            make_environment(alias, {name: value for name, value in dict(options).items() if name != "type"})
+            make_environment(alias, options.options)
     return config
 
 

@@ -7,7 +7,7 @@ engines or devices. A new algorithm is one file: in this package, where it has t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.metrics import Metrics
-from strop.types import Batch, Group
+from strop.types import Batch, Group, RolloutCredit
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,15 @@ class Algorithm(ABC):
     def advantages(self, group: Group) -> Tensor:
         """Return the credit of each rollout, [G]."""
 
+    def group_credit(self, groups: Sequence[Group]) -> RolloutCredit:
+        """Collect ``rewards``, ``advantages`` and ``rollout_mask`` of all rollouts. Raises ValueError if one has another length."""
+        return RolloutCredit(
+            rewards=_concatenate(self.rewards, groups).double(),
+            advantages=_concatenate(self.advantages, groups).double(),
+            mask=_concatenate(self.rollout_mask, groups),
+            predict=self.predict,
+        )
+
     def token_credit(self, batch: Batch) -> Batch:
         """Compute the credit of each token of the whole batch from the required columns. By default it is the rollout's advantage."""
         return batch
@@ -128,3 +137,13 @@ class Algorithm(ABC):
     def losses(self, step: int) -> dict[str, LossFn]:
         """Return one loss for each learner that trains in ``step`` (counted from 0); most algorithms only have a policy."""
         return {"policy": self.loss}
+
+
+def _concatenate(method: Callable[[Group], Tensor], groups: Sequence[Group]) -> Tensor:
+    """Concatenate what a method of an algorithm returns for each group, [S]."""
+    values = [method(group) for group in groups]
+    for group, value in zip(groups, values, strict=True):
+        if value.shape != (len(group.rollouts),):
+            found = f"{method.__qualname__} returned a tensor of shape {tuple(value.shape)} for {len(group.rollouts)} rollouts"
+            raise ValueError(f"{found}; return one value for each rollout of the group")
+    return torch.cat(values)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, make_torch_engine
 from strop.config.schema.policy_config import PolicyConfig
 from strop.data.packing import pack
@@ -380,7 +379,7 @@ def make_canary_scorer(
 
     async def score(prompts: Sequence[Sequence[int]], samples: Sequence[CanarySample]) -> list[Tensor]:
         groups = [_to_group(index, *pair) for index, pair in enumerate(zip(prompts, samples, strict=True))]
-        batch = pack(groups, GRPO(), share_prefixes=share_prefixes)
+        batch = pack(groups, share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await learner.score(batch)).logprobs.float().cpu()
         return [logprobs[batch.sequence == index] for index in range(len(groups))]
 

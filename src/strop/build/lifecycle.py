@@ -132,7 +132,6 @@ def resume_run(run: Run, state: RunState | None) -> Run:
     if state is not None:
         run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged
         run.early_stop = state.early_stop or run.early_stop
-        run.done = run.early_stop is not None and run.early_stop.reason is not None
     return run
 
 

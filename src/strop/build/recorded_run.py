@@ -28,6 +28,7 @@ from strop.rollouts.episode import make_failed_group
 from strop.rollouts.recorded import RecordedRules, demonstration_group, preference_group, unpaired_preference_group
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import Run, TrainOptions
 from strop.types import Group, Task
@@ -99,6 +100,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
     options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
     scorers = await backend.build_recorded_scorers(lambda: [*examples.read_all(), *validation_groups])
+    columns = ColumnSources(algorithm.requires, scorers)
 
     checkpoints = make_checkpoints(config, make_tokenizer_saver(backend.bundle.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), "none")
@@ -109,7 +111,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
             groups=validation_groups,
             algorithm=algorithm,
             learner=learners["policy"],
-            scorers=scorers,
+            columns=columns,
             share_prefixes=share_prefixes,
         )
     run = Run(
@@ -117,7 +119,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
         algorithm=algorithm,
         stream=make_recorded_stream(examples, options, state.stream if state else None),
         learners=learners,
-        scorers=scorers,
+        columns=columns,
         weights=InProcessWeights([]),
         tracker=tracker,
         rollouts=store,

@@ -31,6 +31,7 @@ from strop.rollouts.episode import EpisodeRules, make_failed_group, run_group
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.sampling import Sampling
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, Run, TrainOptions
@@ -110,7 +111,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
             greedy=algorithm.greedy_baseline,
         ),
         learners=learners,
-        scorers=scorers,
+        columns=ColumnSources(algorithm.requires, scorers),
         weights=synced.weights,
         tracker=tracker,
         rollouts=store,

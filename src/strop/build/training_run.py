@@ -53,7 +53,7 @@ async def _run_attempt(config: TrainingRunConfig, tracker: Tracker, signals: Sig
             await run.stream.close()
             if generator is not None:
                 await generator.close()
-        if not run.finished:
+        if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
 

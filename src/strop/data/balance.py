@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from strop.data.packing import group_members, pack_first_fit, split_group
+from strop.data.splitting import group_members, pack_first_fit, split_group
 from strop.types import Batch
 
 Unit = tuple[list[int], int]  # rollouts that stay together, and their tokens without other units

@@ -1,20 +1,85 @@
-"""The work after a step: store rollouts, validate, stop, save."""
+"""What happens around the steps: at the start, after each step, and when no tasks are left.
+
+Stores rollouts, validates, decides whether the run ends, saves and logs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.checkpointing.base import RunState
 from strop.learner.base import require_token_outputs
+from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.rollouts.stream import StreamState
-from strop.trainer.run import Run
+from strop.trainer.dropped import describe_drops
+from strop.trainer.run import Run, TooFewTasks
+from strop.trainer.step_metrics import group_metrics
+from strop.trainer.update import UpdateResult
 from strop.types import Batch, Group
 
 
-def rollout_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
-    """Return the records to store of this step's rollouts, including dropped ones; none for recorded data, which is stored already."""
+async def start(run: Run) -> None:
+    """Publish the weights, validate them if due and log the metrics as step 0. Find out whether there is anything to train."""
+    await run.weights.publish(run.step)
+    check_stop_request(run)
+    if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
+        run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
+        check_stop_request(run)
+    if run.step >= run.options.max_steps or (run.early_stop is not None and run.early_stop.reason is not None):
+        run.ending = "finished"
+
+
+async def after_step(run: Run, groups: Sequence[Group], batch: Batch, result: UpdateResult, published: Metrics) -> None:
+    """Store the rollouts of the step; validate, end the run and save, where due; log the metrics."""
+    recorded = bool(run.algorithm.recorded_data)
+    with run.timer.span("storing"):
+        run.rollouts.write(run.step, make_step_records(run, groups, batch, result.old_outputs))
+    staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
+    collected = group_metrics(groups, run.dropped, staleness, recorded=recorded)
+    run.last_metrics = {**collected, **result.metrics, **metrics.to_floats(published)}
+    check_ending(run, run.last_metrics)
+    with run.timer.span("validation"):
+        validated = await validate_if_due(run)
+    run.last_metrics = {**run.last_metrics, **validated}
+    check_ending(run, validated)
+    with run.timer.span("checkpointing"):
+        save_if_due(run, run.stream.state())
+    sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
+    timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
+    run.tracker.log(run.step, {**run.last_metrics, **timing})
+
+
+async def finish_without_tasks(run: Run, left_over_groups: int) -> None:
+    """Validate, save and log as after the last step, because no tasks are left. Raises TooFewTasks if no step was trained.
+
+    The checkpoint stores the stream's state from before the leftover tasks were started, so that a run with more epochs trains on them.
+    """
+    dropped = f"; {len(run.dropped)} groups were dropped:{describe_drops(run)}" if run.dropped else ""
+    if run.step == 0:
+        raise TooFewTasks(
+            f"the tasks are used up and nothing was trained: {left_over_groups} groups are left, and one step needs "
+            f"{run.options.groups_per_step} ({run.options.batch_key}). Add data, allow more epochs "
+            f"({run.options.section}.max_num_epochs; null is unbounded), or lower {run.options.batch_key}{dropped}"
+        )
+    run.tracker.note(
+        f"the tasks are used up after step {run.step}: {left_over_groups} groups left over are not trained on{dropped}"
+    )
+    run.ending = "finished"
+    already_validated = any(name.startswith("validation/") for name in run.last_metrics)
+    validated = {} if already_validated else await validate_if_due(run)
+    run.last_metrics = {**run.last_metrics, **validated}
+    if run.saved_step < run.step:
+        assert run.stream_state is not None
+        save_if_due(run, run.stream_state)
+    if validated:
+        run.tracker.log(run.step, validated)
+
+
+def make_step_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
+    """Make the records to store of this step's rollouts, including dropped ones; none for recorded data, which is stored already."""
     if run.algorithm.recorded_data:
         return []
     learner_logprobs = require_token_outputs(old_outputs).logprobs
@@ -29,19 +94,11 @@ def rollout_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs
     )
 
 
-async def validate_at_start(run: Run) -> None:
-    """Validate the policy before training, if due, and log the metrics as step 0."""
-    due = run.options.val_at_start and run.step == 0 and not check_stop_request(run)
-    if run.evaluator is not None and due:
-        run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
-    check_stop_request(run)
-
-
 async def validate_if_due(run: Run) -> dict[str, float]:
     """Validate the policy, if due after this step, and return the metrics; empty if not due."""
     options = run.options
     periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
-    last = options.val_at_end and run.finished
+    last = options.val_at_end and run.ending == "finished"
     if run.evaluator is None or not (periodic or last):
         return {}
     return await run.evaluator.evaluate(run.step, run.tracker)
@@ -50,7 +107,7 @@ async def validate_if_due(run: Run) -> dict[str, float]:
 def save_if_due(run: Run, stream: StreamState) -> None:
     """Save a checkpoint with this state of the stream, if due after this step or because the run ends."""
     period = run.options.save_period
-    if run.checkpoints is None or not period or not (run.step % period == 0 or run.should_stop):
+    if run.checkpoints is None or not period or not (run.step % period == 0 or run.ending is not None):
         return
     run.tracker.progress("saving a checkpoint")
     state = RunState(step=run.step, stream=stream, logged=run.last_metrics, early_stop=run.early_stop)
@@ -59,21 +116,22 @@ def save_if_due(run: Run, stream: StreamState) -> None:
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 
 
-def check_early_stop(run: Run, logged: Mapping[str, float]) -> bool:
-    """Return whether the metrics stop the run early, and log the reason. Also check for a stop request."""
+def check_ending(run: Run, logged: Mapping[str, float]) -> None:
+    """Set ``run.ending`` if this was the last step, if the metrics stop the run early or if a stop was requested, and log the reason."""
     check_stop_request(run)
+    if run.step >= run.options.max_steps:
+        run.ending = "finished"
     if run.early_stop is None:
-        return False
+        return
     previous, run.early_stop = run.early_stop, run.early_stop.update(logged)
-    if run.early_stop.reason is None or run.early_stop is previous:
-        return False
-    run.tracker.note(f"{run.early_stop.reason}: training ends")
-    return True
+    if run.early_stop.reason is not None and run.early_stop is not previous:
+        run.tracker.note(f"{run.early_stop.reason}: training ends")
+        run.ending = "finished"
 
 
-def check_stop_request(run: Run) -> bool:
-    """Return whether a stop was requested, and log it once. The run then ends without the validation that is due after the last step."""
-    if not run.stopping and (reason := run.stop_request.check()) is not None:
-        run.stopping = True
+def check_stop_request(run: Run) -> None:
+    """Stop the run if that was requested, and log it once. A run that is stopped is not validated as after its last step."""
+    if not run.stop_noted and (reason := run.stop_request.check()) is not None:
+        run.stop_noted = True
+        run.ending = run.ending or "stopped"
         run.tracker.note(f"{reason}: this run ends after step {run.step}")
-    return run.stopping

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
-from strop.learner.base import ColumnSource, Learner, require_token_outputs
+from strop.learner.base import Learner, require_token_outputs
 from strop.monitoring.trackers.base import Tracker
+from strop.trainer.column_sources import ColumnSources
 from strop.types import Batch, Group
 
 
@@ -25,7 +26,7 @@ class LossValidator:
     groups: Sequence[Group]
     algorithm: Algorithm
     learner: Learner
-    scorers: Mapping[str, ColumnSource] = field(default_factory=dict)  # column that the algorithm requires -> its source
+    columns: ColumnSources
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:
@@ -56,10 +57,8 @@ class LossValidator:
     async def _prepare_batch(self) -> Batch:
         """Pack the groups, with columns and credit; done once, at the first call."""
         if self._batch is None:
-            batch = pack(self.usable_groups, self.algorithm, share_prefixes=self.share_prefixes)
-            for required in sorted(self.algorithm.requires):
-                batch = batch.with_columns(await self.scorers[required].columns(batch, self.usable_groups))
-            self._batch = self.algorithm.token_credit(batch)
+            batch = pack(self.usable_groups, self.algorithm.group_credit(self.usable_groups), share_prefixes=self.share_prefixes)
+            self._batch = self.algorithm.token_credit(await self.columns.fill(batch, self.usable_groups))
         return self._batch
 
     async def _prepare_step(self, batch: Batch) -> Batch:

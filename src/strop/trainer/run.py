@@ -8,14 +8,16 @@ from typing import Literal
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer
-from strop.learner.base import ColumnSource, Learner
+from strop.learner.base import Learner
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
-from strop.rollouts.stream import GroupStream
-from strop.stopping import EarlyStop, StopRequest
+from strop.rollouts.stream import GroupStream, StreamState
+from strop.stopping import EarlyStop, RunEnding, StopRequest
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Validator
 from strop.trainer.mismatch import MismatchGuard
+from strop.trainer.step_timer import StepTimer
 from strop.types import Group
 from strop.weight_sync.base import WeightSync
 
@@ -64,7 +66,7 @@ class Run:
     algorithm: Algorithm
     stream: GroupStream
     learners: Mapping[str, Learner]
-    scorers: Mapping[str, ColumnSource]  # column that the algorithm requires -> its source
+    columns: ColumnSources
     weights: WeightSync
     tracker: Tracker
     rollouts: RolloutStore
@@ -75,18 +77,16 @@ class Run:
     mismatch: MismatchGuard = field(default_factory=MismatchGuard)
     checkpoints: Checkpointer | None = None
     step: int = 0
-    done: bool = False
-    stopping: bool = False  # a stop was requested; the run continues when it is started again
-    errors_in_a_row: int = 0
+    ending: RunEnding | None = None  # None: there is a further step
+    stop_noted: bool = False  # the stop request has been logged
     saved_step: int = -1  # the step of the newest checkpoint
     last_metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
+    timer: StepTimer = field(default_factory=StepTimer)  # of the current step
+    stream_state: StreamState | None = None  # at the beginning of the current step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
+    errors_in_a_row: int = 0  # groups, also of earlier steps
 
-    @property
-    def finished(self) -> bool:
-        return self.done or self.step >= self.options.max_steps
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the loop starts no further step."""
-        return self.finished or self.stopping
+    def begin_step(self) -> None:
+        self.timer.start_step()
+        self.stream_state = self.stream.state()
+        self.dropped.clear()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from strop import metrics
 from strop.algorithms.base import Outputs, TokenOutputs
-from strop.data.packing import split_mini_batches
+from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.trainer.mismatch import measure_mismatch
 from strop.trainer.run import Run
@@ -14,22 +15,26 @@ from strop.trainer.step_metrics import batch_metrics
 from strop.types import Batch
 
 
-async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
-    """Run ``update_epochs`` passes of mini-batches, one optimizer step each.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateResult:
+    """What the update of a step computed."""
 
-    Returns the policy's outputs for the batch from before the first optimizer step, and metrics.
-    """
-    options, losses = run.options, run.algorithm.losses(run.step)
-    multiple_steps = options.steps_per_batch * options.update_epochs > 1
-    old_outputs = await run.learners["policy"].score(batch) if multiple_steps or "policy" not in losses else None
-    if isinstance(old_outputs, TokenOutputs):
-        batch = batch.with_column("policy_logprobs", old_outputs.logprobs)
-    logged: list[metrics.Metrics] = []
-    steps = 0
-    for _ in range(options.update_epochs):
-        for mini_batch in split_mini_batches(batch, options.steps_per_batch):
-            steps += 1
-            run.tracker.progress(f"training: optimizer step {steps} of {options.steps_per_batch * options.update_epochs}")
+    old_outputs: Outputs  # the policy's for the batch, from before the first optimizer step
+    metrics: Mapping[str, float]
+
+
+async def update(run: Run, batch: Batch) -> UpdateResult:
+    """Run ``update_epochs`` passes of ``steps_per_batch`` mini-batches, one optimizer step each, for every learner with a loss."""
+    with run.timer.span("policy_training"):
+        losses = run.algorithm.losses(run.step)
+        steps = run.options.steps_per_batch * run.options.update_epochs
+        old_outputs = await run.learners["policy"].score(batch) if steps > 1 or "policy" not in losses else None
+        if isinstance(old_outputs, TokenOutputs):
+            batch = batch.with_column("policy_logprobs", old_outputs.logprobs)
+        logged: list[metrics.Metrics] = []
+        mini_batches = split_mini_batches(batch, run.options.steps_per_batch)
+        for step, mini_batch in enumerate(mini_batches * run.options.update_epochs, 1):
+            run.tracker.progress(f"training: optimizer step {step} of {steps}")
             prepared = await prepare_step(run, mini_batch.batch)
             for name, loss in losses.items():
                 inputs = replace(prepared, zero_gradient=run.algorithm.zero_gradient(prepared, name))
@@ -39,11 +44,17 @@ async def update(run: Run, batch: Batch) -> tuple[Outputs, dict[str, float]]:
                 logged.append({prefix + key: metrics.to_step_mean(metric) for key, metric in step_metrics.items()})
                 if name == "policy" and old_outputs is None:
                     old_outputs = result.outputs
-    assert old_outputs is not None
-    trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
-    recorded = bool(run.algorithm.recorded_data)
-    measured = {**batch_metrics(batch, old_outputs, recorded=recorded), **check_mismatch(run, batch, old_outputs)}
-    return old_outputs, {**trained, **run.algorithm.report(batch), **measured}
+        assert old_outputs is not None
+        trained = {f"train/{name}": value for name, value in metrics.to_floats(metrics.merge(*logged)).items()}
+        measured = batch_metrics(batch, old_outputs, recorded=bool(run.algorithm.recorded_data))
+        mismatch = check_mismatch(run, batch, old_outputs)
+        return UpdateResult(old_outputs=old_outputs, metrics={**trained, **run.algorithm.report(batch), **measured, **mismatch})
+
+
+async def prepare_step(run: Run, batch: Batch) -> Batch:
+    """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
+    outputs = await run.learners["policy"].score(batch) if run.algorithm.needs_step_outputs else None
+    return run.algorithm.prepare_step(batch, None if outputs is None else require_token_outputs(outputs))
 
 
 def check_mismatch(run: Run, batch: Batch, old_outputs: Outputs) -> dict[str, float]:
@@ -54,9 +65,3 @@ def check_mismatch(run: Run, batch: Batch, old_outputs: Outputs) -> dict[str, fl
     if (warning := run.mismatch.check(run.step + 1, report)) is not None:
         run.tracker.note(f"warning: {warning}")
     return report.metrics()
-
-
-async def prepare_step(run: Run, batch: Batch) -> Batch:
-    """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
-    outputs = await run.learners["policy"].score(batch) if run.algorithm.needs_step_outputs else None
-    return run.algorithm.prepare_step(batch, None if outputs is None else require_token_outputs(outputs))

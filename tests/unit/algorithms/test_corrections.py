@@ -15,7 +15,7 @@ from strop.algorithms.base import Plan, TokenOutputs
 from strop.algorithms.catalogue import all_parts
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.parts import Correction
-from strop.data.packing import split_micro_batches
+from strop.data.splitting import split_micro_batches
 from support.algorithms import grpo
 from support.mismatch import make_mismatch
 from support.rollouts import batch_shapes, make_groups, pack_grpo

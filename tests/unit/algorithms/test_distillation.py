@@ -12,14 +12,13 @@ from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
-from strop.data.packing import pack
 from strop.types import Batch
-from support.rollouts import make_group, make_rollout, sampled_turn, simple_groups
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn, simple_groups
 
 
 def batch_of(algorithm: Distillation, *, seed: int = 0) -> Batch:
     """With a teacher's column, before credit."""
-    batch = pack(simple_groups((3, (4, 2)), (2, (5,))), algorithm)
+    batch = pack_for(simple_groups((3, (4, 2)), (2, (5,))), algorithm)
     noise = torch.randn(len(batch.target), generator=torch.Generator().manual_seed(seed))
     return batch.with_column(TEACHER_LOGPROBS, batch.rollout_logprobs + noise)
 
@@ -53,7 +52,7 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_kl() -> None:
     for token in range(4):
         group = make_group(make_rollout([5], sampled_turn([token], [policy[token].item()])))
         batch = Distillation().token_credit(
-            pack([group], Distillation()).with_column(TEACHER_LOGPROBS, teacher[token, None].float())
+            pack_for([group], Distillation()).with_column(TEACHER_LOGPROBS, teacher[token, None].float())
         )
         loss, _ = Distillation().loss(TokenOutputs(policy[token, None], torch.zeros(1)), batch)
         found += policy[token].exp().detach() * torch.autograd.grad(loss, logits, retain_graph=True)[0]
@@ -63,14 +62,14 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_kl() -> None:
 def test_rewards_are_mixed_in_by_their_weight() -> None:
     algorithm = Distillation(advantage=ReverseKl(reward_weight=0.5))
     batch = batch_of(algorithm)
-    relative = pack(simple_groups((3, (4, 2)), (2, (5,))), GRPO()).advantages
+    relative = pack_for(simple_groups((3, (4, 2)), (2, (5,))), GRPO()).advantages
     found = algorithm.token_credit(batch).advantages
     assert torch.allclose(found, batch.column(TEACHER_LOGPROBS) - batch.rollout_logprobs + 0.5 * relative, atol=1e-6)
 
 
 def test_without_a_weight_rewards_make_no_difference_and_a_group_may_be_a_single_rollout() -> None:
     assert list(Distillation().validate(Plan(group_size=1))) == []
-    assert not pack(simple_groups((3, (4, 2))), Distillation()).advantages.any()
+    assert not pack_for(simple_groups((3, (4, 2))), Distillation()).advantages.any()
     mixed = Distillation(advantage=ReverseKl(reward_weight=1.0, reward=GroupRelative()))
     assert any("the group size is 1" in problem for problem in mixed.validate(Plan(group_size=1)))
     assert list(mixed.validate(Plan(group_size=4))) == []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, discounted_sums, place_at_last_token
 from strop.algorithms.policy_gradient.parts import GroupRewards
-from strop.data.packing import select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.types import Batch, observation_turn
 from support.rollouts import (
     GroupShape,

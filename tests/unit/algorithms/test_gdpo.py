@@ -10,9 +10,8 @@ import torch
 from strop.algorithms.base import Plan
 from strop.algorithms.policy_gradient.advantages.gdpo import GDPO, DecoupledRewards
 from strop.algorithms.policy_gradient.overlong import SoftOverlong
-from strop.data.packing import pack
 from strop.types import Group
-from support.rollouts import make_group, make_rollout, sampled_turn
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 
 WEIGHTS = {"correct": 1.0, "format": 0.5}
 ALGORITHM = GDPO(advantage=DecoupledRewards(weights=WEIGHTS))
@@ -52,7 +51,7 @@ def test_a_reward_that_does_not_vary_adds_exactly_nothing() -> None:
 def test_the_sum_is_scaled_by_its_deviation_over_the_batch_s_rollouts() -> None:
     groups = [answered(both(1.0, 1.0), both(0.0, 0.0), length=5), answered(both(0.0, 1.0), both(0.0, 0.0))]
     groups.append(answered(both(1.0, 1.0), both(1.0, 1.0), length=3))
-    credit = ALGORITHM.token_credit(pack(groups, ALGORITHM)).advantages
+    credit = ALGORITHM.token_credit(pack_for(groups, ALGORITHM)).advantages
     deviation = ((2 * 1.5**2 + 2 * 0.5**2) / 6) ** 0.5
     wanted = [1.5 / deviation] * 5 + [-1.5 / deviation] * 5 + [0.5 / deviation, -0.5 / deviation] + [0.0] * 6
     assert credit.tolist() == pytest.approx(wanted, rel=1e-5)

@@ -11,10 +11,9 @@ import torch
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
-from support.rollouts import make_group, make_rollout, pack_grpo, sampled_turn, simple_groups
+from support.rollouts import make_group, make_rollout, pack_for, pack_grpo, sampled_turn, simple_groups
 
 
 def outputs(logprobs: torch.Tensor) -> TokenOutputs:
@@ -37,7 +36,7 @@ def loss_of(algorithm: GRPO, batch: Batch, logprobs: torch.Tensor) -> tuple[floa
 
 
 def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_ratio_one() -> None:
-    batch = pack([rewarded(0.0, 1.0)], grpo())
+    batch = pack_for([rewarded(0.0, 1.0)], grpo())
     value, logged = loss_of(grpo(), batch, torch.tensor([-1.0, -2.0, -3.0]))
     assert value == pytest.approx(-(-1.0 + 1.0 + 1.0) / 3, rel=1e-5)
     assert logged["probs_ratio"] == pytest.approx(1.0)
@@ -46,7 +45,7 @@ def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_ratio_one() -> N
 
 
 def test_its_slope_on_policy_is_the_policy_gradient() -> None:
-    batch = pack([rewarded(0.0, 1.0)], grpo())
+    batch = pack_for([rewarded(0.0, 1.0)], grpo())
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     grpo().loss(outputs(logprobs), batch)[0].backward()
     assert logprobs.grad is not None
@@ -54,7 +53,7 @@ def test_its_slope_on_policy_is_the_policy_gradient() -> None:
 
 
 def test_the_ratio_is_to_the_policy_before_the_update() -> None:
-    batch = pack([rewarded(0.0, 1.0)], grpo())
+    batch = pack_for([rewarded(0.0, 1.0)], grpo())
     before = torch.tensor([-1.0, -2.0, -3.0])
     batch = batch.with_column("policy_logprobs", before)
     shift = torch.tensor([0.1, 0.5, -0.5])
@@ -69,7 +68,7 @@ def test_the_ratio_is_to_the_policy_before_the_update() -> None:
 
 
 def test_a_sequence_ratio_is_the_geometric_mean_over_the_rollout() -> None:
-    batch = pack([rewarded(0.0, 1.0)], grpo()).with_column("policy_logprobs", torch.zeros(3))
+    batch = pack_for([rewarded(0.0, 1.0)], grpo()).with_column("policy_logprobs", torch.zeros(3))
     logprobs = torch.tensor([0.05, 0.02, 0.10], requires_grad=True)
     value, logged = grpo(sequence_ratio=True).loss(outputs(logprobs), batch)
     geometric = math.exp((0.02 + 0.10) / 2)
@@ -84,7 +83,7 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
     algorithm = grpo(kl_penalty=0.5, kl_estimator="k2")
     assert algorithm.requires == {"reference_logprobs"}
     assert grpo().requires == frozenset()
-    batch = pack([rewarded(1.0, 1.0)], algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
+    batch = pack_for([rewarded(1.0, 1.0)], algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -2.0, -4.0]))
     value, logged = loss_of(algorithm, batch, torch.tensor([-1.0, -3.0, -2.0]))
     kl = (0 + 0.5 + 2.0) / 3
     assert logged["kl_penalty"] == pytest.approx(kl, rel=1e-6)
@@ -93,7 +92,7 @@ def test_the_kl_penalty_is_added_to_the_loss_and_logged() -> None:
 
 def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
     algorithm = grpo(kl_penalty=0.5, kl_in_reward=True, kl_estimator="k1", normalize=False)
-    batch = pack([rewarded(0.0, 1.0), rewarded(2.0, 2.0)], algorithm)
+    batch = pack_for([rewarded(0.0, 1.0), rewarded(2.0, 2.0)], algorithm)
     reference = batch.rollout_logprobs - torch.tensor([0.2, 0.4, 0.6, 0.0, 0.0, 0.0])
     credited = algorithm.token_credit(batch.with_column("reference_logprobs", reference))
     rewards = [0.0 - 0.5 * 0.2, 1.0 - 0.5 * (0.4 + 0.6)]
@@ -110,7 +109,7 @@ def test_the_kl_in_the_reward_moves_the_advantages_and_not_the_loss() -> None:
 def test_advantages_can_be_bounded() -> None:
     group = rewarded(1.0, *[0.0] * 15)
     algorithm = grpo(advantage_low=-0.1, advantage_high=2.0)
-    found = algorithm.token_credit(pack([group], algorithm)).advantages
+    found = algorithm.token_credit(pack_for([group], algorithm)).advantages
     assert float(found.max()) == 2.0
     assert float(found.min()) == pytest.approx(-0.1)
 
@@ -126,7 +125,7 @@ def test_dynamic_sampling_keeps_only_groups_that_vary() -> None:
 def test_overlong_filtering_keeps_a_truncated_rollout_in_the_baseline_and_out_of_the_loss() -> None:
     group = rewarded(0.0, 1.0, 1.0, endings={2: Ending.LENGTH})
     algorithm = grpo(overlong_filtering=True)
-    batch = pack([group], algorithm)
+    batch = pack_for([group], algorithm)
     assert batch.mask.tolist() == [1, 1, 1, 0, 0, 0]
     assert (batch.totals.tokens, batch.totals.sequences, batch.totals.groups) == (3, 2, 1)
     assert torch.allclose(algorithm.advantages(group), grpo().advantages(group))
@@ -141,7 +140,7 @@ def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
     group = rewarded(0.0, 1.0, endings={0: Ending.LENGTH, 1: Ending.CONTEXT})
     for aggregation in ("token_mean", "sequence_mean", "sequence_sum"):
         algorithm = grpo(overlong_filtering=True, aggregation=aggregation)
-        value, _ = loss_of(algorithm, pack([group], algorithm), torch.zeros(3))
+        value, _ = loss_of(algorithm, pack_for([group], algorithm), torch.zeros(3))
         assert value == 0.0
 
 
@@ -158,7 +157,7 @@ def test_a_step_of_truncated_rollouts_alone_has_a_loss_of_zero() -> None:
 def test_rollouts_said_to_be_idle_have_no_gradient_and_the_others_have(options: dict[str, Any], idle: list[bool]) -> None:
     algorithm = grpo(**options)
     groups = [rewarded(1.0, 1.0), rewarded(0.0, 1.0, endings={1: Ending.LENGTH})]
-    batch = pack(groups, algorithm).with_column("reference_logprobs", torch.full((6,), -0.3))
+    batch = pack_for(groups, algorithm).with_column("reference_logprobs", torch.full((6,), -0.3))
     assert algorithm.zero_gradient(batch).tolist() == idle
     logprobs = torch.linspace(-2, -1, 6).requires_grad_()
     algorithm.loss(outputs(logprobs), batch)[0].backward()

@@ -10,9 +10,10 @@ import torch
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.preference.kto import KTO, REFERENCE_POINT
-from strop.data.packing import pack, select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group
+from support.rollouts import pack_for
 
 # Judged: desirable [6, 7], undesirable [10], desirable [14]; the rest are unrelated completions.
 GROUPS = [
@@ -34,7 +35,7 @@ def outputs(values: list[float]) -> TokenOutputs:
 
 
 def batch_of(algorithm: KTO, logprobs: list[float] = LOGPROBS) -> Batch:
-    batch = pack(GROUPS, algorithm).with_column("reference_logprobs", torch.tensor(REFERENCE))
+    batch = pack_for(GROUPS, algorithm).with_column("reference_logprobs", torch.tensor(REFERENCE))
     return algorithm.prepare_step(batch, outputs(logprobs))
 
 
@@ -102,7 +103,7 @@ def test_parts_add_up_to_the_whole_wherever_the_groups_are_cut() -> None:
 def test_an_empty_completion_is_harmless() -> None:
     algorithm = KTO()
     groups = [recorded_group([4], [], [5], rewards=(1.0, 0.0)), recorded_group([6], [7], [], rewards=(0.0, 0.0), index=1)]
-    batch = pack(groups, algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -1.0]))
+    batch = pack_for(groups, algorithm).with_column("reference_logprobs", torch.tensor([-1.0, -1.0]))
     batch = algorithm.prepare_step(batch, outputs([-0.5, -2.0]))
     assert batch.totals.sequences == 1
     assert batch.column(REFERENCE_POINT).tolist() == [0.25, 0.25]
@@ -113,9 +114,9 @@ def test_an_empty_completion_is_harmless() -> None:
 
 def test_what_it_cannot_do_without_is_named() -> None:
     with pytest.raises(ValueError, match="needs the log-probabilities of the whole optimizer step"):
-        KTO().prepare_step(pack(GROUPS, KTO()), None)
+        KTO().prepare_step(pack_for(GROUPS, KTO()), None)
     with pytest.raises(ValueError, match="a group of 1 rollouts"):
-        pack([recorded_group([4], [5])], KTO())
+        pack_for([recorded_group([4], [5])], KTO())
     with pytest.raises(ValueError, match="undesirable_weight is 0"):
         KTO(undesirable_weight=0)
     assert KTO().requires == {"reference_logprobs"}

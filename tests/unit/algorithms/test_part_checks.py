@@ -7,10 +7,9 @@ import pytest
 from strop.algorithms.base import Plan
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.algorithms.policy_gradient.advantages.remax import GreedyBaseline
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.dppo import DivergenceMask

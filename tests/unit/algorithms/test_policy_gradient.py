@@ -18,10 +18,9 @@ from strop.algorithms.policy_gradient.advantages.gdpo import DecoupledRewards
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.policy_gradient.base import PolicyGradient
 from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
-from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
 from support.each import each
-from support.rollouts import make_group, make_rollout, sampled_turn
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 from support.tokens import loss_gradients, make_step
 
 NEEDED: dict[str, dict[str, Any]] = {
@@ -50,7 +49,7 @@ def loss_and_slope(
     algorithm: PolicyGradient, groups: Sequence[Group], *, now: float, before: float = -2.0, sampler: float = -2.0
 ) -> tuple[Batch, float, Tensor]:
     """In float32, as a run has it: log-probabilities that spread around ``now``, ``before`` and ``sampler``."""
-    batch = pack(groups, algorithm)
+    batch = pack_for(groups, algorithm)
     count = len(batch.target)
     spread = torch.linspace(-0.3, 0.3, count)
     columns = {name: torch.full((count,), -2.0) for name in algorithm.requires}
@@ -108,7 +107,7 @@ def test_the_order_of_rollouts_and_groups_does_not_matter(name: str) -> None:
     first, second = [(1.0, 2), (0.0, 3), (0.5, 1)], [(0.0, 4), (1.0, 1), (1.0, 2)]
 
     def credit(groups: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, ...]]:
-        batch = pack([answered(*group) for group in groups], algorithm)
+        batch = pack_for([answered(*group) for group in groups], algorithm)
         columns = {name: torch.full((len(batch.target),), -2.0) for name in algorithm.requires}
         batch = algorithm.token_credit(batch.with_columns(columns))
         rows = [

@@ -17,9 +17,8 @@ from strop.algorithms.critic.vapo import VAPO
 from strop.algorithms.functional import kl_estimate
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.data.packing import pack
 from strop.types import Batch, Ending, Group
-from support.rollouts import make_group, make_rollout, sampled_turn, simple_groups
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn, simple_groups
 
 
 def groups() -> list[Group]:
@@ -28,7 +27,7 @@ def groups() -> list[Group]:
 
 def batch_of(algorithm: PPO, found: list[Group] | None = None, *, seed: int = 0) -> Batch:
     """With values and a reference, before credit."""
-    batch = pack(groups() if found is None else found, algorithm)
+    batch = pack_for(groups() if found is None else found, algorithm)
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
     columns = {VALUES: torch.randn(count, generator=generator)}
@@ -110,7 +109,7 @@ def test_the_policys_loss_is_that_of_any_policy_gradient_with_this_credit() -> N
 def test_the_critics_loss_is_half_the_larger_of_the_plain_and_the_clipped_squared_error() -> None:
     """One token each: inside the clip; outside and away from the return; outside and towards it."""
     algorithm = PPO(value_clip=0.2, value_scale=3.0)
-    batch = pack([make_group(make_rollout([5], sampled_turn([6, 7, 8]), reward=1.0))], algorithm)
+    batch = pack_for([make_group(make_rollout([5], sampled_turn([6, 7, 8]), reward=1.0))], algorithm)
     batch = batch.with_columns({VALUES: torch.tensor([0.0, 0.0, 0.0]), RETURNS: torch.tensor([1.0, 1.0, 1.0])})
     values = torch.tensor([0.1, -0.5, 0.9], requires_grad=True)
     loss, logged = value_loss(algorithm, batch, values)
@@ -240,6 +239,6 @@ def test_a_critics_column_is_filled_by_the_value_learner() -> None:
         async def score(self, batch: Batch) -> ValueOutputs:
             return ValueOutputs(torch.arange(len(batch.target)).float())
 
-    batch = pack(groups(), PPO())
+    batch = pack_for(groups(), PPO())
     columns = asyncio.run(ValueColumn(VALUES, Critic()).columns(batch, groups()))
     assert columns[VALUES].tolist() == list(range(11))

@@ -15,10 +15,10 @@ from strop.algorithms.preference.ipo import IPO
 from strop.algorithms.preference.orpo import ORPO, log_odds
 from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack, select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.types import Batch, Group
 from support.recorded import recorded_group
-from support.rollouts import make_group, make_rollout
+from support.rollouts import make_group, make_rollout, pack_for
 
 GROUPS = [recorded_group([4, 5], [6, 7], [8]), recorded_group([9], [10], [11, 12, 13], index=1)]
 LOGPROBS = [-1.0, -0.5, -2.0, -0.25, -1.0, -2.0, -3.0]  # (-1.5, -2) and (-0.25, -6)
@@ -26,7 +26,7 @@ REFERENCE = [-1.5, -1.0, -1.5, -0.5, -1.0, -2.0, -2.0]  # h: (1.0, -0.5) and (0.
 
 
 def batch_of(algorithm: PairwisePreference, groups: list[Group] = GROUPS) -> Batch:
-    batch = pack(groups, algorithm)
+    batch = pack_for(groups, algorithm)
     batch = batch.with_column("reference_logprobs", torch.tensor(REFERENCE[: len(batch.target)]))
     return algorithm.prepare_step(algorithm.token_credit(batch), None)
 
@@ -72,13 +72,13 @@ def test_completions_are_compared_by_means_where_that_is_asked_for() -> None:
 
 def test_losses_without_a_reference_do_not_look_at_one() -> None:
     algorithm = SimPO(beta=2.0, gamma=0.5)
-    batch = pack(GROUPS, algorithm)
+    batch = pack_for(GROUPS, algorithm)
     value, logged = loss_of(algorithm, algorithm.prepare_step(batch, None))
     deltas = (-0.75 + 2.0, -0.25 + 2.0)
     assert float(value) == pytest.approx(sum(nll(2 * delta - 0.5) for delta in deltas) / 2, rel=1e-12)
     assert logged["rewards_chosen_mean"] == pytest.approx(2 * (-0.75 - 0.25) / 2)
     with pytest.raises(KeyError, match="reference_logprobs"):
-        loss_of(DPO(), pack(GROUPS, DPO()))
+        loss_of(DPO(), pack_for(GROUPS, DPO()))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_pair_that_was_cut_is_refused() -> None:
 def test_a_group_that_is_no_pair_is_refused(count: int) -> None:
     group = make_group(*(make_rollout([4], reward=0.0) for _ in range(count)))
     with pytest.raises(ValueError, match=f"a group of {count} rollouts"):
-        pack([group], DPO())
+        pack_for([group], DPO())
 
 
 def test_two_groups_of_four_are_not_four_pairs() -> None:
     """A batch packed for another algorithm: its rollouts are even in number, its groups are no pairs."""
-    batch = pack([recorded_group([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
+    batch = pack_for([recorded_group([4], [5], [6], [7], [8], rewards=(0.0,) * 4)], SFT())
     with pytest.raises(ValueError, match="does not have two rollouts"):
         loss_of(SimPO(), batch, torch.zeros(4))
 
@@ -174,8 +174,8 @@ def test_long_float32_completions_keep_their_digits() -> None:
     logprobs = -torch.randint(1, 20 * 1024, (7000,), generator=generator) / 1024
     steps = torch.randint(0, 2, (7000,), generator=generator) / 1024
     delta = float(steps[:4000].double().sum() - steps[4000:].double().sum())
-    value, _ = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_column("reference_logprobs", logprobs - steps), logprobs)
+    value, _ = loss_of(DPO(beta=1.0), pack_for(groups, DPO()).with_column("reference_logprobs", logprobs - steps), logprobs)
     assert float(value) == pytest.approx(nll(delta), rel=1e-12)
-    value, logged = loss_of(DPO(beta=1.0), pack(groups, DPO()).with_column("reference_logprobs", logprobs), logprobs)
+    value, logged = loss_of(DPO(beta=1.0), pack_for(groups, DPO()).with_column("reference_logprobs", logprobs), logprobs)
     assert float(value) == pytest.approx(math.log(2), abs=1e-15)
     assert logged["accuracy"] == 0.0

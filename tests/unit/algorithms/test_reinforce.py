@@ -10,8 +10,7 @@ import torch
 from strop.algorithms.base import Plan
 from strop.algorithms.policy_gradient.advantages.reinforce import REINFORCE, PlainReward, Reinforce
 from strop.algorithms.policy_gradient.corrections.importance import Importance
-from strop.data.packing import pack
-from support.rollouts import make_group, make_rollout, sampled_turn
+from support.rollouts import make_group, make_rollout, pack_for, sampled_turn
 from support.tokens import loss_gradients, make_group_rewards, make_step
 
 
@@ -34,14 +33,14 @@ def test_the_mean_of_the_batch_can_be_the_baseline() -> None:
         for reward, length in ((1.0, 4), (0.0, 1), (0.2, 2))
     ]
     algorithm = REINFORCE(advantage=PlainReward(batch_mean=True))
-    batch = algorithm.token_credit(pack(groups, algorithm))
+    batch = algorithm.token_credit(pack_for(groups, algorithm))
     assert batch.advantages.tolist() == pytest.approx([0.6] * 4 + [-0.4] + [-0.2] * 2)
 
 
 def test_a_batch_of_equal_rewards_earns_exactly_nothing_over_its_mean() -> None:
     groups = [make_group(make_rollout([5], sampled_turn([7]), reward=0.1)) for _ in range(7)]
     algorithm = REINFORCE(advantage=PlainReward(batch_mean=True))
-    batch = algorithm.token_credit(pack(groups, algorithm))
+    batch = algorithm.token_credit(pack_for(groups, algorithm))
     assert torch.equal(batch.advantages, torch.zeros(7))
     assert algorithm.zero_gradient(batch).all()
 

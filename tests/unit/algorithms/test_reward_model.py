@@ -9,9 +9,10 @@ import torch
 
 from strop.algorithms.base import ValueOutputs
 from strop.algorithms.supervised.reward_model import RewardModel
-from strop.data.packing import pack, select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.types import Batch
 from support.recorded import recorded_group
+from support.rollouts import pack_for
 
 GROUPS = [
     recorded_group([4, 5], [6, 7], [8], rewards=(3.0, 0.0)),
@@ -25,7 +26,7 @@ def nll(value: float) -> float:
 
 
 def loss_of(algorithm: RewardModel, batch: Batch | None = None) -> tuple[float, dict[str, float]]:
-    value, logged = algorithm.loss(ValueOutputs(SCORES), batch or pack(GROUPS, algorithm))
+    value, logged = algorithm.loss(ValueOutputs(SCORES), batch or pack_for(GROUPS, algorithm))
     return float(value), {name: metric.value for name, metric in logged.items()}
 
 
@@ -59,7 +60,7 @@ def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
     assert value == pytest.approx((2.0**2 + 0.5**2 + 0.75**2 + 0.25**2) / 4, rel=1e-12)
     assert "accuracy" not in logged
     group = recorded_group([4], [5], [6], [7], rewards=(0.5, 1.0, 2.0))
-    batch = pack([group], RewardModel(kind="regression"))
+    batch = pack_for([group], RewardModel(kind="regression"))
     value, _ = RewardModel(kind="regression").loss(ValueOutputs(torch.zeros(3)), batch)
     assert float(value) == pytest.approx((0.25 + 1.0 + 4.0) / 3)
 
@@ -68,7 +69,7 @@ def test_regression_fits_each_rollouts_reward_in_groups_of_any_size() -> None:
     "algorithm", [RewardModel(), RewardModel(use_margin=True, centering=0.1), RewardModel(kind="regression")]
 )
 def test_parts_add_up_to_the_whole(algorithm: RewardModel) -> None:
-    batch = pack(GROUPS, algorithm)
+    batch = pack_for(GROUPS, algorithm)
     whole, logged = loss_of(algorithm, batch)
     parts = [select_rollouts(batch, sequences) for sequences in ([2, 3], [0, 1])]
     found = [algorithm.loss(ValueOutputs(SCORES[part.index]), part.batch) for part in parts]
@@ -79,7 +80,7 @@ def test_parts_add_up_to_the_whole(algorithm: RewardModel) -> None:
 
 def test_the_scores_of_a_pair_move_apart() -> None:
     scores = SCORES.clone().requires_grad_()
-    RewardModel().loss(ValueOutputs(scores), pack(GROUPS, RewardModel()))[0].backward()
+    RewardModel().loss(ValueOutputs(scores), pack_for(GROUPS, RewardModel()))[0].backward()
     assert scores.grad is not None
     assert (scores.grad < 0).tolist() == [True, False, True, False]
     assert float(scores.grad.sum()) == pytest.approx(0.0, abs=1e-15)
@@ -91,6 +92,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="apply to pairs, but kind regression fits single scores"):
         RewardModel(kind="regression", use_margin=True)
     with pytest.raises(ValueError, match="a group of 3 rollouts"):
-        pack([recorded_group([4], [5], [6], [7], rewards=(0.0,) * 3)], RewardModel())
+        pack_for([recorded_group([4], [5], [6], [7], rewards=(0.0,) * 3)], RewardModel())
     with pytest.raises(ValueError, match="7 scores for 4 rollouts"):
-        RewardModel().loss(ValueOutputs(torch.zeros(7)), pack(GROUPS, RewardModel()))
+        RewardModel().loss(ValueOutputs(torch.zeros(7)), pack_for(GROUPS, RewardModel()))

@@ -10,10 +10,10 @@ import torch
 
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack, select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.types import observation_turn
 from support.recorded import recorded_group, recorded_turn
-from support.rollouts import make_group, make_rollout
+from support.rollouts import make_group, make_rollout, pack_for
 
 GROUPS = [recorded_group([5, 6], [7], rewards=(0.0,)), recorded_group([5, 6], [8, 9, 10], rewards=(0.0,), index=1)]
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -4.0], dtype=torch.float64)
@@ -21,7 +21,7 @@ LOGPROBS = torch.tensor([-1.0, -2.0, -0.5, -4.0], dtype=torch.float64)
 
 def loss_of(algorithm: SFT, logprobs: torch.Tensor = LOGPROBS) -> tuple[torch.Tensor, dict[str, float]]:
     outputs = TokenOutputs(logprobs, torch.zeros_like(logprobs))
-    value, logged = algorithm.loss(outputs, algorithm.token_credit(pack(GROUPS, algorithm)))
+    value, logged = algorithm.loss(outputs, algorithm.token_credit(pack_for(GROUPS, algorithm)))
     return value, {name: metric.value for name, metric in logged.items()}
 
 
@@ -47,7 +47,7 @@ def test_dynamic_fine_tuning_weighs_a_token_by_its_probability_without_a_gradien
 
 def test_rewards_change_nothing_and_tokens_of_others_are_not_taught() -> None:
     rollout = make_rollout([5], recorded_turn([6, 7]), observation_turn([8, 9, 10], ""), recorded_turn([11]), reward=-3.0)
-    batch = pack([make_group(rollout)], SFT())
+    batch = pack_for([make_group(rollout)], SFT())
     assert batch.target.tolist() == [6, 7, 11]
     assert batch.totals.tokens == 3
     value, _ = SFT().loss(TokenOutputs(torch.tensor([-1.0, -2.0, -3.0]), torch.zeros(3)), batch)
@@ -56,7 +56,7 @@ def test_rewards_change_nothing_and_tokens_of_others_are_not_taught() -> None:
 
 def test_a_part_without_a_taught_token_has_a_loss_of_zero() -> None:
     """An empty example may be alone in its micro-batch."""
-    batch = pack([*GROUPS, recorded_group([4, 5], [], rewards=(0.0,), index=2)], SFT())
+    batch = pack_for([*GROUPS, recorded_group([4, 5], [], rewards=(0.0,), index=2)], SFT())
     empty = select_rollouts(batch, [2]).batch
     nothing = torch.zeros(0, requires_grad=True)
     value, logged = SFT().loss(TokenOutputs(nothing, nothing), empty)

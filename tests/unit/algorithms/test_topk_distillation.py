@@ -14,9 +14,8 @@ from torch import Tensor
 from strop.algorithms.base import CANDIDATES, Plan, TokenOutputs
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation, complete_distribution
-from strop.data.packing import pack
 from strop.types import Batch
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 KINDS: list[dict[str, Any]] = [
     {"kl_type": "forward"},
@@ -58,7 +57,7 @@ def distributions(count: int, vocabulary: int, seed: int) -> tuple[Tensor, Tenso
 
 def batch_of(teacher: Tensor, ids: Tensor) -> Batch:
     assert len(ids) == TOKENS
-    batch = pack(simple_groups((3, (4, 2))), TopKDistillation())
+    batch = pack_for(simple_groups((3, (4, 2))), TopKDistillation())
     return batch.with_columns({CANDIDATES: ids, TEACHER_CANDIDATES: teacher.gather(1, ids)})
 
 
@@ -197,7 +196,7 @@ def test_events_are_a_distribution() -> None:
 
 
 def test_rewards_are_not_learned_from() -> None:
-    assert not pack(simple_groups((3, (4, 2))), TopKDistillation()).advantages.any()
+    assert not pack_for(simple_groups((3, (4, 2))), TopKDistillation()).advantages.any()
     assert TopKDistillation().requires == {TEACHER_CANDIDATES}
 
 

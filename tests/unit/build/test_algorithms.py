@@ -19,11 +19,10 @@ from strop.algorithms.distillation.distillation import Distillation, ReverseKl
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.dapo import DAPO
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.algorithms.policy_gradient.advantages.reinforce import Reinforce
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import ReinforcePP
 from strop.algorithms.policy_gradient.advantages.rloo import LeaveOneOut
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.corrections.icepop import Icepop
 from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.algorithms.policy_gradient.corrections.sequence_mask import SequenceMaskTis

@@ -11,8 +11,7 @@ import pytest
 
 from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.kl import Kl
-from strop.algorithms.policy_gradient.advantages.grpo import GRPO, GroupRelative
-from strop.algorithms.policy_gradient.clip import Clip
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.build import rollout_run
 from strop.build.lifecycle import _diff_settings, make_checkpoints, make_tracker, resolve_metric, restore_checkpoint
 from strop.build.rollout_run import (

@@ -24,7 +24,6 @@ from strop.build.models import LoadedPolicy, load_training_policy
 from strop.build.scorers import count_optimizer_steps, make_learners, make_recorded_scorers, make_scorers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.data.packing import pack
 from strop.learner.base import Learner
 from strop.learner.torch.learner import TorchLearner
 from strop.models.value_head import ValueHead
@@ -33,6 +32,7 @@ from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
 from strop.types import Batch, Group
 from support.recorded import random_groups
+from support.rollouts import pack_for
 
 SAMPLING = Sampling()
 OPTIONS = TrainOptions(max_steps=5, groups_per_step=2, steps_per_batch=2, update_epochs=3)
@@ -172,7 +172,7 @@ def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overri
     policy = load_training_policy(found.policy)
     source = make_scorers(found, policy, algorithm, SAMPLING, {})[REFERENCE_LOGPROBS]
     groups = random_groups(3)
-    batch = pack(groups, algorithm)
+    batch = pack_for(groups, algorithm)
     before = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
     first = asked(source, batch, groups)[REFERENCE_LOGPROBS]
     assert torch.equal(first, before.logprobs)  # type: ignore[union-attr]
@@ -188,7 +188,7 @@ def test_values_are_those_of_the_critic_that_learns(tiny_model_folder: Path) -> 
     made: Any = learners(found, policy, PPO())
     source = make_scorers(found, policy, PPO(), SAMPLING, made)[VALUES]
     groups = random_groups(3)
-    batch = pack(groups, PPO())
+    batch = pack_for(groups, PPO())
     assert not asked(source, batch, groups)[VALUES].any(), "a critic begins at zero"
     with torch.no_grad():
         made["value"].parameters[-1].add_(0.5)
@@ -218,7 +218,7 @@ def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) ->
     made = learners(found, policy, Distillation())
     source = make_scorers(found, policy, Distillation(), SAMPLING, made)[TEACHER_LOGPROBS]
     groups = random_groups(2)
-    batch = pack(groups, Distillation())
+    batch = pack_for(groups, Distillation())
     own = asyncio.run(made["policy"].score(batch)).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[TEACHER_LOGPROBS], own, atol=1e-5), "the teacher is the same model"
 
@@ -243,7 +243,7 @@ def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp
     policy = load_training_policy(found.policy)
     source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
     assert "computed once" in notes.notes[-1]
-    batch = pack(groups, DPO())
+    batch = pack_for(groups, DPO())
     live = asyncio.run(learners(found, policy, DPO())["policy"].score(batch)).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[REFERENCE_LOGPROBS], live, atol=1e-6)
 
@@ -273,7 +273,7 @@ def test_adapters_leave_a_reference_what_it_is_without_them(tiny_model_folder: P
     for name, overrides in (("whole", []), ("adapters", [LORA])):
         found = recorded(tiny_model_folder, tmp_path / name, *overrides)
         source = scorers_of(found, load_training_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
-        columns.append(asked(source, pack(groups, DPO()), groups)[REFERENCE_LOGPROBS])
+        columns.append(asked(source, pack_for(groups, DPO()), groups)[REFERENCE_LOGPROBS])
     assert torch.allclose(columns[0], columns[1], atol=1e-6)
 
 

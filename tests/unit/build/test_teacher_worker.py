@@ -26,7 +26,6 @@ from strop.build.scorers import make_learners
 from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
-from strop.data.packing import pack
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import RoleConfig
 from strop.distributed.placement import DeviceSlot
@@ -34,7 +33,7 @@ from strop.learner.base import ColumnSource
 from strop.problems import ConfigError
 from strop.sampling import Sampling
 from strop.types import Group
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 SAMPLING = Sampling(temperature=0.7)
 RAY = "cluster.backend=ray"
@@ -102,7 +101,7 @@ def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: lis
     algorithm = algorithm_of(config)
     learners = make_learners(config, policy, algorithm, SAMPLING, None)
     (source,) = make_teachers(config, policy, algorithm, SAMPLING, learners).values()
-    return asyncio.run(source.columns(pack(groups, algorithm), groups))
+    return asyncio.run(source.columns(pack_for(groups, algorithm), groups))
 
 
 async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> ColumnSource:
@@ -134,7 +133,7 @@ def test_processes_fill_what_one_process_fills_each_for_its_share(
 
     async def run() -> Mapping[str, Tensor]:
         source = await hosted(config, policy, cluster)
-        return await source.columns(pack(some, algorithm_of(config)), some)
+        return await source.columns(pack_for(some, algorithm_of(config)), some)
 
     assert same(asyncio.run(run()), filled_here(config, policy, some))
     assert [remote.calls for remote in cluster.remotes] == calls
@@ -147,7 +146,7 @@ def test_several_hosted_teachers_are_mixed_as_in_one_process(tiny_model_folder: 
 
     async def run() -> Mapping[str, Tensor]:
         source = await hosted(config, policy, cluster)
-        return await source.columns(pack(some, Distillation()), some)
+        return await source.columns(pack_for(some, Distillation()), some)
 
     assert same(asyncio.run(run()), filled_here(config, policy, some))
     assert sorted(remote.name for remote in cluster.remotes) == ["teacher-0", "teachers.second-0", "teachers.second-1"]
@@ -164,7 +163,7 @@ def test_a_process_that_died_is_replaced_and_asked_again_once(
         source = await hosted(config, policy, cluster)
         cluster.remotes[1].dead = True
         cluster.stillborn = stillborn
-        return await source.columns(pack(some, Distillation()), some)
+        return await source.columns(pack_for(some, Distillation()), some)
 
     if stillborn:
         with pytest.raises(ActorDied, match="teacher-1 is gone"):
@@ -194,7 +193,7 @@ def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path
     host = TeacherWorker(
         TeacherSpec(key="teacher", config=config, student=get_student_info(policy), columns=columns, sampling=SAMPLING)
     )
-    batch = pack(groups_of_size(2), Distillation())
+    batch = pack_for(groups_of_size(2), Distillation())
     found = host.fill(TEACHER_LOGPROBS, batch)
     assert set(found) == {TEACHER_LOGPROBS} and found[TEACHER_LOGPROBS].shape == batch.target.shape
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack, select_rollouts, split_micro_batches
+from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.types import Batch, Group, Rollout, observation_turn
 from support.recorded import pair_shapes, recorded_group, recorded_turn, with_prompt
-from support.rollouts import GroupShape, batch_shapes, make_group, make_groups, make_rollout
+from support.rollouts import GroupShape, batch_shapes, make_group, make_groups, make_rollout, pack_for
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 ENDS = RewardModel(kind="regression")
@@ -56,7 +56,7 @@ def expected(groups: Sequence[Group]) -> list[tuple[list[int], int, int]]:
 @given(shapes=batch_shapes, seed=st.integers(0, 3), share=st.booleans())
 def test_each_rollout_has_one_place_that_has_read_it_whole(shapes: list[GroupShape], seed: int, share: bool) -> None:
     groups = make_groups(shapes, seed)
-    batch = pack(groups, ENDS, share_prefixes=share)
+    batch = pack_for(groups, ENDS, share_prefixes=share)
     assert described(batch) == expected(groups)
     assert batch.totals.tokens == batch.totals.sequences == batch.num_sequences == len(batch.target)
     assert batch.totals.groups == len(groups)
@@ -69,7 +69,7 @@ def test_each_rollout_has_one_place_that_has_read_it_whole(shapes: list[GroupSha
 def test_parts_of_a_batch_of_ends_hold_every_rollout_once(
     shapes: list[GroupShape], budget: int, share: bool, padded: bool
 ) -> None:
-    batch = pack(make_groups(shapes, 0), ENDS, share_prefixes=share)
+    batch = pack_for(make_groups(shapes, 0), ENDS, share_prefixes=share)
     whole = described(batch)
     parts = split_micro_batches(batch, budget, padded=padded, whole_groups=True)
     held = torch.cat([part.index for part in parts])
@@ -84,7 +84,7 @@ def test_parts_of_a_batch_of_ends_hold_every_rollout_once(
 @given(shapes=pair_shapes, budget=st.integers(1, 60), share=st.booleans(), padded=st.booleans(), ends=st.booleans())
 def test_whole_groups_are_never_cut(shapes: list[GroupShape], budget: int, share: bool, padded: bool, ends: bool) -> None:
     algorithm = RewardModel() if ends else DPO()
-    batch = pack(make_groups(shapes, 1), algorithm, share_prefixes=share)
+    batch = pack_for(make_groups(shapes, 1), algorithm, share_prefixes=share)
     parts = split_micro_batches(batch, budget, padded=padded, whole_groups=True)
     longest = int(batch.positions.max()) + 1
     assert sorted(torch.cat([part.index for part in parts]).tolist()) == list(range(len(batch.target)))
@@ -98,11 +98,11 @@ def test_whole_groups_are_never_cut(shapes: list[GroupShape], budget: int, share
 
 def test_what_comes_after_the_last_sampled_token_is_not_read() -> None:
     rollout = make_rollout([5, 6], recorded_turn([7, 8]), observation_turn([9, 10], ""))
-    batch = pack([make_group(rollout, rollout)], RewardModel())
+    batch = pack_for([make_group(rollout, rollout)], RewardModel())
     assert batch.tokens.tolist() == [5, 6, 7, 8, 7, 8]
     assert batch.source.tolist() == [3, 5]
     between = make_rollout([5, 6], recorded_turn([7]), observation_turn([9], ""), recorded_turn([8]))
-    assert pack([make_group(between)], ENDS).tokens.tolist() == [5, 6, 7, 9, 8]
+    assert pack_for([make_group(between)], ENDS).tokens.tolist() == [5, 6, 7, 9, 8]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -110,7 +110,7 @@ def test_a_rollout_without_a_sampled_token_is_scored_at_the_end_of_its_prompt(sh
     group = recorded_group([5, 6], [], [7])
     unheard = replace(group, rollouts=(*group.rollouts, make_rollout([5, 6], observation_turn([9], ""))))
     for found, ends in ((group, [[5, 6], [5, 6, 7]]), (unheard, [[5, 6], [5, 6, 7], [5, 6]])):
-        batch = pack([recorded_group([3], [4], [4, 4]), found], ENDS, share_prefixes=share)
+        batch = pack_for([recorded_group([3], [4], [4, 4]), found], ENDS, share_prefixes=share)
         assert [tokens for tokens, _, _ in described(batch)][2:] == ends
         assert batch.versions.dtype == torch.int32
         part = select_rollouts(batch, list(range(2, batch.num_sequences)))
@@ -119,17 +119,17 @@ def test_a_rollout_without_a_sampled_token_is_scored_at_the_end_of_its_prompt(sh
 
 def test_a_rollout_without_any_token_is_refused() -> None:
     with pytest.raises(ValueError, match="a rollout of task data:0 has no tokens"):
-        pack([recorded_group([], [], [5])], RewardModel())
+        pack_for([recorded_group([], [], [5])], RewardModel())
 
 
 def test_a_completion_that_begins_with_the_other_is_a_segment_of_its_own() -> None:
     group = recorded_group([5, 6], [7, 8], [7, 8, 9])
-    batch = pack([group], DPO())
+    batch = pack_for([group], DPO())
     assert batch.tokens.tolist() == [5, 6, 7, 7, 8], "the prompt once, and what is read of either completion"
     assert batch.segment_parent.tolist() == [-1, 0, 0]
     assert batch.target.tolist() == [7, 8, 7, 8, 9]
     assert [history(batch, int(place)) for place in batch.source] == [[5, 6], [5, 6, 7], [5, 6], [5, 6, 7], [5, 6, 7, 8]]
-    ends = pack([group], RewardModel())
+    ends = pack_for([group], RewardModel())
     assert ends.tokens.tolist() == [5, 6, 7, 8, 7, 8, 9]
     assert described(ends) == [([5, 6, 7, 8], 8, 0), ([5, 6, 7, 8, 9], 9, 1)]
 
@@ -139,7 +139,7 @@ def test_a_pair_with_two_prompts_shares_nothing(algorithm: DPO | RewardModel) ->
     group = recorded_group([5, 6], [7, 8], [9])
     chosen, rejected = group.rollouts
     group = replace(group, rollouts=(chosen, with_prompt(rejected, [5, 4, 6])))
-    batch = pack([group], algorithm)
+    batch = pack_for([group], algorithm)
     assert batch.segment_parent.tolist() == [-1, -1]
     histories = [history(batch, int(place)) for place in batch.source]
     wanted = [[5, 6], [5, 6, 7], [5, 4, 6]] if isinstance(algorithm, DPO) else [[5, 6, 7, 8], [5, 4, 6, 9]]
@@ -148,7 +148,7 @@ def test_a_pair_with_two_prompts_shares_nothing(algorithm: DPO | RewardModel) ->
 
 @pytest.mark.parametrize("share", [False, True])
 def test_an_empty_completion_of_a_pair_predicts_nothing(share: bool) -> None:
-    batch = pack([recorded_group([5, 6], [7, 8], []), recorded_group([9], [], [10], index=1)], DPO(), share_prefixes=share)
+    batch = pack_for([recorded_group([5, 6], [7, 8], []), recorded_group([9], [], [10], index=1)], DPO(), share_prefixes=share)
     assert batch.target.tolist() == [7, 8, 10]
     assert batch.sequence.tolist() == [0, 0, 3]
     assert batch.versions.dtype == torch.int32
@@ -158,7 +158,7 @@ def test_an_empty_completion_of_a_pair_predicts_nothing(share: bool) -> None:
 
 
 def test_a_demonstration_is_packed_like_a_sampled_rollout() -> None:
-    batch = pack([recorded_group([5], [6, 7], rewards=(0.0,))], SFT())
+    batch = pack_for([recorded_group([5], [6, 7], rewards=(0.0,))], SFT())
     assert batch.tokens.tolist() == [5, 6]
     assert batch.versions.tolist() == [-1, -1]
     assert batch.rollout_logprobs.tolist() == [0.0, 0.0]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithms.base import CANDIDATES, TokenOutputs
-from strop.data.packing import pack
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
@@ -28,7 +27,7 @@ from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, 
 from strop.types import Batch, Group, Rollout
 from support.algorithms import grpo
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
-from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, with_columns
+from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, pack_for, with_columns
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 FLOAT32 = 2e-5  # the order of additions, as in test_sampler_and_learner_agree
@@ -55,7 +54,7 @@ def rollouts_of(found: Sequence[tuple[list[int], Completion]]) -> list[Rollout]:
 
 def batch_of(found: Sequence[tuple[list[int], Completion]]) -> Batch:
     rollouts = rollouts_of(found)
-    return pack([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)], grpo())
+    return pack_for([make_group(*rollouts[:3], index=0), make_group(*rollouts[3:], index=1)], grpo())
 
 
 def without_sets(batch: Batch) -> Batch:
@@ -311,7 +310,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(shapes: Any, budget: 
         return copy_gradients(model)
 
     def packed_batch(share: bool) -> Batch:
-        batch = pack(groups, algorithm, share_prefixes=share)
+        batch = pack_for(groups, algorithm, share_prefixes=share)
         with torch.no_grad():
             logprobs = Network(model, precision=torch.float64, packed=True).outputs(batch, sampling).logprobs
         return algorithm.token_credit(with_columns(batch, logprobs))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
@@ -17,7 +16,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.models import build, copy_gradients, largest_difference, to_float64
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 SCHEDULE = (
     {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}},
@@ -32,7 +31,7 @@ def make_learner(family: str = "llama", *, seed: int = 0, **options: Any) -> Tor
 
 
 def batch_of(seed: int) -> Batch:
-    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
+    return pack_for(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
 
 
 def train(learner: TorchLearner, batch: Batch, scale: float = 1.0) -> dict[str, float]:

@@ -17,7 +17,6 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.supervised.sft import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
 from strop.models.adapters import lora_layers
@@ -32,7 +31,7 @@ from strop.types import Batch
 from support.algorithms import grpo
 from support.lora import build_with_adapters, copy_base_weights, copy_weights, with_random_adapters
 from support.models import build, copy_gradients, largest_difference, to_float64
-from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
+from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups, with_columns
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +50,7 @@ def make_learner(model: Any = None, **options: Any) -> TorchLearner:
 
 
 def batch_of(seed: int, **options: Any) -> Batch:
-    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo(**options))
+    return pack_for(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo(**options))
 
 
 def train(learner: TorchLearner, batch: Batch, loss: Any = None) -> dict[str, float]:
@@ -97,8 +96,8 @@ class Bench:
     def batch(self, shapes: list[GroupShape], seed: int, *, share_prefixes: bool = True) -> Batch:
         algorithm, groups = grpo(kl_penalty=0.3), make_groups(shapes, seed)
         with torch.no_grad():
-            logprobs = self.network().outputs(pack(groups, algorithm), SAMPLING).logprobs
-        return algorithm.token_credit(with_columns(pack(groups, algorithm, share_prefixes=share_prefixes), logprobs))
+            logprobs = self.network().outputs(pack_for(groups, algorithm), SAMPLING).logprobs
+        return algorithm.token_credit(with_columns(pack_for(groups, algorithm, share_prefixes=share_prefixes), logprobs))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +200,7 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
 
 def test_a_supervised_run_overfits_a_few_examples() -> None:
     learner = make_learner(optimizer_kwargs={"lr": 3e-2}, max_grad_norm=None)
-    batch = pack(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
+    batch = pack_for(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
     assert losses[0] > 4.0
     assert losses[-1] < 0.3, "0.23 is what a frozen base of this size lets the adapters reach"
@@ -211,7 +210,7 @@ def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_i
     model = build("llama")
     add_adapters(model, LoraConfig(dropout=0.1), base="base")
     learner = make_learner(model, optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None)
-    batch = pack(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
+    batch = pack_for(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
     measured = [asyncio.run(learner.evaluate_loss(batch, SFT().loss)).metrics["loss"].value for _ in range(2)]
     assert measured[0] == measured[1] < losses[-1] < losses[0] / 4

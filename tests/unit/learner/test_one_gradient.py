@@ -26,14 +26,14 @@ from strop.algorithms.policy_gradient.corrections.importance import Importance
 from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
 from strop.algorithms.policy_gradient.top_entropy import TopEntropy
-from strop.data.packing import pack, split_mini_batches
+from strop.data.splitting import split_mini_batches
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
 from support.models import build, copy_gradients, largest_difference, to_float64
-from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups, with_columns
+from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups, with_columns
 
 pytestmark = pytest.mark.slow
 
@@ -100,8 +100,8 @@ class Bench:
 
     def batch(self, groups: Sequence[Group], algorithm: PolicyGradient, *, share_prefixes: bool = True) -> Batch:
         """With its columns and its credit, surveyed once as a whole."""
-        batch = pack(groups, algorithm, share_prefixes=share_prefixes)
-        reference = pack(groups, algorithm)
+        batch = pack_for(groups, algorithm, share_prefixes=share_prefixes)
+        reference = pack_for(groups, algorithm)
         assert torch.equal(batch.target, reference.target), "the layouts list predicted tokens in the same order"
         with torch.no_grad():
             outputs = self.packed.outputs(reference, self.sampling)
@@ -257,7 +257,7 @@ def test_a_mini_batch_divides_by_its_own_counts(bench: Bench) -> None:
     groups = simple_groups((4, (3, 5)), (2, (6, 2)))
     whole = bench.batch(groups, algorithm)
     for part, own in zip(split_mini_batches(whole, 2), groups, strict=True):
-        alone = algorithm.token_credit(pack([own], algorithm))
+        alone = algorithm.token_credit(pack_for([own], algorithm))
         alone = alone.with_column("policy_logprobs", part.batch.columns["policy_logprobs"])
         found, _ = bench.gradient(part.batch, algorithm, budget=7)
         wanted, _ = bench.gradient(alone, algorithm)

@@ -22,7 +22,7 @@ from strop.algorithms.critic.vapo import VAPO
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation, ReverseKl
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
-from strop.data.packing import pack, split_micro_batches
+from strop.data.splitting import split_micro_batches
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
@@ -31,7 +31,7 @@ from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier
-from support.rollouts import GroupShape, batch_shapes, make_groups, simple_groups
+from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups
 
 EXACT = 1e-9
 POLICY: dict[str, Algorithm] = {
@@ -86,7 +86,7 @@ class Bench:
 
     def compare(self, groups: Sequence[Group], algorithm: Algorithm, loss: LossFn, budget: int, seed: int) -> None:
         """Padded, packed and shared, whole and cut: one gradient, and the same metrics."""
-        shared, alone = (complete(pack(groups, algorithm, share_prefixes=share), algorithm, seed) for share in (True, False))
+        shared, alone = (complete(pack_for(groups, algorithm, share_prefixes=share), algorithm, seed) for share in (True, False))
         wanted, metrics = self.gradient(alone, loss, packed=False)
         layouts = {
             "padded, cut": self.gradient(alone, loss, packed=False, budget=budget),
@@ -155,7 +155,7 @@ def test_the_critics_gradient_is_the_same_however_the_batch_is_cut(
 @pytest.mark.parametrize("budget", [10**9, 25, 1])
 def test_whitened_credit_is_that_of_the_whole_batch_however_it_is_cut(budget: int) -> None:
     """Credit comes before any cut: no micro-batch whitens by itself."""
-    batch = complete(pack(simple_groups((4, (3, 5, 1)), (2, (6, 2))), PPO()), PPO(), 0)
+    batch = complete(pack_for(simple_groups((4, (3, 5, 1)), (2, (6, 2))), PPO()), PPO(), 0)
     for part in split_micro_batches(batch, budget):
         assert torch.equal(part.batch.advantages, batch.advantages[part.index])
         assert torch.equal(part.batch.column("returns"), batch.column("returns")[part.index])

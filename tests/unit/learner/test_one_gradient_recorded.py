@@ -30,7 +30,6 @@ from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
@@ -38,7 +37,7 @@ from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier, pair_shapes, recorded_group
-from support.rollouts import GroupShape, make_groups, with_columns
+from support.rollouts import GroupShape, make_groups, pack_for, with_columns
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +96,7 @@ class Bench:
 
     def batches(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Batch]:
         """The groups with and without shared prefixes, with the same columns; the survey sees the whole step."""
-        shared, alone = (pack(groups, algorithm, share_prefixes=share) for share in (True, False))
+        shared, alone = (pack_for(groups, algorithm, share_prefixes=share) for share in (True, False))
         if algorithm.predict == "last_token":
             return {"shared": shared, "alone": alone}
         outputs = self.outputs(shared, algorithm)

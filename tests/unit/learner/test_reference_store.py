@@ -16,7 +16,6 @@ from strop.algorithms.base import Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.kto import KTO
-from strop.data.packing import pack
 from strop.learner.base import LogprobColumn
 from strop.learner.torch.reference_store import (
     GROUPS_PER_PACK,
@@ -31,7 +30,7 @@ from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group, observation_turn
 from support.models import build, to_float64
 from support.recorded import random_groups, recorded_group, recorded_turn
-from support.rollouts import make_group, make_rollout
+from support.rollouts import make_group, make_rollout, pack_for
 
 
 class Counting:
@@ -52,7 +51,7 @@ def store_of(path: Path, groups: Sequence[Group], scorer: Any, **named: str) -> 
 
 
 def columns(source: Any, groups: Sequence[Group], algorithm: Any = None, *, share: bool = True) -> Tensor:
-    batch = pack(groups, algorithm or DPO(), share_prefixes=share)
+    batch = pack_for(groups, algorithm or DPO(), share_prefixes=share)
     found = asyncio.run(source.columns(batch, groups))
     assert set(found) == {REFERENCE_LOGPROBS}
     return found[REFERENCE_LOGPROBS]
@@ -166,7 +165,7 @@ def test_an_empty_completion_and_no_data_at_all_are_harmless(tmp_path: Path) -> 
 def test_a_batch_that_asks_about_other_places_is_refused(tmp_path: Path) -> None:
     groups = random_groups(2)
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
-    batch = pack(groups[:1], DPO())
+    batch = pack_for(groups[:1], DPO())
     with pytest.raises(ValueError, match="the batch predicts"):
         asyncio.run(store.columns(batch, groups))
 

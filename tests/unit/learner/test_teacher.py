@@ -14,7 +14,6 @@ from torch import Tensor
 from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
-from strop.data.packing import pack
 from strop.learner.base import ColumnSource
 from strop.learner.torch.scorer import FrozenScorer
 from strop.learner.torch.teacher import (
@@ -32,7 +31,16 @@ from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Group, observation_turn
 from support.models import VOCABULARY, build
-from support.rollouts import GroupShape, RolloutShape, make_group, make_groups, make_rollout, sampled_turn, simple_groups
+from support.rollouts import (
+    GroupShape,
+    RolloutShape,
+    make_group,
+    make_groups,
+    make_rollout,
+    pack_for,
+    sampled_turn,
+    simple_groups,
+)
 from support.tokenizer import build_tokenizer
 
 
@@ -42,7 +50,7 @@ def teacher_of(family: str = "llama", *, seed: int = 1, temperature: float = 1.0
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
-    return pack(groups, Distillation())
+    return pack_for(groups, Distillation())
 
 
 def columns(source: ColumnSource, groups: Sequence[Group]) -> Mapping[str, Tensor]:
@@ -124,7 +132,7 @@ def test_most_likely_tokens_are_chosen_among_those_the_student_knows_with_the_te
 def test_a_student_that_is_the_teacher_has_its_candidates() -> None:
     """The student's network and the teacher's columns mean the same tokens at the same places."""
     teacher, groups = teacher_of(), make_groups(GROUPS, 0)
-    batch = pack(groups, TopKDistillation()).with_columns(columns(TeacherTopK(teacher, 6), groups))
+    batch = pack_for(groups, TopKDistillation()).with_columns(columns(TeacherTopK(teacher, 6), groups))
     outputs = teacher.network.outputs(batch, Sampling())
     assert outputs.candidates is not None
     assert torch.allclose(outputs.candidates, batch.column(TEACHER_CANDIDATES), atol=1e-5)

@@ -44,8 +44,8 @@ class Watched(FakeLearner):
 
 
 def batch() -> Any:
-    from strop.data.packing import pack
     from strop.types import Group, Rollout, Task, Turn
+    from support.rollouts import pack_for
 
     turn = Turn(
         author="policy", tokens=torch.arange(3), text="", logprobs=torch.zeros(3), versions=torch.zeros(3, dtype=torch.int32)
@@ -54,7 +54,7 @@ def batch() -> Any:
         Rollout(task=Task(id="0"), sample=i, seed=0, messages=(), prompt=torch.arange(2), turns=(turn,), reward=float(i))
         for i in range(2)
     )
-    return pack([Group(index=0, environment="e", version=0, rollouts=rollouts)], grpo())
+    return pack_for([Group(index=0, environment="e", version=0, rollouts=rollouts)], grpo())
 
 
 def test_the_event_loop_goes_on_while_the_learner_computes():

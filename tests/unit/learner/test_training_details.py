@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.optimizer import ParameterGroup
 from strop.models.loading import cast_weights
@@ -21,7 +20,7 @@ from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
 from support.models import FAMILIES, build
-from support.rollouts import make_group, make_rollout, make_turn, pack_grpo, simple_groups
+from support.rollouts import make_group, make_rollout, make_turn, pack_for, pack_grpo, simple_groups
 from support.torch_engine import Request, make_engine, make_runner, run_requests
 
 EVERYTHING: dict[str, Any] = {
@@ -45,7 +44,7 @@ def make_learner(family: str = "llama", *, rounded: bool = False, seed: int = 0,
 
 
 def batch_of(seed: int) -> Batch:
-    return pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
+    return pack_for(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), grpo())
 
 
 def train(learner: TorchLearner, seed: int, scale: float = 1.0) -> dict[str, float]:

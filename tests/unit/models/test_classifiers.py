@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.supervised.reward_model import RewardModel
-from strop.data.packing import pack
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
@@ -20,6 +19,7 @@ from strop.models.value_network import ValueNetwork, get_score_layer
 from strop.sampling import Sampling
 from support.models import build
 from support.recorded import build_classifier, make_learner, recorded_group, train_steps
+from support.rollouts import pack_for
 from support.tokenizer import END, PAD
 
 
@@ -186,7 +186,7 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
     learner.save(tmp_path / "policy", optimizer=False)
     own.save_pretrained(tmp_path / "policy" / "weights")
 
-    wanted = asyncio.run(learner.score(pack(groups, RewardModel()))).values  # type: ignore[union-attr]
+    wanted = asyncio.run(learner.score(pack_for(groups, RewardModel()))).values  # type: ignore[union-attr]
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights").eval()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "policy" / "weights")
     assert exported.config.pad_token_id == loaded.pad_token_id == PAD

@@ -11,7 +11,6 @@ import torch
 
 from strop.algorithms.critic.gae import RETURNS, VALUES
 from strop.algorithms.critic.ppo import PPO
-from strop.data.packing import pack
 from strop.learner.base import Learner, ValueColumn
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
@@ -19,11 +18,11 @@ from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.models import build, copy_gradients, to_float64
-from support.rollouts import simple_groups
+from support.rollouts import pack_for, simple_groups
 
 
 def batch_of(seed: int = 0) -> Batch:
-    batch = pack(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), PPO())
+    batch = pack_for(simple_groups((4, (3, 5)), (6, (2, 7)), seed=seed), PPO())
     generator = torch.Generator().manual_seed(seed)
     count = len(batch.target)
     return batch.with_columns({VALUES: torch.zeros(count), RETURNS: torch.randn(count, generator=generator)})

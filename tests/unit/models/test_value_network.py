@@ -11,12 +11,12 @@ from torch import Tensor
 
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack
 from strop.models.value_network import ValueNetwork, apply_score_layer, get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.models import build, to_float64
 from support.recorded import build_classifier, recorded_group
+from support.rollouts import pack_for
 
 GROUPS = [
     recorded_group([5, 6, 7], [8, 9, 10], [8, 9]),
@@ -44,9 +44,9 @@ def test_scores_are_those_of_the_classifier_itself(family: str) -> None:
     network = ValueNetwork(model)
     assert network.packed, "the probe finds that the family reads packed rows"
     found = {
-        "shared": scores(network, pack(GROUPS, RewardModel())),
-        "alone": scores(network, pack(GROUPS, RewardModel(), share_prefixes=False)),
-        "padded": scores(ValueNetwork(model, packed=False), pack(GROUPS, RewardModel())),
+        "shared": scores(network, pack_for(GROUPS, RewardModel())),
+        "alone": scores(network, pack_for(GROUPS, RewardModel(), share_prefixes=False)),
+        "padded": scores(ValueNetwork(model, packed=False), pack_for(GROUPS, RewardModel())),
     }
     wanted = by_the_model(model, GROUPS, "eager" if family == "gemma2" else "sdpa")  # Gemma 2's softcap is left out by sdpa
     for layout, values in found.items():
@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_classifier_itself(family: str) -> None:
 def test_a_critic_has_a_value_at_every_sampled_token() -> None:
     model = to_float64(build_classifier("llama", dtype=torch.float64))
     network = ValueNetwork(model, precision=torch.float64)
-    batch = pack(GROUPS, SFT())
+    batch = pack_for(GROUPS, SFT())
     found = scores(network, batch)
     assert found.dtype == torch.float64
     model.set_attn_implementation("sdpa")
@@ -75,7 +75,7 @@ def test_a_critic_has_a_value_at_every_sampled_token() -> None:
 def test_the_head_is_applied_in_float32_under_bfloat16() -> None:
     """bfloat16 keeps three digits, and the scores of a pair may differ in the fourth."""
     network = ValueNetwork(build_classifier("llama"), precision=torch.bfloat16)
-    assert scores(network, pack(GROUPS, RewardModel())).dtype == torch.float32
+    assert scores(network, pack_for(GROUPS, RewardModel())).dtype == torch.float32
     layer = torch.nn.Linear(3, 1, bias=True).bfloat16()
     hidden = torch.randn(5, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -85,7 +85,7 @@ def test_the_head_is_applied_in_float32_under_bfloat16() -> None:
 
 def test_gradients_reach_the_head_and_the_trunk() -> None:
     network = ValueNetwork(build_classifier("qwen3"))
-    batch = pack(GROUPS, RewardModel())
+    batch = pack_for(GROUPS, RewardModel())
     network.outputs(batch, Sampling()).values.sum().backward()
     for name, parameter in network.model.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.abs().max() > 0), name

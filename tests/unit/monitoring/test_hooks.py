@@ -16,8 +16,8 @@ from strop.environments.base import reward
 from strop.generation.generation_config import MismatchConfig
 from strop.monitoring.watchdog.waits import describe_wait, snapshot_waits
 from strop.trainer.mismatch import MismatchGuard, MismatchTooLarge
-from strop.trainer.phase_timer import PHASE_KINDS, PhaseTimer
 from strop.trainer.run import TrainOptions
+from strop.trainer.step_timer import PHASE_KINDS, StepTimer
 from strop.trainer.train import train
 from strop.types import Messages, Rollout, Task
 
@@ -87,12 +87,12 @@ def test_an_episode_that_fails_leaves_no_wait_open(tmp_path):
 
 
 def test_phases_are_waits_with_the_limits_of_their_kind():
-    clock = PhaseTimer()
+    timer = StepTimer()
     for phase, kind in {"generation": "", "policy_training": "training", "weight_sync": "weight_sync", **PHASE_KINDS}.items():
-        with clock(phase):
+        with timer.span(phase):
             (wait,) = snapshot_waits()
             assert (wait.who, wait.on, wait.kind) == ("training loop", phase, kind)
-    assert snapshot_waits() == () and set(clock.seconds) >= set(PHASE_KINDS)
+    assert snapshot_waits() == () and set(timer.seconds) >= set(PHASE_KINDS)
 
 
 def test_a_step_whose_sampler_and_learner_disagree_is_warned_of_and_ends_the_run_if_asked_to(tmp_path):

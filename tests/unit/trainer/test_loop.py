@@ -14,10 +14,9 @@ from strop import metrics
 from strop.algorithms.base import TokenOutputs
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.stopping import EarlyStop
-from strop.trainer.cadence import check_early_stop
-from strop.trainer.collect import collect
+from strop.trainer.cadence import check_ending
 from strop.trainer.run import TooFewTasks, TooManyDropped, TrainOptions
-from strop.trainer.train import train
+from strop.trainer.train import collect, train
 from strop.trainer.update import update
 from support.algorithms import grpo
 
@@ -278,11 +277,11 @@ def test_the_log_probabilities_of_the_learner_are_those_before_the_update(tmp_pa
     run, _, _ = make_run(TOKENIZER, tmp_path, options(update_epochs=2), learners={"policy": FakeLearner(shift=0.5)})
 
     async def one():
-        from strop.data.packing import pack
+        from support.rollouts import pack_for
 
-        groups, _ = await collect(run)
-        batch = pack(groups, run.algorithm)
-        return batch, (await update(run, batch))[0]
+        groups = await collect(run)
+        batch = pack_for(groups, run.algorithm)
+        return batch, (await update(run, batch)).old_outputs
 
     batch, logprobs = asyncio.run(one())
     assert torch.equal(logprobs.logprobs, batch.rollout_logprobs + 0.5)
@@ -355,7 +354,8 @@ def test_a_metric_to_stop_at_that_no_validation_reports_is_an_error(tmp_path):
     run, _, _ = make_run(TOKENIZER, tmp_path, options(val_period=1), validation=2, early_stop=early_stop)
     with pytest.raises(ValueError, match=r"no metric validation/acuracy; there are validation/accuracy"):
         trained(run)
-    assert not check_early_stop(run, {"train/loss": 1.0}), "before the first validation nothing is known"
+    check_ending(run, {"train/loss": 1.0})
+    assert run.ending is None, "before the first validation nothing is known"
 
 
 def test_no_step_is_trained_where_none_is_wanted(tmp_path):

@@ -19,18 +19,18 @@ from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.kto import KTO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.data.packing import pack
 from strop.learner.base import LogprobColumn
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import FrozenScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
+from strop.trainer.column_sources import ColumnSources
 from strop.trainer.loss_validation import LossValidator
 from strop.types import Batch, Ending, Group
 from support.models import build, copy_gradients
 from support.recorded import build_classifier, make_learner, random_groups, train_steps
-from support.rollouts import make_group, make_rollout
+from support.rollouts import make_group, make_rollout, pack_for
 
 GROUPS = random_groups(7)
 
@@ -50,7 +50,7 @@ def validation(algorithm: Algorithm, learner: TorchLearner, groups: Sequence[Gro
         groups=groups,
         algorithm=algorithm,
         learner=learner,
-        scorers={REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, reference())},
+        columns=ColumnSources(algorithm.requires, {REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, reference())}),
     )
 
 
@@ -101,7 +101,12 @@ def test_it_follows_the_policy_and_asks_the_reference_once() -> None:
     algorithm = DPO()
     learner = learner_for(algorithm)
     frozen = Counting(REFERENCE_LOGPROBS, FrozenScorer(Network(build("llama")), Sampling(), score_tokens=50))
-    held = LossValidator(groups=GROUPS, algorithm=algorithm, learner=learner, scorers={REFERENCE_LOGPROBS: frozen})
+    held = LossValidator(
+        groups=GROUPS,
+        algorithm=algorithm,
+        learner=learner,
+        columns=ColumnSources(algorithm.requires, {REFERENCE_LOGPROBS: frozen}),
+    )
     before = measured(held)
     assert before["validation/loss"] == pytest.approx(math.log(2), abs=1e-5)
     train_steps(learner, algorithm, GROUPS, 10, [frozen])
@@ -146,7 +151,7 @@ def test_what_a_learner_says_of_a_whole_batch_is_what_was_measured() -> None:
     """Outputs come back for every place, so that whoever measures may look at them."""
     algorithm = RewardModel()
     learner = learner_for(algorithm)
-    batch = pack(GROUPS, algorithm)
+    batch = pack_for(GROUPS, algorithm)
     result = asyncio.run(learner.evaluate_loss(batch, algorithm.loss))
     scored: Outputs = asyncio.run(learner.score(batch))
     assert torch.allclose(result.outputs.values, scored.values)  # type: ignore[union-attr]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from strop.algorithms.base import TokenOutputs
-from strop.data.packing import pack
 from strop.trainer.step_metrics import batch_metrics, group_metrics
 from strop.types import Ending, Group, Rollout, Task, Turn, observation_turn
 from support.algorithms import grpo
+from support.rollouts import pack_for
 
 
 def rollout(
@@ -89,14 +89,14 @@ def test_a_step_that_kept_nothing_reports_what_was_dropped():
 
 
 def test_entropy_and_log_probability_are_means_over_counted_tokens():
-    batch = pack(KEPT, grpo())
+    batch = pack_for(KEPT, grpo())
     found = batch_metrics(batch, TokenOutputs(logprobs=batch.rollout_logprobs, entropy=torch.full((len(batch.target),), 0.5)))
     assert found["train/entropy"] == 0.5 and found["train/logprob"] == -1
     assert found["train/tokens_trained"] == 2 + 4 + 2 + 3 and found["train/tokens_read"] == len(batch.tokens)
 
 
 def test_tokens_that_do_not_count_are_left_out():
-    batch = pack(KEPT, grpo(overlong_filtering=True))
+    batch = pack_for(KEPT, grpo(overlong_filtering=True))
     wrong = torch.where(batch.mask > 0, 0.0, 5.0)
     found = batch_metrics(batch, TokenOutputs(logprobs=batch.rollout_logprobs + wrong, entropy=wrong))
     assert found["train/logprob"] == -1 and found["train/entropy"] == 0
@@ -104,7 +104,7 @@ def test_tokens_that_do_not_count_are_left_out():
 
 
 def test_of_recorded_tokens_there_is_no_advantage_to_report():
-    batch = pack(KEPT, grpo())
+    batch = pack_for(KEPT, grpo())
     outputs = TokenOutputs(logprobs=batch.rollout_logprobs, entropy=torch.ones(len(batch.target)))
     assert "train/advantages_abs" not in batch_metrics(batch, outputs, recorded=True)
     assert "train/advantages_abs" in batch_metrics(batch, outputs)

@@ -16,8 +16,8 @@ from strop import metrics
 from strop.algorithms.base import LossFn, Plan, ValueOutputs
 from strop.algorithms.critic.gae import RETURNS, TOKEN_REWARDS, VALUES, Gae, place_at_last_token
 from strop.algorithms.functional import aggregate, varies
+from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Objective
 from strop.metrics import Metrics
 from strop.types import Batch

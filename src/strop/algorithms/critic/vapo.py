@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strop.algorithms.critic.gae import Gae
 from strop.algorithms.critic.ppo import PPO
-from strop.algorithms.policy_gradient.clip import Clip
+from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.parts import Objective
 
 

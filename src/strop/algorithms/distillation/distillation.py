@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import Plan
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.types import Batch
 

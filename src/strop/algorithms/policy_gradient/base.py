@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import TokenOutputs
-from strop.algorithms.functional import aggregate, sequence_sum
+from strop.algorithms.functional import aggregate, sequence_sum, varies
 from strop.algorithms.policy_gradient.composition import Composition
-from strop.algorithms.policy_gradient.parts import Mismatch, PolicyTokens
+from strop.algorithms.policy_gradient.parts import GroupRewards, Mismatch, PolicyTokens
+from strop.algorithms.policy_gradient.rewards import compared_rewards, rewards_by_name, shape_rewards, subtract_kl
 from strop.metrics import Metrics
-from strop.types import Batch
+from strop.types import Batch, Group
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Composition):
     """loss = -aggregate(objective x corrections x selection) + KL term - entropy bonus."""
+
+    def keep(self, group: Group) -> bool:
+        by_name = self.advantage.needs_named_rewards
+        return not self.drop_constant_groups or any(varies(rewards) for rewards in compared_rewards(group, by_name=by_name))
+
+    def rewards(self, group: Group) -> Tensor:
+        return shape_rewards(group.rollouts, self.shaping)
+
+    def advantages(self, group: Group) -> Tensor:
+        by_name = rewards_by_name(group) if self.advantage.needs_named_rewards else {}
+        greedy_reward = None if group.baseline is None else float(shape_rewards([group.baseline], self.shaping))
+        return self.advantage.rollout_advantages(
+            GroupRewards(rewards=self.rewards(group), lengths=group.lengths, by_name=by_name, greedy_reward=greedy_reward)
+        )
+
+    def rollout_mask(self, group: Group) -> Tensor:
+        return torch.tensor([not (self.overlong_filtering and rollout.truncated) for rollout in group.rollouts])
+
+    def token_credit(self, batch: Batch) -> Batch:
+        adjusted = batch
+        if self.kl is not None and self.kl.weight and self.kl.place != "loss":
+            adjusted = subtract_kl(self.kl, batch, self.advantage)
+        advantages = self.advantage.token_advantages(adjusted)
+        if self.advantage_low is not None or self.advantage_high is not None:
+            advantages = advantages.clamp(self.advantage_low, self.advantage_high)
+        return replace(batch, advantages=advantages)
 
     @property
     def needs_step_outputs(self) -> bool:

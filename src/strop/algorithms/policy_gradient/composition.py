@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from strop.algorithms.base import Plan
+from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.functional import Aggregation
-from strop.algorithms.policy_gradient.group_credit import GroupCredit
-from strop.algorithms.policy_gradient.parts import Correction, Objective, Selection
+from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
+from strop.algorithms.policy_gradient.parts import Advantage, Correction, Objective, Selection, Shaping
 
 
 @dataclass(frozen=True, kw_only=True)
-class Composition(GroupCredit):
+class Composition(Algorithm):
     """The parts and options of a policy gradient."""
 
+    advantage: Advantage
     objective: Objective
     corrections: tuple[Correction, ...] = ()
     selection: Selection | None = None
+    shaping: Shaping | None = None
+    kl: Kl | None = None
     aggregation: Aggregation = "token_mean"
     constant_length: int | None = None
     ratio_to: Literal["learner", "sampler", "between"] = "learner"  # the policy in the denominator of the ratio
@@ -27,6 +30,19 @@ class Composition(GroupCredit):
     entropy_bonus: float = 0.0  # weight of the entropy in the objective, which is maximized
     entropy_target: float | None = None  # nats: the bonus applies only while the step's mean entropy is below this
     positive_nll: float = 0.0  # weight of -log-probability of rollouts with a positive reward (VAPO, arXiv 2504.05118)
+
+    advantage_low: float | None = None  # clip advantages from below
+    advantage_high: float | None = None
+    drop_constant_groups: bool = False  # dynamic sampling (DAPO): replace groups with equal rewards
+    overlong_filtering: bool = False  # truncated rollouts count in the baseline, but not in the loss
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset({REFERENCE_LOGPROBS}) if self.kl is not None and self.kl.weight else frozenset()
+
+    @property
+    def greedy_baseline(self) -> bool:
+        return self.advantage.greedy_baseline
 
     def validate(self, plan: Plan) -> Iterator[str]:
         """Yield a message for each problem of the composition: what is set, why it cannot work, and what to set instead."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.data.packing import SubBatch, select_rollouts
+from strop.data.splitting import SubBatch, select_rollouts
 from strop.types import Batch
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strop import metrics
 from strop.algorithms.base import Outputs
-from strop.data.packing import SubBatch
+from strop.data.splitting import SubBatch
 from strop.learner.base import BackwardResult
 from strop.metrics import Metrics
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.data.packing import split_micro_batches
+from strop.data.splitting import split_micro_batches
 from strop.learner.parallel.micro_batch import MicroBatch
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, merged_weights

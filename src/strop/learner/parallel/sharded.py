@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.data.balance import partition_batch
-from strop.data.packing import select_rollouts
+from strop.data.splitting import select_rollouts
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims

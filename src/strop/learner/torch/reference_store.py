@@ -81,7 +81,7 @@ async def load_or_compute_reference(
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     end = 0
     for chunk in _chunks((group for group in groups if not group.errors), GROUPS_PER_PACK):
-        batch = pack(chunk, algorithm, share_prefixes=share_prefixes)
+        batch = pack(chunk, algorithm.group_credit(chunk), share_prefixes=share_prefixes)
         logprobs = require_token_outputs(await scorer.score(batch)).logprobs
         lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist()
         rollouts = ((group, rollout) for group in chunk for rollout in group.rollouts)

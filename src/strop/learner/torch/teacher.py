@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.base import CANDIDATES, Algorithm, Outputs
+from strop.algorithms.base import CANDIDATES, Outputs
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
-from strop.data.packing import pack, select_rollouts, split_micro_batches
+from strop.data.packing import pack
+from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
 from strop.learner.torch.scorer import score_batch
-from strop.metrics import Metrics
 from strop.models.network import Network
 from strop.sampling import Sampling, filtered_logits
 from strop.types import Batch, Group
@@ -184,7 +184,7 @@ class SelfTeacher:
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError if the batch was not packed from ``groups``."""
         teacher_groups = [self._with_demonstration(group) for group in groups]
-        teacher_batch = pack(teacher_groups, _ReadOnlyAlgorithm())
+        teacher_batch = pack(teacher_groups)
         if not torch.equal(teacher_batch.target, batch.target):
             raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
         return await self.teacher.columns(teacher_batch, teacher_groups)
@@ -196,17 +196,6 @@ class SelfTeacher:
                 f"the demonstration prompt of task {group.task.id!r} is empty: the first token is predicted from its last token"
             )
         return replace(group, rollouts=tuple(replace(rollout, prompt=prompt) for rollout in group.rollouts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ReadOnlyAlgorithm(Algorithm):
-    """An algorithm without a loss, for batches that are only scored."""
-
-    def advantages(self, group: Group) -> Tensor:
-        return torch.zeros(len(group.rollouts))
-
-    def loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        raise NotImplementedError("a batch that is only scored has no loss")
 
 
 _PROBE_TEXT = 'Déjà vu: 12 + 7 = 19, a naïve "test" -- 你好, мир!\n\tdef f(x):  return x**2  # and so on...'

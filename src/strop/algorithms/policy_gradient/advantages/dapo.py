@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.overlong import SoftOverlong
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, Shaping
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from strop.algorithms.base import Plan
 from strop.algorithms.functional import EPS, group_advantages
+from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 from strop.types import Batch
 

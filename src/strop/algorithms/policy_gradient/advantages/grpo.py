@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.base import Plan
-from strop.algorithms.functional import group_advantages
+from strop.algorithms.functional import clipped_surrogate, group_advantages
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
-from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective, PolicyTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,52 @@ class GroupRelative(Advantage):
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(Objective):
+    """PPO's objective (arXiv 1707.06347): min(ratio A, clip(ratio, 1 - low, 1 + high) A).
+
+    ``high`` > ``low`` is DAPO's clip-higher (2503.14476). ``dual`` c > 1 bounds the objective from below by c A for A < 0 (1912.09729).
+    ``two_sided`` d > 1 limits the unclipped ratio to d, which also bounds the objective for A < 0 (2505.07291).
+    """
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+    two_sided: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1 or self.high < 0:
+            raise ValueError(
+                f"the ratio is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], and high must be at least 0"
+            )
+        for option in ("dual", "two_sided"):
+            bound = getattr(self, option)
+            if bound is not None and bound <= 1:
+                raise ValueError(
+                    f"{option} is {bound}: it is an upper bound of the ratio; set it above 1, or to null for no bound"
+                )
+        if self.two_sided is not None and self.two_sided < 1 + self.high:
+            raise ValueError(
+                f"two_sided is {self.two_sided}, below 1 + high = {1 + self.high}: high would have no effect; raise two_sided"
+            )
+        if self.dual is not None and self.two_sided is not None:
+            raise ValueError("dual and two_sided both bound the ratio for negative advantages: set only one of them")
+
+    def __call__(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.clipped(tokens.ratio, tokens.advantages)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        bounded = ratio if self.two_sided is None else ratio.clamp(max=self.two_sided)
+        clipped_ratio = ratio.clamp(1 - self.low, 1 + self.high)
+        if self.two_sided is None:
+            objective = clipped_surrogate(ratio, advantages, low=self.low, high=self.high, dual=self.dual)
+        else:
+            objective = torch.minimum(bounded * advantages, clipped_ratio * advantages)
+        outside_clip = (ratio < 1 - self.low) | (ratio > 1 + self.high)
+        lowered = clipped_ratio * advantages < bounded * advantages
+        return objective, {"ratio_outside_clip": outside_clip.to(ratio.dtype), "ratio_clipped": lowered.to(ratio.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)

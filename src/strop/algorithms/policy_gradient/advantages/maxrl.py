@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.functional import varies
+from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Objective
 
 

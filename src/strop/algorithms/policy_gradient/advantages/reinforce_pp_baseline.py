@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.advantages.grpo import Clip
 from strop.algorithms.policy_gradient.advantages.reinforce_pp import BatchWhitened
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, Objective
 
 

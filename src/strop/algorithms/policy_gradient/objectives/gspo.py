@@ -11,9 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from strop.algorithms.functional import Aggregation, geometric_mean
-from strop.algorithms.policy_gradient.advantages.grpo import GroupRelative
+from strop.algorithms.policy_gradient.advantages.grpo import Clip, GroupRelative
 from strop.algorithms.policy_gradient.base import PolicyGradient
-from strop.algorithms.policy_gradient.clip import Clip
 from strop.algorithms.policy_gradient.parts import Advantage, Objective, PolicyTokens
 
 

@@ -1,41 +1,10 @@
-"""Collect the groups of a step from the stream."""
+"""Which groups are dropped instead of trained on, and how many may be."""
 
 from __future__ import annotations
 
 from strop.monitoring.rollout_store.rollout_record import DropReason
-from strop.rollouts.stream import EndOfTasks
 from strop.trainer.run import Run, TooManyDropped
-from strop.trainer.step_metrics import group_metrics
 from strop.types import Group
-
-
-async def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
-    """Collect the groups for one step and return them with their metrics. Raises TooManyDropped.
-
-    Groups that failed, are too old or do not pass the algorithm's filter are dropped, and their slots are released at once. There are fewer
-    groups than a step needs only if no tasks are left.
-    """
-    required = run.options.groups_per_step
-    kept: list[Group] = []
-    run.dropped.clear()
-    while len(kept) < required:
-        run.tracker.progress(f"generating: {len(kept)} of {required} groups")
-        try:
-            group = await run.stream.next()
-        except EndOfTasks:
-            break
-        reason = drop_reason(run, group)
-        if reason is None:
-            kept.append(group)
-        else:
-            run.dropped.append((group, reason))
-            run.stream.release(1)
-        run.errors_in_a_row = run.errors_in_a_row + 1 if reason == "error" else 0
-        _check_drop_limits(run, len(kept))
-    staleness = [] if run.algorithm.recorded_data else [run.step - group.version for group in kept]
-    if staleness and max(staleness) > run.options.max_staleness:
-        raise AssertionError(f"a group is {max(staleness)} steps old; the stream allows {run.options.max_staleness}")
-    return kept, group_metrics(kept, run.dropped, staleness, recorded=bool(run.algorithm.recorded_data))
 
 
 def drop_reason(run: Run, group: Group) -> DropReason | None:
@@ -47,7 +16,8 @@ def drop_reason(run: Run, group: Group) -> DropReason | None:
     return None if run.algorithm.keep(group) else "filtered"
 
 
-def _check_drop_limits(run: Run, kept: int) -> None:
+def check_drop_limits(run: Run, kept: int) -> None:
+    """Raise TooManyDropped if too many groups failed in a row, or too few of this step's groups passed the filter."""
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
         raise TooManyDropped(

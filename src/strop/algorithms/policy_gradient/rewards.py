@@ -1,0 +1,51 @@
+"""Rewards of rollouts as an advantage reads them: shaped, by name, less a KL term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.kl import Kl
+from strop.algorithms.policy_gradient.parts import Advantage, GroupRewards, Shaping
+from strop.types import Batch, Group, Rollout
+
+
+def shape_rewards(rollouts: Sequence[Rollout], shaping: Shaping | None) -> Tensor:
+    """Return the rewards of rollouts, [rollouts] float64."""
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    if shaping is None:
+        return rewards
+    lengths = torch.tensor([rollout.sampled_tokens for rollout in rollouts], dtype=torch.float64)
+    return shaping.shape(rewards, lengths, torch.tensor([rollout.truncated for rollout in rollouts]))
+
+
+def rewards_by_name(group: Group) -> dict[str, Tensor]:
+    """Return each reward of a group's rollouts by name, [G] float64, unweighted; 0 for rollouts without it."""
+    names = sorted({name for rollout in group.rollouts for name in rollout.rewards})
+    return {
+        name: torch.tensor([rollout.rewards.get(name, 0.0) for rollout in group.rollouts], dtype=torch.float64) for name in names
+    }
+
+
+def compared_rewards(group: Group, *, by_name: bool) -> list[Tensor]:
+    """Return the rewards that a group's credit is computed from. If none of them varies, the group has no signal."""
+    if by_name:
+        return list(rewards_by_name(group).values())
+    baseline = [] if group.baseline is None else [group.baseline.reward]
+    return [torch.cat([group.rewards, torch.tensor(baseline, dtype=torch.float64)])]
+
+
+def subtract_kl(kl: Kl, batch: Batch, advantage: Advantage) -> Batch:
+    """Subtract the KL term from the reward of each token or, with ``kl.place`` reward, of each rollout before its advantage."""
+    if kl.place == "token_reward":
+        return replace(batch, advantages=(batch.advantages - kl.weight * kl.sum_to_go(batch)).float())
+    rewards = batch.rewards - kl.weight * kl.sum_per_rollout(batch)
+    lengths = torch.bincount(batch.sequence, minlength=batch.num_sequences).double()
+    advantages = torch.zeros_like(rewards)
+    for group in range(batch.num_groups):
+        members = batch.group == group
+        advantages[members] = advantage.rollout_advantages(GroupRewards(rewards=rewards[members], lengths=lengths[members]))
+    return replace(batch, rewards=rewards, advantages=advantages.float()[batch.sequence])

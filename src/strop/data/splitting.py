@@ -1,0 +1,135 @@
+"""Split a batch into mini-batches and micro-batches, without changing the context of any token (law 1).
+
+Every rollout stays whole, and a micro-batch keeps the totals of its optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from strop.types import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class SubBatch:
+    """Some rollouts of a batch as a batch, and the indices of their predicted tokens in the full batch."""
+
+    batch: Batch
+    index: Tensor  # [n] int64, into the full batch's N
+
+
+def select_rollouts(batch: Batch, sequences: Sequence[int]) -> SubBatch:
+    """Return some rollouts as a batch with the totals of the full batch. It includes their shared prefixes once."""
+    starts, lengths, parents = (column.tolist() for column in (batch.segment_start, batch.segment_length, batch.segment_parent))
+    needed: set[int] = set()
+    for segment in batch.leaf[list(sequences)].tolist():
+        while segment != -1 and segment not in needed:
+            needed.add(segment)
+            segment = parents[segment]
+    segments = sorted(needed)
+    renumbered = {old: new for new, old in enumerate(segments)}
+    token_index = torch.cat([torch.arange(starts[segment], starts[segment] + lengths[segment]) for segment in segments])
+    new_position = torch.full((len(batch.tokens),), -1)
+    new_position[token_index] = torch.arange(len(token_index))
+
+    new_sequence = torch.full((batch.num_sequences,), -1)
+    new_sequence[list(sequences)] = torch.arange(len(sequences))
+    index = (new_sequence[batch.sequence] >= 0).nonzero().squeeze(1)
+    segment_length = torch.tensor([lengths[segment] for segment in segments])
+    _, group = batch.group[list(sequences)].unique(return_inverse=True)
+    part = replace(
+        batch,
+        tokens=batch.tokens[token_index],
+        positions=batch.positions[token_index],
+        segment_start=segment_length.cumsum(0) - segment_length,
+        segment_parent=torch.tensor([renumbered.get(parents[segment], -1) for segment in segments]),
+        source=new_position[batch.source[index]],
+        target=batch.target[index],
+        sequence=new_sequence[batch.sequence[index]],
+        rollout_logprobs=batch.rollout_logprobs[index],
+        versions=batch.versions[index],
+        advantages=batch.advantages[index],
+        mask=batch.mask[index],
+        leaf=torch.tensor([renumbered[segment] for segment in batch.leaf[list(sequences)].tolist()]),
+        group=group,
+        rewards=batch.rewards[list(sequences)],
+        zero_gradient=None if batch.zero_gradient is None else batch.zero_gradient[list(sequences)],
+        columns={name: column[index] for name, column in batch.columns.items()},
+    )
+    return SubBatch(part, index)
+
+
+def split_micro_batches(batch: Batch, token_budget: int, *, padded: bool = False, whole_groups: bool = False) -> list[SubBatch]:
+    """Split a batch into micro-batches of at most ``token_budget`` tokens, at group boundaries where a group fits.
+
+    A larger group is split between its rollouts, with its prompt in each part; a single rollout over the budget is a micro-batch of its
+    own. First fit, longest first: few micro-batches, and deterministic. With ``padded``, every rollout counts as a row as long as the
+    longest. Groups with zero gradient do not share a micro-batch with others. With ``whole_groups``, groups are never split, for losses
+    that compare the rollouts of a group.
+    """
+    lengths = batch.segment_length.tolist()
+    budget = 1 << 62 if whole_groups else token_budget
+    units = [unit for members in group_members(batch) for unit in split_group(members, batch, lengths, budget)]
+    if padded:
+        longest = int(batch.positions.max()) + 1
+        rows = group_members(batch) if whole_groups else [[sequence] for sequence in range(batch.num_sequences)]
+        units = [(sequences, longest * len(sequences)) for sequences in rows]
+    zero_gradient = [False] * batch.num_sequences if batch.zero_gradient is None else batch.zero_gradient.tolist()
+    by_kind = [[unit for unit in units if all(zero_gradient[sequence] for sequence in unit[0]) == kind] for kind in (False, True)]
+    return [select_rollouts(batch, sequences) for kind in by_kind for sequences in pack_first_fit(kind, token_budget)]
+
+
+def pack_first_fit(units: list[tuple[list[int], int]], budget: int) -> list[list[int]]:
+    """Pack units of (rollouts, size) into bins of at most ``budget``, largest first. Return the rollouts of each bin."""
+    bins: list[tuple[list[int], int]] = []
+    for sequences, size in sorted(units, key=lambda unit: -unit[1]):
+        for index, (members, used) in enumerate(bins):
+            if used + size <= budget:
+                bins[index] = (members + sequences, used + size)
+                break
+        else:
+            bins.append((sequences, size))
+    return [sorted(sequences) for sequences, _ in bins]
+
+
+def split_mini_batches(batch: Batch, count: int) -> list[SubBatch]:
+    """Split a batch into ``count`` mini-batches at group boundaries, in order, each with its own totals. Raises ValueError if uneven."""
+    members = group_members(batch)
+    if len(members) % count:
+        raise ValueError(f"{len(members)} groups cannot be split into {count} equal mini-batches")
+    per_step = len(members) // count
+    steps = [members[start : start + per_step] for start in range(0, len(members), per_step)]
+    parts = [select_rollouts(batch, [sequence for group in groups for sequence in group]) for groups in steps]
+    return [SubBatch(part.batch.with_totals(), part.index) for part in parts]
+
+
+def group_members(batch: Batch) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(batch.num_groups)]
+    for sequence, group in enumerate(batch.group.tolist()):
+        members[group].append(sequence)
+    return members
+
+
+def split_group(members: list[int], batch: Batch, lengths: list[int], budget: int) -> list[tuple[list[int], int]]:
+    """Split a group into units of (rollouts, tokens), each within the budget unless a single rollout exceeds it."""
+    parents = batch.segment_parent.tolist()
+    units: list[tuple[list[int], int]] = []
+    seen: set[int] = set()
+    for sequence in members:
+        path = []
+        segment = int(batch.leaf[sequence])
+        while segment != -1:
+            path.append(segment)
+            segment = parents[segment]
+        fresh = sum(lengths[segment] for segment in path if segment not in seen)
+        if units and units[-1][1] + fresh <= budget:
+            units[-1] = (units[-1][0] + [sequence], units[-1][1] + fresh)
+            seen.update(path)
+        else:
+            units.append(([sequence], sum(lengths[segment] for segment in path)))
+            seen = set(path)
+    return units

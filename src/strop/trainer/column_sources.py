@@ -1,0 +1,23 @@
+"""The columns that an algorithm requires, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from strop.learner.base import ColumnSource
+from strop.types import Batch, Group
+
+
+@dataclass(frozen=True)
+class ColumnSources:
+    """A source for each required column: a frozen reference, a critic, a teacher, a file."""
+
+    required: frozenset[str]  # ``Algorithm.requires``
+    sources: Mapping[str, ColumnSource]
+
+    async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
+        """Return the batch with all required columns, computed in the order of their names. ``batch`` was packed from ``groups``."""
+        for name in sorted(self.required):
+            batch = batch.with_columns(await self.sources[name].columns(batch, groups))
+        return batch

@@ -1,0 +1,47 @@
+"""What a packed batch says, against the rollouts that it was packed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.types import Batch, Group
+
+
+def history(batch: Batch, predicted: int) -> list[int]:
+    """The tokens that the network has read when it predicts token ``predicted``, by the batch's own structure."""
+    source = int(batch.source[predicted])
+    segment = int((batch.segment_start <= source).nonzero().max())
+    while int(batch.segment_length[segment]) == 0:
+        segment -= 1  # empty segments share their start with the next one
+    start = int(batch.segment_start[segment])
+    tokens = batch.tokens[start : source + 1].tolist()
+    segment = int(batch.segment_parent[segment])
+    while segment != -1:
+        start = int(batch.segment_start[segment])
+        tokens = batch.tokens[start : start + int(batch.segment_length[segment])].tolist() + tokens
+        segment = int(batch.segment_parent[segment])
+    return tokens
+
+
+def expected(groups: Sequence[Group]) -> list[tuple[list[int], int, int, float]]:
+    """(history, target, place of the rollout, sampler log-probability) of every sampled token, straight from the rollouts."""
+    found = []
+    place = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            tokens = rollout.tokens().tolist()
+            position = len(rollout.prompt)
+            for turn in rollout.turns:
+                for offset, logprob in enumerate(turn.logprobs.tolist()):
+                    if turn.sampled:
+                        found.append((tokens[: position + offset], tokens[position + offset], place, logprob))
+                position += len(turn.tokens)
+            place += 1
+    return found
+
+
+def described(batch: Batch) -> list[tuple[list[int], int, int, float]]:
+    return [
+        (history(batch, place), int(batch.target[place]), int(batch.sequence[place]), float(batch.rollout_logprobs[place]))
+        for place in range(len(batch.target))
+    ]
