@@ -268,7 +268,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="pairs of publish and copy")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--bucket", type=float, help="MiB (default: the transport's own)")
-    parser.add_argument("--slots", type=int, help="buckets of the ring (default: the transport's own)")
+    parser.add_argument("--slots", type=int, help="buckets of the shared buffer (default: the transport's own)")
     parser.add_argument("--wait-quiet", type=float, default=0.0, help="seconds to wait before each pair for an idle machine")
     parser.add_argument("--no-fingerprints-alone", action="store_true", help="skip the table of fingerprints, hash and copy")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")

@@ -26,7 +26,7 @@ POINTS = {
     "at a validation": "strop.trainer.evaluation:Evaluator.evaluate",
     "while generating": "strop.generation.torch.model_runner:CachedRunner.decode",
     "at a publish": "strop.weight_sync.in_process:InProcessWeights.publish",
-    "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._wait_for_copies",
+    "in the middle of a publish": "strop.weight_sync.transports.host_memory:MemorySender._fill_bucket",
 }
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from strop.weight_sync.transports.cuda_ipc import CudaIpcAddress, CudaIpcSender, _IpcHandle
+from strop.weight_sync.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender, _IpcHandle
+from strop.weight_sync.transports.shared_buffer import SharedBufferAddress
 
 
 def test_both_ends_are_gpus() -> None:
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         CudaIpcSender(1, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="cpu cannot read another process's GPU memory"):
-        CudaIpcAddress("nowhere", 1, 1, 1.0).connect(0, torch.device("cpu"))
+        SharedBufferAddress(CudaIpcReceiver, "nowhere", 1, 1, 1.0).connect(0, torch.device("cpu"))
 
 
 def test_a_handle_is_opened_under_the_number_that_the_gpu_has_here() -> None:

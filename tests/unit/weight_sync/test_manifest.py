@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from strop.weight_sync.base import Manifest, TensorEntry
 from strop.weight_sync.transports.manifest import (
     ALIGNMENT,
+    Bucket,
     build_manifest,
     manifest_digest,
     match_tensors,
+    place_buckets,
     split_into_buckets,
     view_in_bucket,
 )
@@ -55,6 +57,22 @@ def test_buckets_hold_everything_once_in_order_without_overlap(counts: list[int]
 def test_a_bucket_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         split_into_buckets(Manifest(()), 0)
+
+
+@given(st.lists(st.integers(0, 50), max_size=60))
+@settings(deadline=None)
+def test_a_bucket_never_overlaps_with_one_that_may_still_be_read(sizes: list[int]) -> None:
+    placed = place_buckets([Bucket((), size) for size in sizes], 100)
+    assert [place.bucket.nbytes for place in placed] == sizes
+    for count, place in enumerate(placed):
+        assert place.end <= 100
+        assert place.reads <= count, "a bucket waits only for those before it"
+        assert all(other.end <= place.start or place.end <= other.start for other in placed[place.reads : count])
+
+
+def test_a_bucket_is_filled_while_the_others_that_fit_are_read() -> None:
+    assert [place.reads for place in place_buckets([Bucket((), 25)] * 8, 100)] == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert [place.start for place in place_buckets([Bucket((), 40)] * 4, 100)] == [0, 40, 0, 40]
 
 
 def test_a_view_is_the_tensor_at_its_place() -> None:

@@ -21,7 +21,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from strop.weight_sync.transports.control import is_process_alive
+from strop.weight_sync.transports.connection import is_process_alive
 
 PRELOAD = [
     "vllm.v1.engine.core",

@@ -166,7 +166,7 @@ class VllmEngine:
                 output = response
         except (EngineDeadError, EngineGenerateError) as error:
             if engine.errored:
-                raise EngineDied(f"{self.name}: its process died while generating{self._output_tail()}") from error
+                raise self._make_death_error("while generating") from error
             raise
         if output is None:
             raise EngineDied(f"{self.name} ended a request without output")
@@ -286,20 +286,17 @@ class VllmEngine:
         try:
             while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
                 if engine.errored:
-                    raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}")
+                    raise EngineDeadError
             return task.result()
-        except EngineDeadError as error:
-            raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}") from error
-        except EngineDied:
-            raise
-        except Exception as error:  # a core whose worker died cancels its calls while it shuts down, before vLLM reports it dead
-            for _ in range(round(SHUTDOWN_SECONDS / POLL_SECONDS)):
-                if engine.errored:
-                    raise EngineDied(f"{self.name}: its process died {when}{self._output_tail()}") from error
-                await asyncio.sleep(POLL_SECONDS)
+        except Exception as error:
+            if isinstance(error, EngineDeadError) or await _is_shutting_down(engine):
+                raise self._make_death_error(when) from error
             raise
         finally:
             task.cancel()
+
+    def _make_death_error(self, when: str) -> EngineDied:
+        return EngineDied(f"{self.name}: its process died {when}{self._output_tail()}")
 
     def _delete_adapter_files(self) -> None:
         folder, self._adapter = self._adapter, None
@@ -308,6 +305,15 @@ class VllmEngine:
 
     def counters(self) -> Mapping[str, float]:
         return {} if self._counters is None else self._counters.read()
+
+
+async def _is_shutting_down(engine: Any) -> bool:
+    """Whether an engine that failed a call is dying: a core whose worker died cancels its calls before vLLM reports it dead."""
+    for _ in range(round(SHUTDOWN_SECONDS / POLL_SECONDS)):
+        if engine.errored:
+            return True
+        await asyncio.sleep(POLL_SECONDS)
+    return False
 
 
 def _combine_regions(shards: Sequence[TensorFingerprint]) -> tuple[int, ...]:

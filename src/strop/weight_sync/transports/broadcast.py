@@ -24,7 +24,7 @@ import torch.distributed
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors, TransportError
-from strop.weight_sync.transports.control import is_process_alive, machine_id
+from strop.weight_sync.transports.connection import is_process_alive, machine_id
 from strop.weight_sync.transports.manifest import (
     Bucket,
     align_up,

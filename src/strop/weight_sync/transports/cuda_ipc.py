@@ -1,12 +1,11 @@
 """Weight transport through CUDA IPC memory: the sender packs buckets on its GPU, and receivers on the same machine read them there.
 
 A receiver on the same GPU yields views of that memory; a receiver on another GPU copies the tensors over. Both must see the sender's GPU
-(``CUDA_VISIBLE_DEVICES``), under any index. The protocol is that of ``ring_buffer``.
+(``CUDA_VISIBLE_DEVICES``), under any index. The protocol is that of ``shared_buffer``.
 """
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +13,54 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import TransportError
-from strop.weight_sync.transports.control import ControlConnection, SharedSegment, connect_to_sender
-from strop.weight_sync.transports.ring_buffer import RingReceiver, RingSender
+from strop.weight_sync.transports.connection import PeerConnection
+from strop.weight_sync.transports.shared_buffer import (
+    PublishMessage,
+    SharedBufferAddress,
+    SharedBufferReceiver,
+    SharedBufferSender,
+)
 
 BUCKET_SIZE = 256 << 20
 SLOTS = 2
 TIMEOUT = 120.0
 
 
-@dataclass(frozen=True)
-class CudaIpcAddress:
-    """Address of a sender on this machine."""
+class CudaIpcReceiver(SharedBufferReceiver):
+    """On the sender's GPU, yields views of the sender's memory, which must not be written to."""
 
-    path: str  # of its Unix socket
-    receivers: int
-    bucket_size: int  # bytes
-    timeout: float  # seconds
-
-    def connect(self, index: int, device: torch.device) -> CudaIpcReceiver:
-        """Raises TransportError if the sender is gone, ValueError if ``device`` is not a GPU."""
+    def __init__(self, address: SharedBufferAddress, index: int, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(
                 f"{device} cannot read another process's GPU memory; set device to a GPU, or use the host-memory transport"
             )
-        return CudaIpcReceiver(connect_to_sender(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
+        super().__init__(address, index, device)
+
+    def _open_memory(self, handle: _IpcHandle) -> Tensor:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        visible = [number for number in range(torch.cuda.device_count()) if _gpu_uuid(torch.device("cuda", number)) == handle.gpu]
+        if not visible:
+            self.sender.connection.close()  # so that the sender does not wait for this receiver
+            raise TransportError(
+                f"receiver {self.index} does not see the sender's GPU {handle.gpu}: add it to CUDA_VISIBLE_DEVICES of the generator, "
+                "or use the host-memory transport"
+            )
+        memory: Tensor = rebuild_cuda_tensor(*handle.rebuild_arguments(visible[0]))
+        return memory
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.ipc_collect()
 
 
-class CudaIpcSender(RingSender):
+class CudaIpcSender(SharedBufferSender):
     """Packs buckets on ``device``, the learner's GPU.
 
     Allocates ``slots`` x ``bucket_size`` bytes there, more if a tensor is larger than a bucket.
     """
+
+    receiver_type = CudaIpcReceiver
 
     def __init__(
         self,
@@ -60,51 +76,14 @@ class CudaIpcSender(RingSender):
         super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
         self.device = device
 
-    @property
-    def address(self) -> CudaIpcAddress:
-        return CudaIpcAddress(self.server.path, self.receivers, self.bucket_size, self.timeout)
-
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def _send_memory(self, connection: ControlConnection) -> None:
+    def _send_memory(self, memory: Tensor, peer: PeerConnection) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        assert self._memory is not None
-        _, arguments = reduce_tensor(self._memory)  # once per receiver: torch counts the references to the memory
-        connection.send(SharedSegment(self._memory.numel(), pickle.dumps(_IpcHandle(_gpu_uuid(self._memory.device), arguments))))
-
-    def _copy_in(self, target: Tensor, tensor: Tensor) -> None:
-        target.copy_(tensor, non_blocking=True)
-
-    def _wait_for_copies(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
-
-
-class CudaIpcReceiver(RingReceiver):
-    """On the sender's GPU, yields views of the sender's memory, which must not be written to."""
-
-    def _open_memory(self, segment: SharedSegment) -> Tensor:
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        handle: _IpcHandle = pickle.loads(segment.handle)
-        visible = [number for number in range(torch.cuda.device_count()) if _gpu_uuid(torch.device("cuda", number)) == handle.gpu]
-        if not visible:
-            self.connection.close()  # so that the sender does not wait for this receiver
-            raise TransportError(
-                f"receiver {self.index} does not see the sender's GPU {handle.gpu}: add it to CUDA_VISIBLE_DEVICES of the generator, "
-                "or use the host-memory transport"
-            )
-        memory: Tensor = rebuild_cuda_tensor(*handle.rebuild_arguments(visible[0]))
-        return memory
-
-    def _wait_for_reads(self) -> None:
-        for device in {self.device, self._memory.device if self._memory is not None else self.device}:
-            torch.cuda.current_stream(device).synchronize()
-
-    def close(self) -> None:
-        super().close()
-        torch.cuda.ipc_collect()
+        _, arguments = reduce_tensor(memory)  # once per receiver: torch counts the references to the memory
+        peer.send(PublishMessage(self.publish, memory=_IpcHandle(_gpu_uuid(memory.device), arguments)))
 
 
 @dataclass(frozen=True)

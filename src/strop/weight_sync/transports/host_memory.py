@@ -11,48 +11,45 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import reduction
 
 import torch
 from torch import Tensor
 
-from strop.weight_sync.transports.control import ControlConnection, SharedSegment, connect_to_sender
-from strop.weight_sync.transports.ring_buffer import RingReceiver, RingSender
+from strop.weight_sync.transports.connection import PeerConnection
+from strop.weight_sync.transports.shared_buffer import PublishMessage, SharedBufferReceiver, SharedBufferSender
 
 BUCKET_SIZE = 16 << 20
 SLOTS = 4
 TIMEOUT = 120.0
 
 
-@dataclass(frozen=True)
-class MemoryAddress:
-    """Address of a sender on this machine."""
+class MemoryReceiver(SharedBufferReceiver):
+    """On the CPU, yields views of the shared memory, which must not be written to."""
 
-    path: str  # of its Unix socket
-    receivers: int
-    bucket_size: int  # bytes
-    timeout: float  # seconds
+    def _open_memory(self, handle: int) -> Tensor:
+        """Receive the file's descriptor, which follows ``handle``, its size, and map it."""
+        try:
+            file: int = reduction.recv_handle(self.sender.connection)
+        except (OSError, EOFError, RuntimeError):
+            raise self.sender.make_lost_error() from None
+        try:
+            return _map_file(file, handle)
+        finally:
+            os.close(file)
 
-    def connect(self, index: int, device: torch.device) -> MemoryReceiver:
-        """Raises TransportError if the sender is gone."""
-        return MemoryReceiver(connect_to_sender(self.path, index, self.receivers, self.timeout), index, device, self.bucket_size)
 
-
-class MemorySender(RingSender):
+class MemorySender(SharedBufferSender):
     """Fills a bucket of ``bucket_size`` bytes while up to ``slots`` - 1 others are read.
 
     ``timeout`` is the limit in seconds for each message of a receiver, and so for connecting and for reading one bucket.
     """
 
+    receiver_type = MemoryReceiver
+
     def __init__(self, receivers: int, *, bucket_size: int = BUCKET_SIZE, slots: int = SLOTS, timeout: float = TIMEOUT) -> None:
         super().__init__(receivers, bucket_size=bucket_size, slots=slots, timeout=timeout)
         self._file = -1
-        self._streams: set[torch.cuda.Stream] = set()  # streams with pending copies into the bucket
-
-    @property
-    def address(self) -> MemoryAddress:
-        return MemoryAddress(self.server.path, self.receivers, self.bucket_size, self.timeout)
 
     def _allocate(self, size: int) -> Tensor:
         self._close_file()
@@ -60,23 +57,12 @@ class MemorySender(RingSender):
         os.ftruncate(self._file, size)
         return _map_file(self._file, size)
 
-    def _send_memory(self, connection: ControlConnection) -> None:
-        assert self._memory is not None
-        connection.send(SharedSegment(self._memory.numel()))
+    def _send_memory(self, memory: Tensor, peer: PeerConnection) -> None:
+        peer.send(PublishMessage(self.publish, memory=memory.numel()))
         try:
-            reduction.send_handle(connection.connection, self._file, connection.pid)
+            reduction.send_handle(peer.connection, self._file, peer.pid)
         except OSError:
-            raise connection.make_lost_error() from None
-
-    def _copy_in(self, target: Tensor, tensor: Tensor) -> None:
-        target.copy_(tensor, non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
-            self._streams.add(torch.cuda.current_stream(tensor.device))
-
-    def _wait_for_copies(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
+            raise peer.make_lost_error() from None
 
     def _close_file(self) -> None:
         if self._file >= 0:
@@ -86,20 +72,6 @@ class MemorySender(RingSender):
     def close(self) -> None:
         super().close()
         self._close_file()
-
-
-class MemoryReceiver(RingReceiver):
-    """On the CPU, yields views of the shared memory, which must not be written to."""
-
-    def _open_memory(self, segment: SharedSegment) -> Tensor:
-        try:
-            file: int = reduction.recv_handle(self.connection.connection)
-        except (OSError, EOFError, RuntimeError):
-            raise self.connection.make_lost_error() from None
-        try:
-            return _map_file(file, segment.size)
-        finally:
-            os.close(file)
 
 
 def _create_anonymous_file() -> int:

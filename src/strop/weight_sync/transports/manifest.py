@@ -31,6 +31,19 @@ class Bucket:
     nbytes: int  # in bytes, a multiple of the alignment
 
 
+@dataclass(frozen=True)
+class PlacedBucket:
+    """A bucket and its place in a shared buffer."""
+
+    bucket: Bucket
+    start: int  # in bytes
+    reads: int  # buckets that must have been read before this one is filled
+
+    @property
+    def end(self) -> int:
+        return self.start + self.bucket.nbytes
+
+
 def build_manifest(tensors: NamedTensors, dtype: torch.dtype | None) -> Manifest:
     """Return the manifest for sending ``tensors``, which may be meta tensors.
 
@@ -74,6 +87,21 @@ def split_into_buckets(manifest: Manifest, size: int) -> tuple[Bucket, ...]:
         current.append(BucketEntry(entry, filled))
         filled += align_up(entry.nbytes)
     return (*buckets, Bucket(tuple(current), filled)) if current else tuple(buckets)
+
+
+def place_buckets(buckets: Sequence[Bucket], capacity: int) -> list[PlacedBucket]:
+    """Place buckets one after the other in a buffer, from the start again where it ends. Buckets are filled and read in order."""
+    placed: list[PlacedBucket] = []
+    start = reads = 0
+    for bucket in buckets:
+        if start + bucket.nbytes > capacity:
+            start = 0
+        end = start + bucket.nbytes
+        while any(other.start < end and start < other.end for other in placed[reads:]):
+            reads += 1
+        placed.append(PlacedBucket(bucket, start, reads))
+        start = end
+    return placed
 
 
 def align_up(size: int) -> int:

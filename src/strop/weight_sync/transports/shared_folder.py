@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from strop.weight_sync.base import Manifest, NamedTensors, TransportError
-from strop.weight_sync.transports.control import is_process_alive, machine_id
+from strop.weight_sync.transports.connection import is_process_alive, machine_id
 from strop.weight_sync.transports.manifest import Bucket, manifest_digest, match_tensors, split_into_buckets
 
 FILE_SIZE = 1 << 30
