@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.build.engines import GeneratorSpec, SyncedGenerator, make_generator
@@ -12,7 +13,8 @@ from strop.build.scorers import make_learners, make_recorded_scorers, make_score
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import RmRunConfig
 from strop.distributed.base import Cluster
-from strop.learner.base import ColumnSource, Learner
+from strop.learner.client import AsyncColumnSource, Caller, InlineCaller, LearnerClient, ThreadCaller
+from strop.learner.learner_thread import LearnerThread
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
 from strop.types import Group
@@ -26,18 +28,16 @@ class Backend(Protocol):
 
     bundle: TokenizerBundle
     packed: bool  # whether the policy supports packed rows
-    blocks_event_loop: bool  # whether learners compute in this process, which blocks its event loop
-    shares_module: bool  # whether the generator runs the learner's module
 
-    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
         ...
 
-    async def build_scorers(self) -> dict[str, ColumnSource]:
+    async def build_scorers(self) -> dict[str, AsyncColumnSource]:
         """Build the sources of the columns that the algorithm requires. Raises ValueError for a column without a source."""
         ...
 
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
+    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, AsyncColumnSource]:
         """Build the sources for a run on recorded data. ``groups()`` returns every group that the run will read."""
         ...
 
@@ -47,9 +47,7 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """Builds models in this process."""
-
-    blocks_event_loop = True
+    """Builds models in this process. They compute in a thread if training overlaps with generation in other processes."""
 
     def __init__(self, config: TrainingRunConfig, policy: LoadedPolicy, tracker: Tracker) -> None:
         self.config = config
@@ -57,23 +55,34 @@ class LocalBackend:
         self.tracker = tracker
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
-        self.shares_module = config.policy.generation.backend in ("auto", "torch")
+        self.make_caller: Callable[[Any], Caller] = InlineCaller
+        if generates_meanwhile(config):
+            self.make_caller = partial(ThreadCaller, thread=LearnerThread())
 
-    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._algorithm, self._sampling = algorithm, sampling
         self._learners = make_learners(self.config, self.policy, algorithm, sampling, total_steps)
-        return self._learners
+        return {name: LearnerClient(self.make_caller(learner)) for name, learner in self._learners.items()}
 
-    async def build_scorers(self) -> dict[str, ColumnSource]:
+    async def build_scorers(self) -> dict[str, AsyncColumnSource]:
         assert isinstance(self.config, RolloutRunConfig)
-        return make_scorers(self.config, self.policy, self._algorithm, self._sampling, self._learners)
+        return make_scorers(self.config, self.policy, self._algorithm, self._sampling, self._learners, self.make_caller)
 
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
+    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, AsyncColumnSource]:
         assert isinstance(self.config, RecordedRunConfig)
         return await make_recorded_scorers(self.config, self.policy, self._algorithm, self._sampling, groups, self.tracker)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         return make_generator(self.policy, self.config.policy, spec)
+
+
+def generates_meanwhile(config: TrainingRunConfig) -> bool:
+    """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
+    return (
+        isinstance(config, RolloutRunConfig)
+        and config.rollout_training.max_staleness > 0
+        and config.policy.generation.backend not in ("auto", "torch")
+    )
 
 
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
@@ -12,7 +13,16 @@ from strop.build.models import LoadedPolicy, make_critic, make_learner, make_ref
 from strop.build.teachers import make_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
-from strop.learner.base import ColumnSource, Learner, LogprobColumn, Scorer, ValueColumn
+from strop.learner.client import (
+    AsyncColumnSource,
+    Caller,
+    ColumnClient,
+    InlineCaller,
+    LogprobColumn,
+    ScorerClient,
+    ValueColumn,
+)
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import load_or_compute_reference, model_fingerprint
 from strop.learner.torch.scorer import NetworkScorer
 from strop.monitoring.trackers.base import Tracker
@@ -23,9 +33,9 @@ from strop.types import Group
 
 def make_learners(
     config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
-) -> dict[str, Learner]:
+) -> dict[str, TorchLearner]:
     """Make the policy's learner, and the critic's if there is one. ``total_steps``: optimizer steps of the run; None: no limit."""
-    learners: dict[str, Learner] = {
+    learners = {
         "policy": make_learner(
             policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
         )
@@ -44,16 +54,24 @@ def count_optimizer_steps(options: TrainOptions, tasks: int | None) -> int | Non
 
 
 def make_scorers(
-    config: RolloutRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
-) -> dict[str, ColumnSource]:
-    """Make the column sources of a run on rollouts. Raises ValueError for a required column without a source."""
-    scorers: dict[str, ColumnSource] = {}
+    config: RolloutRunConfig,
+    policy: LoadedPolicy,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    learners: Mapping[str, TorchLearner],
+    make_caller: Callable[[Any], Caller] = InlineCaller,
+) -> dict[str, AsyncColumnSource]:
+    """Make the column sources of a run on rollouts. ``make_caller`` decides where they compute.
+
+    Raises ValueError for a required column without a source."""
+    scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
-        scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
+        reference = make_reference(policy, config.policy, sampling)
+        scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, ScorerClient(make_caller(reference)))
     if VALUES in algorithm.requires and "value" in learners:
-        scorers[VALUES] = ValueColumn(VALUES, learners["value"])
+        scorers[VALUES] = ValueColumn(VALUES, ScorerClient(make_caller(learners["value"])))
     if isinstance(config, DistillationRunConfig):
-        scorers.update(make_teachers(config, policy, algorithm, sampling, learners))
+        scorers.update(make_teachers(config, policy, algorithm, sampling, learners, make_caller))
     return check_columns(scorers, algorithm, config)
 
 
@@ -64,16 +82,18 @@ async def make_recorded_scorers(
     sampling: Sampling,
     groups: Callable[[], Sequence[Group]],
     tracker: Tracker,
-) -> dict[str, ColumnSource]:
+) -> dict[str, AsyncColumnSource]:
     """Make the column sources of a run on recorded data. ``groups()`` returns every group that the run will read, for reference
     log-probabilities that are computed once, before training."""
-    scorers: dict[str, ColumnSource] = {}
+    scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
         once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
         scorers[REFERENCE_LOGPROBS] = (
             await make_stored_reference(
                 config,
-                NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
+                ScorerClient(
+                    InlineCaller(NetworkScorer(policy.network, sampling, config.policy.sequence_packing.logprob_mb_tokens))
+                ),
                 algorithm,
                 groups,
                 tracker,
@@ -81,28 +101,28 @@ async def make_recorded_scorers(
                 share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
             )
             if once
-            else LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
+            else LogprobColumn(REFERENCE_LOGPROBS, ScorerClient(InlineCaller(make_reference(policy, config.policy, sampling))))
         )
     return check_columns(scorers, algorithm, config)
 
 
 async def make_stored_reference(
     config: RecordedRunConfig,
-    policy: Scorer,
+    policy: ScorerClient,
     algorithm: Algorithm,
     groups: Callable[[], Sequence[Group]],
     tracker: Tracker,
     *,
     fingerprint: str,
     share_prefixes: bool,
-) -> ColumnSource:
+) -> AsyncColumnSource:
     """Compute the reference log-probabilities of all groups with the policy's current weights, or load them from an earlier computation.
 
     Call it before a checkpoint is loaded. ``fingerprint``: of the policy's weights."""
     path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
     tracker.note(f"reference log-probabilities: {'loaded from' if path.exists() else 'computed once and stored in'} {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return await load_or_compute_reference(
+    store = await load_or_compute_reference(
         path,
         (group for make in (groups,) for group in make()),  # lazy: groups are read only if there is no file yet
         policy,
@@ -112,9 +132,12 @@ async def make_stored_reference(
         f"{config.policy.max_total_sequence_length}",  # decides which examples fit
         share_prefixes=share_prefixes,
     )
+    return ColumnClient(InlineCaller(store))
 
 
-def check_columns(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
+def check_columns(
+    scorers: dict[str, AsyncColumnSource], algorithm: Algorithm, config: TrainingRunConfig
+) -> dict[str, AsyncColumnSource]:
     """Return ``scorers``. Raises ValueError if a column that the algorithm requires has no source."""
     if unknown := sorted(algorithm.requires - set(scorers)):
         name = config.algorithm.name

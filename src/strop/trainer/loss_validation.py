@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
-from strop.learner.base import ColumnSource, Learner, require_token_outputs
+from strop.learner.base import require_token_outputs
+from strop.learner.client import AsyncColumnSource, LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.types import Batch, Group
 
@@ -24,8 +25,8 @@ class LossValidator:
 
     groups: Sequence[Group]
     algorithm: Algorithm
-    learner: Learner
-    scorers: Mapping[str, ColumnSource] = field(default_factory=dict)  # column that the algorithm requires -> its source
+    learner: LearnerClient
+    scorers: Mapping[str, AsyncColumnSource] = field(default_factory=dict)  # column that the algorithm requires -> its source
     share_prefixes: bool = True
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer
-from strop.learner.base import ColumnSource, Learner
+from strop.learner.client import AsyncColumnSource, LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -63,8 +63,8 @@ class Run:
     options: TrainOptions
     algorithm: Algorithm
     stream: GroupStream
-    learners: Mapping[str, Learner]
-    scorers: Mapping[str, ColumnSource]  # column that the algorithm requires -> its source
+    learners: Mapping[str, LearnerClient]
+    scorers: Mapping[str, AsyncColumnSource]  # column that the algorithm requires -> its source
     weights: WeightSync
     tracker: Tracker
     rollouts: RolloutStore

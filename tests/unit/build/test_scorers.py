@@ -25,7 +25,6 @@ from strop.build.scorers import count_optimizer_steps, make_learners, make_recor
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.data.packing import pack
-from strop.learner.base import Learner
 from strop.learner.torch.learner import TorchLearner
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
@@ -54,7 +53,7 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
     return found
 
 
-def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, Learner]:
+def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, TorchLearner]:
     return make_learners(config, policy, algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
 
 
@@ -173,12 +172,12 @@ def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overri
     source = make_scorers(found, policy, algorithm, SAMPLING, {})[REFERENCE_LOGPROBS]
     groups = random_groups(3)
     batch = pack(groups, algorithm)
-    before = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
+    before = learners(found, policy, algorithm)["policy"].score(batch)
     first = asked(source, batch, groups)[REFERENCE_LOGPROBS]
     assert torch.equal(first, before.logprobs)  # type: ignore[union-attr]
     disturb(policy)
     assert torch.equal(asked(source, batch, groups)[REFERENCE_LOGPROBS], first)
-    after = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
+    after = learners(found, policy, algorithm)["policy"].score(batch)
     assert not torch.allclose(after.logprobs, first)  # type: ignore[union-attr]
 
 
@@ -219,7 +218,7 @@ def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) ->
     source = make_scorers(found, policy, Distillation(), SAMPLING, made)[TEACHER_LOGPROBS]
     groups = random_groups(2)
     batch = pack(groups, Distillation())
-    own = asyncio.run(made["policy"].score(batch)).logprobs  # type: ignore[union-attr]
+    own = made["policy"].score(batch).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[TEACHER_LOGPROBS], own, atol=1e-5), "the teacher is the same model"
 
 
@@ -244,7 +243,7 @@ def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp
     source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
     assert "computed once" in notes.notes[-1]
     batch = pack(groups, DPO())
-    live = asyncio.run(learners(found, policy, DPO())["policy"].score(batch)).logprobs  # type: ignore[union-attr]
+    live = learners(found, policy, DPO())["policy"].score(batch).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[REFERENCE_LOGPROBS], live, atol=1e-6)
 
     def nobody() -> Sequence[Group]:

@@ -103,13 +103,13 @@ class TorchLearner:
             )
         self._steps = 0
 
-    async def score(self, batch: Batch) -> Outputs:
+    def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
-    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return assemble_result([self.forward_backward_local(batch, loss)], len(batch.target))
 
-    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
@@ -148,7 +148,7 @@ class TorchLearner:
             value.backward()
         return detach_to_cpu(outputs), logged
 
-    async def step(self) -> Metrics:
+    def step(self) -> Metrics:
         limit = self.options.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
@@ -178,7 +178,7 @@ class TorchLearner:
         """Yield the adapters under the names of PEFT's files; nothing for a model without adapters."""
         yield from self.parallelism.adapters().items()
 
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+    def save(self, folder: Path, optimizer: bool = True) -> None:
         """Write the weights, their average and the optimizer state.
 
         ``weights/`` is a Hugging Face folder, or adapters in PEFT's format; ``ema/`` has the average of the weights; ``optimizer.pt`` has

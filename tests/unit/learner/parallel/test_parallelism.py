@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -81,7 +80,7 @@ def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
         )
     )
     learner = TorchLearner(network, CASE.sampling, options, placement)
-    found["alone"] = message(lambda: asyncio.run(learner.score(batch)))
+    found["alone"] = message(lambda: learner.score(batch))
 
     def broken(outputs: Any, part: Batch) -> Any:
         """Not finite where rank 0 alone computes."""
@@ -89,13 +88,13 @@ def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
 
     learner.forward_backward_local(without_signal(batch), get_loss(CASE))
     found["zero"] = [float(parameter.grad.abs().max()) for parameter in learner.parameters if parameter.grad is not None]
-    found["idle"] = metrics.to_floats(asyncio.run(learner.step()))["grad_norm"]
+    found["idle"] = metrics.to_floats(learner.step())["grad_norm"]
     before = [parameter.detach().clone() for parameter in learner.parameters]
     learner.forward_backward_local(batch, broken)
-    found["skipped"] = metrics.to_floats(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
+    found["skipped"] = metrics.to_floats(learner.step())["steps_skipped_for_nonfinite_gradient"]
     found["kept"] = all(torch.equal(old, new) for old, new in zip(before, learner.parameters, strict=True))
     learner.forward_backward_local(batch, get_loss(CASE))
-    asyncio.run(learner.step())
+    learner.step()
     weights = list(learner.weights())
     found["weights"] = dict(weights)
     found["tensors"] = len({id(tensor) for _, tensor in weights})

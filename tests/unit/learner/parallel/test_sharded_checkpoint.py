@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -251,9 +250,9 @@ def test_one_step_after_loading_is_the_step_that_would_have_followed(tmp_path: P
     learner = learner_of(FORMS["llama"], ONE)
     train(learner)
     learner.save(tmp_path)
-    asyncio.run(learner.step())
+    learner.step()
     wanted = whole_state(learner)
     again = learner_of(FORMS["llama"], ONE, seed=1)
     again.load(tmp_path)
-    asyncio.run(again.step())
+    again.step()
     assert differences(whole_state(again), wanted) == []
