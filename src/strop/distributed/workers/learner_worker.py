@@ -21,7 +21,7 @@ from strop.distributed.workers.column_shards import ColumnShard, split_groups
 from strop.learner.base import ColumnSource
 from strop.learner.parallel.micro_batch import MicroBatchOutputs
 from strop.learner.parallel.sharded import Sharded
-from strop.learner.torch import sharded_checkpoint
+from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import model_fingerprint
 from strop.metrics import Metrics
@@ -85,7 +85,7 @@ class LearnerWorker:
         self.busy_seconds = 0.0
         self._store: Any = None
         self._export: BlockingExporter | None = None
-        self._staged: dict[str, sharded_checkpoint.LearnerSnapshot] = {}
+        self._staged: dict[str, LearnerSnapshot] = {}
 
     # --- process group ----------------------------------------------------------------------------------------------------
 
@@ -198,15 +198,16 @@ class LearnerWorker:
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, folder: Path, optimizer: bool) -> None:
-        sharded_checkpoint.save(self.models.learners[name], folder, optimizer=optimizer)
+        self.models.learners[name].save(folder, optimizer)
 
     def stage(self, name: str, optimizer: bool) -> None:
         """Copy the state of a learner to CPU memory, for ``write_staged``."""
-        self._staged[name] = sharded_checkpoint.take_snapshot(self.models.learners[name], optimizer=optimizer)
+        learner = self.models.learners[name]
+        self._staged[name] = take_snapshot(learner.parallelism, learner.state, optimizer=optimizer)
 
     def write_staged(self, name: str, folder: Path, optimizer: bool) -> None:
         """Write the staged state to ``folder``. May run concurrently with training."""
         self._staged.pop(name).save(folder, optimizer=optimizer)
 
     def load(self, name: str, folder: Path) -> None:
-        sharded_checkpoint.load(self.models.learners[name], folder)
+        self.models.learners[name].load(folder)

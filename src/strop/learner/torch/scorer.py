@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, detach_to_cpu
-from strop.learner.parallel.parallelism import Parallelism, SingleDevice
+from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.single_device import SingleDevice
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
