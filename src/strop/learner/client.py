@@ -1,9 +1,8 @@
 """Awaitable learners, scorers and column sources, for the training loop.
 
-LearnerClient, ScorerClient, ColumnClient      typed methods to await
-InlineCaller     blocks the event loop         for an object that shares its module with an engine in this process
-ThreadCaller     calls in a thread             for an object beside engines in other processes
-RankCaller       calls on every rank           ``strop.distributed.workers.remote_learner``
+A client has typed methods to await, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that takes turns
+with an engine on its module; ``ThreadCaller`` beside the event loop, while engines in other processes generate; ``RankCaller``
+(``strop.distributed.workers.remote_learner``) on every rank.
 """
 
 from __future__ import annotations
@@ -87,10 +86,10 @@ class LearnerClient(ScorerClient):
         return weights
 
     def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        self.caller.call_sync("save", folder.resolve(), optimizer)
+        self.caller.call_sync("save", folder, optimizer)
 
     def load(self, folder: Path) -> None:
-        self.caller.call_sync("load", folder.resolve())
+        self.caller.call_sync("load", folder)
 
 
 class AsyncColumnSource(Protocol):

@@ -43,7 +43,8 @@ class RankCaller:
                 return results[0]
 
     def call_sync(self, method: str, *arguments: Any) -> Any:
-        return self.group.call_all_sync(method, self.name, *arguments)[0]
+        resolved = [each.resolve() if isinstance(each, Path) else each for each in arguments]  # ranks have other working folders
+        return self.group.call_all_sync(method, self.name, *resolved)[0]
 
 
 @dataclass(frozen=True)
