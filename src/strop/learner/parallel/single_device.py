@@ -1,8 +1,10 @@
 """A full network on one device, and its checkpoints.
 
-weights/       a Hugging Face folder, or adapters in PEFT's format
-ema/           the same for the averaged weights
-optimizer.pt   the state of training besides the weights
+    weights/       a Hugging Face folder, or adapters in PEFT's format
+    ema/           the same for the averaged weights
+    optimizer.pt   the state of training besides the weights
+
+It also loads a checkpoint of several ranks (``strop.learner.parallel.sharded_checkpoint``).
 """
 
 from __future__ import annotations
