@@ -18,8 +18,7 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
 from loop.tiny import build_tiny
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.build.cluster.worker_builders import build_teacher
-from strop.build.teachers import StudentInfo
+from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.data.packing import pack
@@ -129,7 +128,7 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
     config: Any = load_config(None, overrides(settings), root=DistillationRunConfig).config
     student = StudentInfo(len(load_tokenizer(str(tiny_model_folder))), load_tokenizer(str(tiny_model_folder)))
     columns = frozenset({TEACHER_LOGPROBS})
-    build = partial(build_teacher, "teacher", config, student, columns, Sampling())
+    build = partial(load_teacher, "teacher", config, student, columns, Sampling())
     groups = simple_groups((3, (4, 2)), (2, (3, 5)), (4, (1, 1)))
     batch = pack(groups, Distillation())
 

@@ -14,7 +14,7 @@ from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
 from strop.build.models import make_tokenizer_saver
-from strop.build.scorers import count_optimizer_steps
+from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
@@ -60,7 +60,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
     )
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
-    scorers = await backend.build_scorers()
+    scorers = await make_scorers(config, backend, algorithm, learners, tracker)
 
     bundle = backend.bundle
     checkpoints = make_checkpoints(config, make_tokenizer_saver(bundle.tokenizer))

@@ -14,7 +14,7 @@ from strop.build.models import LoadedPolicy, load_policy
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.learner.base import ColumnSource
-from strop.learner.client import AsyncColumnSource, Caller, ColumnClient, InlineCaller
+from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
@@ -41,24 +41,17 @@ class StudentInfo:
 def make_teachers(
     config: DistillationRunConfig,
     policy: LoadedPolicy,
-    algorithm: Algorithm,
+    columns: Collection[str],
     sampling: Sampling,
     learners: Mapping[str, TorchLearner],
-    make_caller: Callable[[Any], Caller] = InlineCaller,
-) -> dict[str, AsyncColumnSource]:
-    """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError.
-
-    ``make_caller`` decides where they compute."""
-    columns = find_teacher_columns(config, algorithm)
-    factories: dict[str, Callable[[str], ColumnSource]] = {}
-    for key, teacher in named_teachers(config).items():
-        if teacher.model_name == "self":
-            factories[key] = _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
-        else:
-            factories[key] = load_teacher(key, config, get_student_info(policy), columns, sampling)
+) -> dict[str, dict[str, ColumnSource]]:
+    """Make the sources of the teachers' columns, by teacher key and column. Call it before a checkpoint is loaded. Raises ValueError."""
+    student = get_student_info(policy)
     return {
-        column: combine_teachers({key: ColumnClient(make_caller(make(column))) for key, make in factories.items()}, config)
-        for column in columns
+        key: _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
+        if teacher.model_name == "self"
+        else load_teacher(key, config, student, columns, sampling)
+        for key, teacher in named_teachers(config).items()
     }
 
 
@@ -108,8 +101,8 @@ def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: Distil
 
 def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
-) -> Callable[[str], ColumnSource]:
-    """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
+) -> dict[str, ColumnSource]:
+    """Load a teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
     teacher = named_teachers(config)[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
     if teacher.demonstration is not None:
@@ -124,7 +117,7 @@ def load_teacher(
     network.model.requires_grad_(False)
     context = offload(network) if teacher.offload else nullcontext
     scorer = NetworkScorer(network, unfiltered, teacher.logprob_mb_tokens, context=context)
-    return lambda column: _make_source(column, scorer, config, vocab_size)
+    return {column: _make_source(column, scorer, config, vocab_size) for column in columns}
 
 
 def _make_self_teacher(
@@ -135,12 +128,12 @@ def _make_self_teacher(
     columns: Collection[str],
     sampling: Sampling,
     learners: Mapping[str, TorchLearner],
-) -> Callable[[str], ColumnSource]:
+) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
     scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
     assert teacher.demonstration is not None
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
-    return lambda column: SelfTeacher(_make_source(column, scorer, config, None), prompt)
+    return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
 
 
 def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:

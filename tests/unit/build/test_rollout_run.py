@@ -124,7 +124,7 @@ def test_groups_in_flight_of_a_separate_engine_are_finished_before_weights_are_p
     ids=["engines beside the learner", "synchronous", "an engine on the learner's module"],
 )
 def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, beside):
-    backend = LocalBackend(config(*ASYNCHRONOUS, *overrides), SimpleNamespace(network=SimpleNamespace(packed=True)), Recorder())
+    backend = LocalBackend(config(*ASYNCHRONOUS, *overrides), SimpleNamespace(network=SimpleNamespace(packed=True)))
     callers = [backend.make_caller(FakeLearner()) for _ in range(3)]
     assert {type(caller) for caller in callers} == {ThreadCaller if beside else InlineCaller}
     assert len({id(getattr(caller, "thread", None)) for caller in callers}) == 1

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.cluster.device_plan import make_device_plan
 from strop.build.cluster.worker_builders import (
     ExportOptions,
     build_rank_models,
-    build_teacher,
     build_torch_engine,
     build_vllm_engine,
     load_rank_policy,
@@ -32,12 +29,11 @@ from strop.build.engines import (
     write_model_folder,
 )
 from strop.build.models import PRECISIONS, TokenizerBundle
-from strop.build.scorers import check_columns, make_stored_reference
 from strop.build.tasks import describe_environments
-from strop.build.teachers import StudentInfo, combine_teachers, find_teacher_columns, named_teachers
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.build.teachers import StudentInfo, load_teacher, named_teachers
+from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.cluster_config import RoleConfig
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
+from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.distributed.placement import DevicePlan, DeviceSlot
@@ -52,15 +48,12 @@ from strop.learner.client import (
     AsyncColumnSource,
     ColumnClient,
     LearnerClient,
-    LogprobColumn,
     ScorerClient,
-    ValueColumn,
 )
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.types import Group
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
@@ -84,14 +77,12 @@ class RayBackend:
         device_plan: DevicePlan,
         group: ActorGroup,
         policy_info: PolicyInfo,
-        tracker: Tracker,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.device_plan = device_plan
         self.group = group
         self.policy_info = policy_info
-        self.tracker = tracker
         self.packed = policy_info.packed
         tokenizer_config = config.policy.tokenizer
         tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
@@ -100,38 +91,33 @@ class RayBackend:
         )
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
-        self._algorithm, self._sampling = algorithm, sampling
+        self._sampling = sampling
         build = partial(build_rank_models, self.config, algorithm, sampling, total_steps)
         names = (await self.group.call_all("build_models", build))[0]
-        self._learners: dict[str, LearnerClient] = {name: RemoteLearner(self._caller(name)) for name in names}
-        return self._learners
+        return {name: RemoteLearner(self._caller(name)) for name in names}
 
-    async def build_scorers(self) -> dict[str, AsyncColumnSource]:
-        required = self._algorithm.requires
-        sources: dict[str, AsyncColumnSource] = {}
-        if REFERENCE_LOGPROBS in required:
-            sources[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, ScorerClient(self._caller("reference")))
-        if VALUES in required and "value" in self._learners:
-            sources[VALUES] = ValueColumn(VALUES, self._learners["value"])
-        if isinstance(self.config, DistillationRunConfig):
-            sources.update(await self._build_teachers(self.config))
-        return check_columns(sources, self._algorithm, self.config)
+    def make_reference(self) -> ScorerClient:
+        return ScorerClient(self._caller("reference"))
 
-    async def _build_teachers(self, config: DistillationRunConfig) -> dict[str, AsyncColumnSource]:
-        """Build the sources of the teachers, each on the ranks or in separate processes."""
-        columns, teachers = find_teacher_columns(config, self._algorithm), named_teachers(config)
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        return ScorerClient(self._caller("untrained")), self.policy_info.fingerprint
+
+    async def make_teachers(
+        self, config: DistillationRunConfig, columns: Collection[str]
+    ) -> dict[str, Mapping[str, AsyncColumnSource]]:
+        """Return the sources of the teachers, each on the ranks or in separate processes."""
         student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
+        teachers = named_teachers(config)
         builds = {
-            key: partial(build_teacher, key, config, student, columns, self._sampling)
+            key: partial(load_teacher, key, config, student, columns, self._sampling)
             for key, teacher in teachers.items()
             if teacher.hosts
         }
         remote_teachers = await spawn_teachers(self.cluster, builds, columns, self._teacher_options(config))
-
-        def source(key: str, column: str) -> AsyncColumnSource:
-            return remote_teachers[key][column] if key in remote_teachers else ColumnClient(self._caller((key, column)))
-
-        return {column: combine_teachers({key: source(key, column) for key in teachers}, config) for column in columns}
+        return {
+            key: remote_teachers.get(key) or {column: ColumnClient(self._caller((key, column))) for column in columns}
+            for key in teachers
+        }
 
     def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[ActorOptions]]:
         """Return the actor options of each process by teacher key. Processes are spread over the nodes; one with a GPU goes to any node
@@ -147,27 +133,6 @@ class RayBackend:
                 for name in names
             ]
         return options
-
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, AsyncColumnSource]:
-        config = self.config
-        assert isinstance(config, RecordedRunConfig)
-        sources: dict[str, AsyncColumnSource] = {}
-        if REFERENCE_LOGPROBS in self._algorithm.requires:
-            once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-            sources[REFERENCE_LOGPROBS] = (
-                await make_stored_reference(
-                    config,
-                    ScorerClient(self._caller("untrained")),
-                    self._algorithm,
-                    groups,
-                    self.tracker,
-                    fingerprint=self.policy_info.fingerprint,
-                    share_prefixes=config.policy.sequence_packing.prefix_sharing and self.packed,
-                )
-                if once
-                else LogprobColumn(REFERENCE_LOGPROBS, ScorerClient(self._caller("reference")))
-            )
-        return check_columns(sources, self._algorithm, config)
 
     def _caller(self, name: str | tuple[str, str]) -> RankCaller:
         return RankCaller(name, self.group, self.cluster)
@@ -300,7 +265,7 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
     if policy_info.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")
-    return RayBackend(config, cluster, device_plan, group, policy_info, tracker)
+    return RayBackend(config, cluster, device_plan, group, policy_info)
 
 
 def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:

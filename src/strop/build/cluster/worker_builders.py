@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from strop.build.models import (
     make_torch_engine,
     prepare_device,
 )
-from strop.build.teachers import StudentInfo, find_teacher_columns, get_student_info, load_teacher, named_teachers
+from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import ModelConfig, PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
@@ -163,8 +163,8 @@ def _load_rank_teachers(
                 "cluster.backend=local"
             )
         if not teacher.hosts:
-            make_source = load_teacher(key, config, get_student_info(policy), columns, sampling)
-            sources.update({(key, column): make_source(column) for column in columns})
+            loaded = load_teacher(key, config, get_student_info(policy), columns, sampling)
+            sources.update({(key, column): source for column, source in loaded.items()})
     return sources
 
 
@@ -200,15 +200,7 @@ def make_rank_exporter(
     )
 
 
-# --- teachers and engines ------------------------------------------------------------------------------------------------
-
-
-def build_teacher(
-    key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
-) -> dict[str, ColumnSource]:
-    """Load a teacher. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
-    make_source = load_teacher(key, config, student, columns, sampling)
-    return {column: make_source(column) for column in columns}
+# --- engines -------------------------------------------------------------------------------------------------------------
 
 
 def build_vllm_engine(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
