@@ -18,7 +18,7 @@ from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, 
 from strop.data.packing import pack
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
-from strop.learner.torch.scorer import NetworkScorer, on_device
+from strop.learner.torch.scorer import NetworkScorer, offload, on_device
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,
@@ -172,6 +172,21 @@ def test_a_teacher_that_waits_elsewhere_is_brought_and_taken_away() -> None:
     brought = replace(teacher, context=lambda: on_device(teacher.network))
     columns(TeacherLogprobs(brought), make_groups(GROUPS, 0))
     assert moves == ["cpu", "cpu"]
+
+
+def test_a_network_is_offloaded_when_its_scorer_is_made_unless_it_is_on_the_cpu() -> None:
+    network = teacher_of().network
+    moves: list[str] = []
+    network.model.to = lambda device: moves.append(str(device))
+    with offload(network)():
+        assert moves == []
+    network.device = torch.device("cuda", 0)
+    context = offload(network)
+    assert moves == ["cpu"]
+    with pytest.raises(ZeroDivisionError), context():
+        assert moves == ["cpu", "cuda:0"]
+        raise ZeroDivisionError
+    assert moves == ["cpu", "cuda:0", "cpu"]
 
 
 def test_each_group_goes_to_the_teacher_of_its_environment() -> None:
