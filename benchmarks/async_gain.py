@@ -28,7 +28,8 @@ from strop import metrics
 from strop.algorithms.base import LossFn, TokenOutputs
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.learner.base import BackwardResult
-from strop.learner.threaded import LearnerThread, wrap_in_thread
+from strop.learner.client import InlineCaller, LearnerClient, ThreadCaller
+from strop.learner.learner_thread import LearnerThread
 from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import NullTracker
@@ -145,14 +146,14 @@ class SimulatedLearner:
     def __init__(self, latency: Latency, seed: int, sleep: Callable[[float], None]) -> None:
         self._latency, self._draw, self._sleep = latency, random.Random(seed), sleep
 
-    async def score(self, batch: Batch) -> TokenOutputs:
+    def score(self, batch: Batch) -> TokenOutputs:
         return TokenOutputs(logprobs=batch.rollout_logprobs, entropy=torch.ones(len(batch.target)))
 
-    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         self._sleep(self._latency(self._draw))
-        return BackwardResult(metrics={"loss": metrics.mean(0.0, 1)}, outputs=await self.score(batch))
+        return BackwardResult(metrics={"loss": metrics.mean(0.0, 1)}, outputs=self.score(batch))
 
-    async def step(self) -> Metrics:
+    def step(self) -> Metrics:
         return {}
 
 
@@ -199,7 +200,7 @@ def measure(
                 order=make_order(setting, groups),
                 version=lambda: engine.version,
             ),
-            learners={"policy": wrap_in_thread(trainer, thread) if k else trainer},
+            learners={"policy": LearnerClient(ThreadCaller(trainer, thread) if k else InlineCaller(trainer))},
             columns=ColumnSources(frozenset(), {}),
             weights=publisher,
             tracker=publisher,

@@ -81,7 +81,7 @@ async def measure(options: argparse.Namespace, folder: Path, ranks: int) -> list
     async with open_cluster(config, tracker) as cluster:
         run, generator = await build_run(config, tracker, cluster)
         if ranks:
-            group = run.learners["policy"].group  # type: ignore[attr-defined]
+            group = run.learners["policy"].caller.group  # type: ignore[attr-defined]
             release = run.stream.release
 
             def noted(count: int) -> None:

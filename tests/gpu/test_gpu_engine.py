@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 import torch
 
 from strop.generation.torch.model_runner import CachedRunner, infer_cache_shape
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support.models import FAMILIES, build
@@ -76,7 +75,7 @@ def test_sampler_and_learner_agree_on_the_gpu(precision: torch.dtype, cuda_graph
     batch = pack_grpo(
         [make_group(*(make_rollout(request.prompt, make_turn(done)) for request, done in zip(asked, found, strict=True)))]
     )
-    scores = asyncio.run(FrozenScorer(network, sampling, score_tokens=60).score(batch))
+    scores = NetworkScorer(network, sampling, score_tokens=60).score(batch)
     bound = FLOAT32 if precision == torch.float32 else BFLOAT16
     assert float((scores.logprobs - batch.rollout_logprobs).abs().max()) < bound
 

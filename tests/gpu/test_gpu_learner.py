@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -49,7 +48,7 @@ def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bo
     model = to_float64(build("llama")).to(device)
     network = Network(model, precision=torch.float64, packed=packed, chunk=13)
     learner = TorchLearner(network, Sampling(temperature=0.9), TorchLearnerOptions(train_tokens=budget))
-    result = asyncio.run(learner.forward_backward(batch_of(algorithm), algorithm.loss))
+    result = learner.forward_backward(batch_of(algorithm), algorithm.loss)
     return {name: tensor.cpu() for name, tensor in copy_gradients(model).items()}, result
 
 
@@ -81,12 +80,13 @@ def test_log_probabilities_on_the_gpu_are_those_on_the_cpu(family: str) -> None:
 
 def test_an_offloaded_reference_leaves_the_gpu_between_uses_and_says_the_same() -> None:
     batch = batch_of(grpo())
-    stays = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30)
-    leaves = FrozenScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30, offload=True)
+    stays = NetworkScorer(Network(build("llama").to("cuda")), Sampling(), score_tokens=30)
+    network = Network(build("llama").to("cuda"))
+    leaves = NetworkScorer(network, Sampling(), score_tokens=30, context=offload(network))
     assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}
-    found = asyncio.run(leaves.score(batch))
+    found = leaves.score(batch)
     assert {parameter.device.type for parameter in leaves.network.model.parameters()} == {"cpu"}
-    assert torch.equal(found.logprobs, asyncio.run(stays.score(batch)).logprobs)
+    assert torch.equal(found.logprobs, stays.score(batch).logprobs)
 
 
 def test_logits_of_a_large_vocabulary_do_not_fill_the_memory() -> None:

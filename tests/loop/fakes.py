@@ -169,7 +169,7 @@ class FakeLearner:
     def weights(self) -> Any:
         return iter([("shift", torch.tensor(self.shift))])
 
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+    def save(self, folder: Path, optimizer: bool = True) -> None:
         (folder / "weights").mkdir(parents=True)
         (folder / "weights" / "model.txt").write_text(repr(self.shift))
         if optimizer:

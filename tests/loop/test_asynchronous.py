@@ -15,7 +15,6 @@ import pytest
 from loop.fakes import FakeLearner, Recorder, make_run, run_virtually
 from loop.side_by_side import Checkpoints, SlowLearner, separate_run
 from loop.tiny import tiny_tokenizer
-from strop.learner.threaded import LearnerThread, wrap_in_thread
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
@@ -23,6 +22,7 @@ from strop.rollouts.stream import StreamState
 from strop.trainer.run import TrainOptions
 from strop.trainer.train import train
 from support.algorithms import grpo
+from support.clients import threaded_client
 from support.sweep import sweep
 
 pytestmark = pytest.mark.slow
@@ -183,7 +183,7 @@ def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_g
         learner = Blocking()
         run, _, _ = separate_run(TOKENIZER, tmp_path / name, options(max_steps=5), clock=0, pace=0.01, learner=learner)
         if name == "beside":
-            run.learners = {"policy": wrap_in_thread(learner, LearnerThread())}
+            run.learners = {"policy": threaded_client(learner)}
         asyncio.run(train(run))
         runs[name] = run, learner
     assert runs["blocking"][1].generating == 0 and runs["beside"][1].generating >= 3
@@ -194,7 +194,7 @@ def test_a_learner_in_a_thread_learns_the_same_while_episodes_of_several_turns_g
 def test_an_interrupted_run_leaves_no_call_of_the_learner_behind(tmp_path):
     learner = Blocking()
     run, _, _ = separate_run(TOKENIZER, tmp_path, options(), clock=0, pace=0.001, learner=learner)
-    run.learners = {"policy": wrap_in_thread(learner, LearnerThread())}
+    run.learners = {"policy": threaded_client(learner)}
     calls: list[str] = []
 
     async def whole() -> None:

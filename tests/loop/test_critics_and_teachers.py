@@ -22,10 +22,10 @@ from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, 
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
-from strop.learner.base import ColumnSource, LogprobColumn, ValueColumn
+from strop.learner.client import AsyncColumnSource, LogprobColumn, ScorerClient, ValueColumn
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer, TrainableNetwork
-from strop.learner.torch.teacher import SelfTeacher, Teacher, TeacherLogprobs, TeacherTopK
+from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen
+from strop.learner.torch.teacher import SelfTeacher, TeacherLogprobs, TeacherTopK
 from strop.models.chat_template import ChatTemplate
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
@@ -39,6 +39,7 @@ from strop.trainer.run import Run, TrainOptions
 from strop.trainer.train import train
 from strop.types import Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
+from support.clients import column_client, learner_client, scorer_client
 from support.torch_engine import make_engine, make_runner
 
 pytestmark = pytest.mark.slow
@@ -82,15 +83,15 @@ def learner_on(network: TrainableNetwork, rate: float) -> TorchLearner:
     )
 
 
-def frozen(network: Network) -> FrozenScorer:
-    return FrozenScorer(Network(copy.deepcopy(network.model)), SAMPLING, score_tokens=500)
+def frozen(network: Network) -> ScorerClient:
+    return scorer_client(NetworkScorer(copy_frozen(network), SAMPLING, 500))
 
 
 def run_of(
     folder: Path,
     policy: Network,
     algorithm: Algorithm,
-    scorers: Mapping[str, ColumnSource],
+    scorers: Mapping[str, AsyncColumnSource],
     *,
     steps: int,
     critic: TorchLearner | None = None,
@@ -113,11 +114,12 @@ def run_of(
         )  # fmt: skip
 
     staleness = options.get("max_staleness", 0)
+    learners = {"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})}
     run = Run(
         options=TrainOptions(max_steps=steps, groups_per_step=groups, **options),
         algorithm=algorithm,
         stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, refill_on_release=staleness > 0),
-        learners={"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})},
+        learners={name: learner_client(learner) for name, learner in learners.items()},
         columns=ColumnSources(algorithm.requires, scorers),
         weights=InProcessWeights([engine]),
         tracker=(tracker := Recorder()),
@@ -151,7 +153,10 @@ def test_ppo_learns_and_its_critic_explains_variance(
     value = learner_on(critic(policy), rate)
     kl = Kl(weight=0.01, estimator="k1", place="token_reward")
     algorithm = PPO(kl=kl, advantage=Gae(lambda_value=1.0), policy_training_start_step=3)
-    scorers = {VALUES: ValueColumn(VALUES, value), REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, frozen(policy))}
+    scorers = {
+        VALUES: ValueColumn(VALUES, scorer_client(value)),
+        REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, frozen(policy)),
+    }
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     logged = run_of(
         tmp_path, policy, algorithm, scorers, critic=value, steps=40, samples=1, groups=24, update_epochs=2, steps_per_batch=2
@@ -173,7 +178,14 @@ def test_ppo_learns_from_rollouts_that_ran_ahead(tmp_path: Path) -> None:
     policy = language_model()
     value = learner_on(ValueHead(policy), 3e-2)
     logged = run_of(
-        tmp_path, policy, PPO(), {VALUES: ValueColumn(VALUES, value)}, critic=value, steps=30, max_staleness=1, update_epochs=2
+        tmp_path,
+        policy,
+        PPO(),
+        {VALUES: ValueColumn(VALUES, scorer_client(value))},
+        critic=value,
+        steps=30,
+        max_staleness=1,
+        update_epochs=2,
     )
     assert logged[30]["train/staleness_max"] == 1.0
     assert mean(logged, "train/reward", range(26, 31)) > mean(logged, "train/reward", range(1, 4)) + 0.15
@@ -182,10 +194,17 @@ def test_ppo_learns_from_rollouts_that_ran_ahead(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path) -> None:
     """By the advantage of sampled tokens; rewards make no difference."""
-    teacher = Teacher(network=language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), sampling=SAMPLING, score_tokens=500)
+    teacher = NetworkScorer(language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), SAMPLING, 500)
     student = language_model()
     logged = run_of(
-        tmp_path, student, Distillation(), {TEACHER_LOGPROBS: TeacherLogprobs(teacher)}, steps=40, samples=8, groups=8, rate=5e-3
+        tmp_path,
+        student,
+        Distillation(),
+        {TEACHER_LOGPROBS: column_client(TeacherLogprobs(teacher))},
+        steps=40,
+        samples=8,
+        groups=8,
+        rate=5e-3,
     )
     assert mean(logged, "train/teacher_kl", range(38, 41)) < 0.5 * mean(logged, "train/teacher_kl", range(1, 4))
 
@@ -200,8 +219,8 @@ def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path) -> None:
     ids=lambda algorithm: f"{algorithm.kl_type} {algorithm.outside}",
 )
 def test_top_k_distillation_brings_the_student_to_its_teacher(tmp_path: Path, algorithm: TopKDistillation) -> None:
-    teacher = Teacher(network=language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), sampling=SAMPLING, score_tokens=500)
-    scorers = {TEACHER_CANDIDATES: TeacherTopK(teacher, 24)}
+    teacher = NetworkScorer(language_model(seed=1, likely=(*DIGITS, *DIGITS[7:])), SAMPLING, 500)
+    scorers = {TEACHER_CANDIDATES: column_client(TeacherTopK(teacher, 24))}
     logged = run_of(tmp_path, language_model(), algorithm, scorers, steps=15, rate=5e-3)
     for name in ("train/loss", "train/kl_forward", "train/kl_reverse"):
         assert logged[15][name] < 0.5 * logged[1][name], name
@@ -213,9 +232,9 @@ def test_a_policy_that_is_shown_how_teaches_itself(tmp_path: Path) -> None:
     student = language_model()
     demonstration = TOKENIZER("7 77 777 7777", add_special_tokens=False)["input_ids"]
     shown = SelfTeacher(
-        TeacherTopK(Teacher(network=Network(copy.deepcopy(student.model)), sampling=SAMPLING, score_tokens=500), 24),
+        TeacherTopK(NetworkScorer(copy_frozen(student), SAMPLING, 500), 24),
         lambda group: [*demonstration, *group.rollouts[0].prompt.tolist()],
     )
-    logged = run_of(tmp_path, student, TopKDistillation(), {TEACHER_CANDIDATES: shown}, steps=15, rate=3e-3)
+    logged = run_of(tmp_path, student, TopKDistillation(), {TEACHER_CANDIDATES: column_client(shown)}, steps=15, rate=3e-3)
     assert logged[1]["train/loss"] > 1e-4
     assert logged[15]["train/loss"] < 0.5 * logged[1]["train/loss"]

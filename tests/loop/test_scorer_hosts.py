@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from loop.runs import Environ, metrics_of, overrides, start
 from loop.test_cluster_runs import MARK, RAY, curves_agree, left_over
 from loop.tiny import build_tiny
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
-from strop.build.cluster.teacher_worker import TeacherSpec, spawn_teachers
-from strop.build.teachers import StudentInfo
+from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorOptions
+from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
 from strop.sampling import Sampling
@@ -126,7 +127,7 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
     config: Any = load_config(None, overrides(settings), root=DistillationRunConfig).config
     student = StudentInfo(len(load_tokenizer(str(tiny_model_folder))), load_tokenizer(str(tiny_model_folder)))
     columns = frozenset({TEACHER_LOGPROBS})
-    described = TeacherSpec(key="teacher", config=config, student=student, columns=columns, sampling=Sampling())
+    build = partial(load_teacher, "teacher", config, student, columns, Sampling())
     groups = simple_groups((3, (4, 2)), (2, (3, 5)), (4, (1, 1)))
     batch = pack_for(groups, Distillation())
 
@@ -134,12 +135,14 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
         cluster = await connect(ClusterOptions(output_folder=tmp_path / "workers"))
         try:
             places = [ActorOptions(name=f"teacher-{number}", node=0) for number in range(2)]
-            source: Any = (await spawn_teachers(cluster, [described], {"teacher": places}))["teacher"][TEACHER_LOGPROBS]
+            source: Any = (await spawn_teachers(cluster, {"teacher": build}, columns, {"teacher": places}))["teacher"][
+                TEACHER_LOGPROBS
+            ]
             before = await source.columns(batch, groups)
-            victim = (await source.processes[1].start()).pid
+            victim = (await source.actors[1].start()).pid
             os.kill(victim, signal.SIGKILL)
             after = await source.columns(batch, groups)
-            assert source.processes[1].restarts == 1 and (await source.processes[1].start()).pid != victim
+            assert source.actors[1].restarts == 1 and (await source.actors[1].start()).pid != victim
             return before[TEACHER_LOGPROBS], after[TEACHER_LOGPROBS]
         finally:
             await cluster.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.models.value_head import ValueHead
@@ -168,7 +167,7 @@ def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> Train
     steps, stepped = [], []
     for _ in range(case.steps):
         steps.append(learner.forward_backward_local(batch, get_loss(case)))
-        stepped.append(metrics.to_floats(asyncio.run(learner.step())))
+        stepped.append(metrics.to_floats(learner.step()))
     measured, scored = learner.evaluate_loss_local(batch, get_loss(case)), learner.score_local(batch)
     weights, tied = {}, []
     places: dict[int, str] = {}
@@ -196,7 +195,7 @@ def frozen_scores(case: Case, batch: Batch, meshes: DeviceMeshes | None) -> Micr
     network = build_network(case)
     network.model.requires_grad_(False)
     placement = None if meshes is None else parallelize_network(network, meshes, weights_dtype=case.weights_dtype)
-    return FrozenScorer(network, case.sampling, score_tokens=30, parallelism=placement).score_local(batch)
+    return NetworkScorer(network, case.sampling, score_tokens=30, parallelism=placement).score_local(batch)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from strop.algorithms.base import Algorithm
-from strop.learner.base import ColumnSource, require_token_outputs
+from strop.learner.base import require_token_outputs
+from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.value_network import get_score_layer
 from strop.sampling import Sampling
@@ -106,28 +107,27 @@ def train_steps(
     algorithm: Algorithm,
     groups: Sequence[Group],
     steps: int,
-    scorers: Sequence[ColumnSource] = (),
+    scorers: Sequence[AsyncColumnSource] = (),
     watch: Callable[[dict[str, float]], None] = lambda logged: None,
 ) -> list[dict[str, float]]:
     """Take optimizer steps on the same groups like the training loop. Returns the metrics of each."""
 
-    async def run() -> list[dict[str, float]]:
-        logged = []
-        batch = pack_for(groups, algorithm)
+    async def add_columns(batch: Batch) -> Batch:
         for scorer in scorers:
             batch = batch.with_columns(await scorer.columns(batch, groups))
-        batch = algorithm.token_credit(batch)
-        for step in range(steps):
-            surveyed = await prepare_step(learner, algorithm, batch)
-            seen = replace(surveyed, zero_gradient=algorithm.zero_gradient(surveyed))
-            result = await learner.forward_backward(seen, algorithm.losses(step)["policy"])
-            logged.append({name: metric.value for name, metric in {**result.metrics, **await learner.step()}.items()})
-            watch(logged[-1])
-        return logged
+        return batch
 
-    return asyncio.run(run())
+    logged = []
+    batch = algorithm.token_credit(asyncio.run(add_columns(pack_for(groups, algorithm))))
+    for step in range(steps):
+        surveyed = prepare_step(learner, algorithm, batch)
+        seen = replace(surveyed, zero_gradient=algorithm.zero_gradient(surveyed))
+        result = learner.forward_backward(seen, algorithm.losses(step)["policy"])
+        logged.append({name: metric.value for name, metric in {**result.metrics, **learner.step()}.items()})
+        watch(logged[-1])
+    return logged
 
 
-async def prepare_step(learner: TorchLearner, algorithm: Algorithm, batch: Batch) -> Batch:
-    outputs = require_token_outputs(await learner.score(batch)) if algorithm.needs_step_outputs else None
+def prepare_step(learner: TorchLearner, algorithm: Algorithm, batch: Batch) -> Batch:
+    outputs = require_token_outputs(learner.score(batch)) if algorithm.needs_step_outputs else None
     return algorithm.prepare_step(batch, outputs)

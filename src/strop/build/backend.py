@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.build.engines import GeneratorSpec, SyncedGenerator, make_generator
-from strop.build.models import LoadedPolicy, TokenizerBundle, load_reward_policy, load_training_policy
-from strop.build.scorers import make_learners, make_recorded_scorers, make_scorers
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.schema.run_config import RmRunConfig
+from strop.build.models import LoadedPolicy, TokenizerBundle, load_reward_policy, load_training_policy, make_reference
+from strop.build.scorers import ScoringModels, make_learners
+from strop.build.teachers import make_teachers
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig
 from strop.distributed.base import Cluster
-from strop.learner.base import ColumnSource, Learner
+from strop.learner.client import (
+    AsyncColumnSource,
+    Caller,
+    ColumnClient,
+    InlineCaller,
+    LearnerClient,
+    ScorerClient,
+    ThreadCaller,
+)
+from strop.learner.learner_thread import LearnerThread
+from strop.learner.torch.reference_store import model_fingerprint
+from strop.learner.torch.scorer import NetworkScorer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.types import Group
 
 
-class Backend(Protocol):
+class Backend(ScoringModels, Protocol):
     """Builds the models of a run.
 
-    Call ``build_learners`` first, then ``build_scorers``, before a checkpoint is loaded: they copy the policy as it is before training.
+    Call ``build_learners`` first, then make its ``ScoringModels``, before a checkpoint is loaded.
     Call ``build_generator`` last, after the checkpoint is loaded."""
 
     bundle: TokenizerBundle
-    packed: bool  # whether the policy supports packed rows
-    blocks_event_loop: bool  # whether learners compute in this process, which blocks its event loop
-    shares_module: bool  # whether the generator runs the learner's module
 
-    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         """Build the learners by name. ``total_steps``: optimizer steps of the run; None: no limit. Raises ValueError."""
-        ...
-
-    async def build_scorers(self) -> dict[str, ColumnSource]:
-        """Build the sources of the columns that the algorithm requires. Raises ValueError for a column without a source."""
-        ...
-
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
-        """Build the sources for a run on recorded data. ``groups()`` returns every group that the run will read."""
         ...
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
@@ -47,33 +48,50 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """Builds models in this process."""
+    """Builds models in this process. They compute in a thread if training overlaps with generation in other processes."""
 
-    blocks_event_loop = True
-
-    def __init__(self, config: TrainingRunConfig, policy: LoadedPolicy, tracker: Tracker) -> None:
+    def __init__(self, config: TrainingRunConfig, policy: LoadedPolicy) -> None:
         self.config = config
         self.policy = policy
-        self.tracker = tracker
         self.bundle: TokenizerBundle = policy
         self.packed = policy.network.packed
-        self.shares_module = config.policy.generation.backend in ("auto", "torch")
+        self.make_caller: Callable[[Any], Caller] = InlineCaller
+        if generates_meanwhile(config):
+            self.make_caller = partial(ThreadCaller, thread=LearnerThread())
 
-    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
-        self._algorithm, self._sampling = algorithm, sampling
-        self._learners = make_learners(self.config, self.policy, algorithm, sampling, total_steps)
-        return self._learners
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
+        self._sampling = sampling
+        self.learners = make_learners(self.config, self.policy, algorithm, sampling, total_steps)
+        return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
 
-    async def build_scorers(self) -> dict[str, ColumnSource]:
-        assert isinstance(self.config, RolloutRunConfig)
-        return make_scorers(self.config, self.policy, self._algorithm, self._sampling, self._learners)
+    def make_reference(self) -> ScorerClient:
+        return ScorerClient(self.make_caller(make_reference(self.policy, self.config.policy, self._sampling)))
 
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
-        assert isinstance(self.config, RecordedRunConfig)
-        return await make_recorded_scorers(self.config, self.policy, self._algorithm, self._sampling, groups, self.tracker)
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        network = self.policy.network
+        scorer = NetworkScorer(network, self._sampling, self.config.policy.sequence_packing.logprob_mb_tokens)
+        return ScorerClient(self.make_caller(scorer)), model_fingerprint(network.model)
+
+    async def make_teachers(
+        self, config: DistillationRunConfig, columns: Collection[str]
+    ) -> dict[str, dict[str, AsyncColumnSource]]:
+        teachers = make_teachers(config, self.policy, columns, self._sampling, self.learners)
+        return {
+            key: {column: ColumnClient(self.make_caller(source)) for column, source in sources.items()}
+            for key, sources in teachers.items()
+        }
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         return make_generator(self.policy, self.config.policy, spec)
+
+
+def generates_meanwhile(config: TrainingRunConfig) -> bool:
+    """Return whether engines in other processes generate while the learner trains. The torch engine takes turns with it instead."""
+    return (
+        isinstance(config, RolloutRunConfig)
+        and config.rollout_training.max_staleness > 0
+        and config.policy.generation.backend not in ("auto", "torch")
+    )
 
 
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
@@ -84,7 +102,7 @@ async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, track
             if isinstance(config, RmRunConfig)
             else load_training_policy(config.policy, config.training.seed)
         )
-        return LocalBackend(config, policy, tracker)
+        return LocalBackend(config, policy)
     from strop.build.cluster.ray_backend import make_ray_backend
 
     return await make_ray_backend(config, cluster, tracker)

@@ -20,7 +20,8 @@ from strop.generation.base import Engine, Generator
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
 from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
-from strop.learner.base import Learner, require_token_outputs
+from strop.learner.base import require_token_outputs
+from strop.learner.client import LearnerClient
 from strop.metrics import Metric, Metrics
 from strop.models.adapters import lora_layers
 from strop.models.chat_template import ChatTemplate
@@ -67,7 +68,7 @@ class GeneratorSpec:
     """What a run requires of its generator."""
 
     sampling: Sampling
-    learner: Learner  # of the policy, whose weights are published
+    learner: LearnerClient  # of the policy, whose weights are published
     max_staleness: int
     in_flight: bool
     recompute: bool
@@ -373,7 +374,7 @@ def make_canary_prompts(template: ChatTemplate, max_length: int) -> tuple[tuple[
 
 
 def make_canary_scorer(
-    learner: Learner, *, share_prefixes: bool
+    learner: LearnerClient, *, share_prefixes: bool
 ) -> Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[list[Tensor]]]:
     """Return a function that scores canary samples with the learner, through the same path as a training batch."""
 

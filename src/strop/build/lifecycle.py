@@ -16,7 +16,7 @@ from strop.checkpointing.background import BackgroundCheckpointer
 from strop.checkpointing.base import Checkpointer, RunState
 from strop.checkpointing.folders import FolderCheckpointer
 from strop.config import ConfigError, TrainingRunConfig, dump_config, load_config
-from strop.learner.base import Learner
+from strop.learner.client import LearnerClient
 from strop.monitoring.console.console import open_console
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
@@ -99,7 +99,7 @@ def make_saver(config: TrainingRunConfig, folders: FolderCheckpointer) -> Checkp
 def restore_checkpoint(
     config: TrainingRunConfig,
     checkpoints: FolderCheckpointer,
-    learners: Mapping[str, Learner],
+    learners: Mapping[str, LearnerClient],
     tracker: Tracker,
     store: RolloutStore,
 ) -> RunState | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,11 @@ from strop.config.schema.run_config import PpoRunConfig, RmRunConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
 from strop.generation.torch.torch_engine import TorchEngine
-from strop.learner.base import Scorer
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.optimizer import ParameterGroup
-from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer, TrainableNetwork
+from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import cast_weights, find_stop_token_ids, load_model, load_tokenizer
@@ -256,14 +255,14 @@ def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
         )
 
 
-def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> Scorer:
+def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> NetworkScorer:
     """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
     packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
+    tokens = packing.logprob_mb_tokens
     if config.dtensor_cfg.lora_cfg.enabled:
-        return AdapterOffScorer(policy.network, sampling, score_tokens=packing.logprob_mb_tokens)
-    model = copy.deepcopy(policy.network.model).eval()
-    network = Network(model, precision=policy.network.precision, chunk=policy.network.chunk, packed=policy.network.packed)
-    return FrozenScorer(network, sampling, score_tokens=packing.logprob_mb_tokens, offload=config.reference.offload)
+        return NetworkScorer(policy.network, sampling, tokens, context=without_adapters(policy.network))
+    network = copy_frozen(policy.network)
+    return NetworkScorer(network, sampling, tokens, context=offload(network) if config.reference.offload else nullcontext)
 
 
 def make_torch_engine(policy: LoadedPolicy, config: GenerationConfig, length: int) -> TorchEngine:

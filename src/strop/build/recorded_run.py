@@ -13,7 +13,7 @@ from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
 from strop.build.models import TokenizerBundle, make_tokenizer_saver
-from strop.build.scorers import count_optimizer_steps
+from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import make_data_source
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig
@@ -99,7 +99,9 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
     options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
-    scorers = await backend.build_recorded_scorers(lambda: [*examples.read_all(), *validation_groups])
+    scorers = await make_scorers(
+        config, backend, algorithm, learners, tracker, lambda: [*examples.read_all(), *validation_groups]
+    )
     columns = ColumnSources(algorithm.requires, scorers)
 
     checkpoints = make_checkpoints(config, make_tokenizer_saver(backend.bundle.tokenizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +14,13 @@ from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
 from strop.build.models import make_tokenizer_saver
-from strop.build.scorers import count_optimizer_steps
+from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.distributed.base import Cluster
 from strop.environments.mixture import Mixture
 from strop.generation.base import Generator
-from strop.learner.base import ColumnSource, Learner
-from strop.learner.threaded import LearnerThread, ThreadedColumns, wrap_in_thread
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -64,14 +61,12 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
     )
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
-    scorers = await backend.build_scorers()
+    scorers = await make_scorers(config, backend, algorithm, learners, tracker)
 
     bundle = backend.bundle
     checkpoints = make_checkpoints(config, make_tokenizer_saver(bundle.tokenizer))
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
-    if options.max_staleness > 0 and backend.blocks_event_loop and not backend.shares_module:
-        learners, scorers = run_in_threads(learners, scorers)
     synced = await backend.build_generator(
         GeneratorSpec(
             sampling=sampling,
@@ -240,17 +235,6 @@ def make_episode_rules(config: RolloutRunConfig) -> EpisodeRules:
 def engine_shares_module(config: RolloutRunConfig) -> bool:
     """Return whether the generator runs the learner's module, so that the two take turns."""
     return config.policy.generation.backend in ("auto", "torch") and not count_devices(config).uses_ray
-
-
-def run_in_threads(
-    learners: Mapping[str, Learner], scorers: Mapping[str, ColumnSource]
-) -> tuple[dict[str, Learner], dict[str, ColumnSource]]:
-    """Run learners and column sources in one other thread, so that generation and environments continue while they compute."""
-    thread = LearnerThread()
-    return (
-        {name: wrap_in_thread(learner, thread) for name, learner in learners.items()},
-        {name: ThreadedColumns(source, thread) for name, source in scorers.items()},
-    )
 
 
 def choose_drain(config: RolloutRunConfig) -> DrainBefore:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.base_config import to_json
-from strop.build.models import LoadedPolicy, make_critic, make_learner, make_reference
-from strop.build.teachers import make_teachers
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
+from strop.build.models import LoadedPolicy, make_critic, make_learner
+from strop.build.teachers import combine_teachers, find_teacher_columns
+from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
-from strop.learner.base import ColumnSource, Learner, LogprobColumn, Scorer, ValueColumn
-from strop.learner.torch.reference_store import load_or_compute_reference, model_fingerprint
-from strop.learner.torch.scorer import NetworkScorer
+from strop.learner.client import (
+    AsyncColumnSource,
+    ColumnClient,
+    InlineCaller,
+    LearnerClient,
+    LogprobColumn,
+    ScorerClient,
+    ValueColumn,
+)
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.reference_store import load_or_compute_reference
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
@@ -24,9 +33,9 @@ from strop.types import Group
 
 def make_learners(
     config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
-) -> dict[str, Learner]:
+) -> dict[str, TorchLearner]:
     """Make the policy's learner, and the critic's if there is one. ``total_steps``: optimizer steps of the run; None: no limit."""
-    learners: dict[str, Learner] = {
+    learners = {
         "policy": make_learner(
             policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
         )
@@ -44,66 +53,72 @@ def count_optimizer_steps(options: TrainOptions, tasks: int | None) -> int | Non
     return min(limits) * options.steps_per_batch * options.update_epochs if limits else None
 
 
-def make_scorers(
-    config: RolloutRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
-) -> dict[str, ColumnSource]:
-    """Make the column sources of a run on rollouts. Raises ValueError for a required column without a source."""
-    scorers: dict[str, ColumnSource] = {}
+class ScoringModels(Protocol):
+    """The models of a run that fill columns, wherever they are. They are copied from the policy as it is before training."""
+
+    packed: bool  # whether the policy supports packed rows
+
+    def make_reference(self) -> ScorerClient:
+        """Return the policy before training."""
+        ...
+
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        """Return the policy itself, which scores as the reference does until training starts, and a fingerprint of its weights."""
+        ...
+
+    async def make_teachers(
+        self, config: DistillationRunConfig, columns: Collection[str]
+    ) -> Mapping[str, Mapping[str, AsyncColumnSource]]:
+        """Return the sources of the teachers' columns, by teacher key and column. Raises ValueError."""
+        ...
+
+
+async def make_scorers(
+    config: TrainingRunConfig,
+    models: ScoringModels,
+    algorithm: Algorithm,
+    learners: Mapping[str, LearnerClient],
+    tracker: Tracker,
+    groups: Callable[[], Sequence[Group]] = list,
+) -> dict[str, AsyncColumnSource]:
+    """Make the sources of the columns that the algorithm requires. Call it before a checkpoint is loaded.
+
+    ``groups()`` returns every group that a run on recorded data will read, for reference log-probabilities that are computed once, before
+    training. Raises ValueError for a column without a source.
+    """
+    scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
-        scorers[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
+        scorers[REFERENCE_LOGPROBS] = (
+            await make_stored_reference(config, models, algorithm, groups, tracker)
+            if isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
+            else LogprobColumn(REFERENCE_LOGPROBS, models.make_reference())
+        )
     if VALUES in algorithm.requires and "value" in learners:
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):
-        scorers.update(make_teachers(config, policy, algorithm, sampling, learners))
-    return check_columns(scorers, algorithm, config)
-
-
-async def make_recorded_scorers(
-    config: RecordedRunConfig,
-    policy: LoadedPolicy,
-    algorithm: Algorithm,
-    sampling: Sampling,
-    groups: Callable[[], Sequence[Group]],
-    tracker: Tracker,
-) -> dict[str, ColumnSource]:
-    """Make the column sources of a run on recorded data. ``groups()`` returns every group that the run will read, for reference
-    log-probabilities that are computed once, before training."""
-    scorers: dict[str, ColumnSource] = {}
-    if REFERENCE_LOGPROBS in algorithm.requires:
-        once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-        scorers[REFERENCE_LOGPROBS] = (
-            await make_stored_reference(
-                config,
-                NetworkScorer(policy.network, sampling, score_tokens=config.policy.sequence_packing.logprob_mb_tokens),
-                algorithm,
-                groups,
-                tracker,
-                fingerprint=model_fingerprint(policy.network.model),
-                share_prefixes=config.policy.sequence_packing.prefix_sharing and policy.network.packed,
-            )
-            if once
-            else LogprobColumn(REFERENCE_LOGPROBS, make_reference(policy, config.policy, sampling))
-        )
-    return check_columns(scorers, algorithm, config)
+        columns = find_teacher_columns(config, algorithm)
+        teachers = await models.make_teachers(config, columns)
+        for column in columns:
+            scorers[column] = combine_teachers({key: sources[column] for key, sources in teachers.items()}, config)
+    if unknown := sorted(algorithm.requires - set(scorers)):
+        name = config.algorithm.name
+        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
+    return scorers
 
 
 async def make_stored_reference(
-    config: RecordedRunConfig,
-    policy: Scorer,
+    config: DpoRunConfig,
+    models: ScoringModels,
     algorithm: Algorithm,
     groups: Callable[[], Sequence[Group]],
     tracker: Tracker,
-    *,
-    fingerprint: str,
-    share_prefixes: bool,
-) -> ColumnSource:
-    """Compute the reference log-probabilities of all groups with the policy's current weights, or load them from an earlier computation.
-
-    Call it before a checkpoint is loaded. ``fingerprint``: of the policy's weights."""
+) -> AsyncColumnSource:
+    """Compute the reference log-probabilities of all groups with the policy's current weights, or load them from an earlier computation."""
     path = Path(config.logger.log_dir) / "reference_logprobs.safetensors"
     tracker.note(f"reference log-probabilities: {'loaded from' if path.exists() else 'computed once and stored in'} {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return await load_or_compute_reference(
+    policy, fingerprint = models.make_untrained_policy()
+    store = await load_or_compute_reference(
         path,
         (group for make in (groups,) for group in make()),  # lazy: groups are read only if there is no file yet
         policy,
@@ -111,13 +126,6 @@ async def make_stored_reference(
         weights=fingerprint,
         data=f"{to_json(config.data)}{to_json(config.policy.tokenizer)}"
         f"{config.policy.max_total_sequence_length}",  # decides which examples fit
-        share_prefixes=share_prefixes,
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and models.packed,
     )
-
-
-def check_columns(scorers: dict[str, ColumnSource], algorithm: Algorithm, config: TrainingRunConfig) -> dict[str, ColumnSource]:
-    """Return ``scorers``. Raises ValueError if a column that the algorithm requires has no source."""
-    if unknown := sorted(algorithm.requires - set(scorers)):
-        name = config.algorithm.name
-        raise ValueError(f"algorithm.name: {name} requires the columns {unknown}, which strop {config.section} does not provide")
-    return scorers
+    return ColumnClient(InlineCaller(store))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +13,19 @@ from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.build.models import LoadedPolicy, load_policy
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
-from strop.learner.base import ColumnSource, Learner
+from strop.learner.base import ColumnSource
+from strop.learner.client import AsyncColumnSource
 from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.scorer import NetworkScorer, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,
     SelfTeacher,
-    Teacher,
     TeacherLogprobs,
     TeacherTopK,
-    on_device,
     shared_vocabulary_size,
 )
-from strop.models.adapters import disable_adapters, lora_layers
-from strop.models.network import Network
+from strop.models.adapters import lora_layers
 from strop.sampling import Sampling
 from strop.types import Group, Message
 
@@ -40,17 +39,20 @@ class StudentInfo:
 
 
 def make_teachers(
-    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, learners: Mapping[str, Learner]
-) -> dict[str, ColumnSource]:
-    """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
-    columns = find_teacher_columns(config, algorithm)
-    factories: dict[str, Callable[[str], ColumnSource]] = {}
-    for key, teacher in named_teachers(config).items():
-        if teacher.model_name == "self":
-            factories[key] = _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
-        else:
-            factories[key] = load_teacher(key, config, get_student_info(policy), columns, sampling)
-    return {column: combine_teachers({key: make(column) for key, make in factories.items()}, config) for column in columns}
+    config: DistillationRunConfig,
+    policy: LoadedPolicy,
+    columns: Collection[str],
+    sampling: Sampling,
+    learners: Mapping[str, TorchLearner],
+) -> dict[str, dict[str, ColumnSource]]:
+    """Make the sources of the teachers' columns, by teacher key and column. Call it before a checkpoint is loaded. Raises ValueError."""
+    student = get_student_info(policy)
+    return {
+        key: _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
+        if teacher.model_name == "self"
+        else load_teacher(key, config, student, columns, sampling)
+        for key, teacher in named_teachers(config).items()
+    }
 
 
 def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
@@ -72,7 +74,7 @@ def get_student_info(policy: LoadedPolicy) -> StudentInfo:
     return StudentInfo(int(policy.network.head.weight.shape[0]), policy.tokenizer)
 
 
-def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
+def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: DistillationRunConfig) -> AsyncColumnSource:
     """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
 
     Raises ValueError."""
@@ -82,7 +84,7 @@ def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: Distillatio
             raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
     routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
     general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
-    fallback: ColumnSource | None = None
+    fallback: AsyncColumnSource | None = None
     if general:
         weights = [weight for weight, _ in general]
         if len(general) > 1 and config.algorithm.name == "topk_distillation":
@@ -99,8 +101,8 @@ def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: Distillatio
 
 def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
-) -> Callable[[str], ColumnSource]:
-    """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
+) -> dict[str, ColumnSource]:
+    """Load a teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
     teacher = named_teachers(config)[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
     if teacher.demonstration is not None:
@@ -113,13 +115,9 @@ def load_teacher(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
     )
     network.model.requires_grad_(False)
-    if teacher.offload and network.device.type != "cpu":
-        scorer = Teacher(
-            network=network, sampling=unfiltered, score_tokens=teacher.logprob_mb_tokens, context=lambda: on_device(network)
-        )
-    else:
-        scorer = Teacher(network=network, sampling=unfiltered, score_tokens=teacher.logprob_mb_tokens)
-    return lambda column: _make_source(column, scorer, config, vocab_size)
+    context = offload(network) if teacher.offload else nullcontext
+    scorer = NetworkScorer(network, unfiltered, teacher.logprob_mb_tokens, context=context)
+    return {column: _make_source(column, scorer, config, vocab_size) for column in columns}
 
 
 def _make_self_teacher(
@@ -129,13 +127,13 @@ def _make_self_teacher(
     policy: LoadedPolicy,
     columns: Collection[str],
     sampling: Sampling,
-    learners: Mapping[str, Learner],
-) -> Callable[[str], ColumnSource]:
+    learners: Mapping[str, TorchLearner],
+) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
     scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
     assert teacher.demonstration is not None
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
-    return lambda column: SelfTeacher(_make_source(column, scorer, config, None), prompt)
+    return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
 
 
 def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampling:
@@ -148,7 +146,7 @@ def _unfiltered_sampling(sampling: Sampling, columns: Collection[str]) -> Sampli
     return Sampling(temperature=sampling.temperature)
 
 
-def _make_source(column: str, scorer: Teacher, config: DistillationRunConfig, vocab_size: int | None) -> ColumnSource:
+def _make_source(column: str, scorer: NetworkScorer, config: DistillationRunConfig, vocab_size: int | None) -> ColumnSource:
     if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(scorer)
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)
@@ -167,8 +165,8 @@ def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
 
 
 def _make_self_scorer(
-    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
-) -> Teacher:
+    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, TorchLearner]
+) -> NetworkScorer:
     """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights.
 
     Raises ValueError without a demonstration: teacher and student would be the same."""
@@ -176,27 +174,18 @@ def _make_self_scorer(
         raise ValueError(
             f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
         )
-    learner = learners["policy"]
-    budget = teacher.logprob_mb_tokens
-    network: Any = policy.network
+    learner, network, tokens = learners["policy"], policy.network, teacher.logprob_mb_tokens
     match teacher.self_weights:
         case "current":
-            return Teacher(network=network, sampling=sampling, score_tokens=budget)
+            return NetworkScorer(network, sampling, tokens)
         case "ema":
-            average = learner.average if isinstance(learner, TorchLearner) else None
-            if average is None:
+            if (average := learner.average) is None:
                 raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
-            assert isinstance(learner, TorchLearner)
-            parameters = learner.trainable_parameters
-            return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(parameters))
+            return NetworkScorer(network, sampling, tokens, context=lambda: average.swap_in(learner.trainable_parameters))
         case "initial":
             if lora_layers(network.model):
-                return Teacher(
-                    network=network, sampling=sampling, score_tokens=budget, context=lambda: disable_adapters(network.model)
-                )
-            model = copy.deepcopy(network.model).eval().requires_grad_(False)
-            frozen = Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
-            return Teacher(network=frozen, sampling=sampling, score_tokens=budget)
+                return NetworkScorer(network, sampling, tokens, context=without_adapters(network))
+            return NetworkScorer(copy_frozen(network), sampling, tokens)
 
 
 def _make_demonstration_prompt(demonstration: str, policy: LoadedPolicy) -> Callable[[Group], list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from strop.checkpointing.base import RunState, Saveable, Stageable
 from strop.checkpointing.folders import FolderCheckpointer, get_random_states
-from strop.learner.base import Learner
+from strop.learner.client import LearnerClient
 
 
 class BackgroundCheckpointer:
@@ -25,7 +25,7 @@ class BackgroundCheckpointer:
         self._pending: Future[Path] | None = None
         self.wait_seconds = 0.0  # total seconds spent waiting for the previous checkpoint
 
-    def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
         """Start to save, and return the folder that the checkpoint will have. Raises the error of the previous save."""
         self.finish()
         staged: dict[str, Saveable] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from strop.learner.base import Learner
+from strop.learner.client import LearnerClient
 from strop.rollouts.stream import StreamState
 from strop.stopping import EarlyStop
 
@@ -40,7 +40,7 @@ class Stageable(Protocol):
 class Checkpointer(Protocol):
     """Saves the state of a run with its learners."""
 
-    def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
         """Save atomically and return the checkpoint's folder.
 
         If the checkpoint is written in the background, it is only complete when ``finish`` or the next ``save`` returns.

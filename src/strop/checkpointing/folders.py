@@ -31,7 +31,7 @@ import numpy
 import torch
 
 from strop.checkpointing.base import RunState, Saveable
-from strop.learner.base import Learner
+from strop.learner.client import LearnerClient
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -60,7 +60,7 @@ class FolderCheckpointer:
     higher_is_better: bool = True
     save_optimizer: bool = True
 
-    def save(self, state: RunState, learners: Mapping[str, Learner]) -> Path:
+    def save(self, state: RunState, learners: Mapping[str, LearnerClient]) -> Path:
         return self.write(state, get_random_states(), learners)
 
     def write(self, state: RunState, randomness: Mapping[str, Any], learners: Mapping[str, Saveable]) -> Path:
@@ -100,7 +100,7 @@ class FolderCheckpointer:
         matches = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
-    def load(self, path: Path, learners: Mapping[str, Learner]) -> RunState:
+    def load(self, path: Path, learners: Mapping[str, LearnerClient]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""
         try:
             _check_sizes(path)

@@ -1,4 +1,4 @@
-"""Interfaces of learners, scorers and sources of batch columns."""
+"""Interfaces of learners, scorers and sources of batch columns. They are synchronous; ``strop.learner.client`` makes them awaitable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from strop.algorithms.base import LossFn, Outputs, TokenOutputs, ValueOutputs
+from strop.algorithms.base import LossFn, Outputs, TokenOutputs
 from strop.metrics import Metrics
 from strop.types import Batch, Group
 
@@ -31,40 +31,41 @@ class WeightSource(Protocol):
 class Scorer(Protocol):
     """A network that scores a batch without gradients: a frozen reference, a teacher, a learner."""
 
-    async def score(self, batch: Batch) -> Outputs: ...
+    def score(self, batch: Batch) -> Outputs: ...
 
 
 class ColumnSource(Protocol):
     """Computes columns that an algorithm requires."""
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Return columns by name, [N] or [N, K]. ``batch`` was packed from ``groups``."""
         ...
 
 
-@dataclass(frozen=True)
-class LogprobColumn:
-    """The log-probabilities of the sampled tokens under a network, as the column ``name``."""
+class Learner(Scorer, Protocol):
+    """Trains a network. Gradients accumulate over ``forward_backward`` calls until ``step``."""
 
-    name: str
-    scorer: Scorer
+    def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        """Split the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""
+        ...
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        return {self.name: require_token_outputs(await self.scorer.score(batch)).logprobs}
+    def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        """Compute the same loss and metrics without a gradient, for validation."""
+        ...
 
+    def step(self) -> Metrics:
+        """Clip the gradients, take one optimizer step, advance the schedule and zero the gradients."""
+        ...
 
-@dataclass(frozen=True)
-class ValueColumn:
-    """The values that a critic predicts at each sampled token, as the column ``name``."""
+    def weights(self) -> WeightSource: ...
 
-    name: str
-    scorer: Scorer
+    def save(self, folder: Path, optimizer: bool = True) -> None:
+        """Write the weights, and the state of the optimizer and its schedule, under ``folder``."""
+        ...
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        outputs = await self.scorer.score(batch)
-        if not isinstance(outputs, ValueOutputs):
-            raise TypeError(f"{type(self.scorer).__name__} is not a critic: it returns {type(outputs).__name__}")
-        return {self.name: outputs.values}
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote, in place: everything that shares the weights sees the restored ones."""
+        ...
 
 
 def require_token_outputs(outputs: Outputs) -> TokenOutputs:
@@ -72,29 +73,3 @@ def require_token_outputs(outputs: Outputs) -> TokenOutputs:
     if not isinstance(outputs, TokenOutputs):
         raise TypeError(f"log-probabilities were requested from a network that returns {type(outputs).__name__}")
     return outputs
-
-
-class Learner(Scorer, Protocol):
-    """Trains a network. Gradients accumulate over ``forward_backward`` calls until ``step``."""
-
-    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        """Split the batch into micro-batches by token budget and accumulate the gradient of the summed loss."""
-        ...
-
-    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        """Compute the same loss and metrics without a gradient, for validation."""
-        ...
-
-    async def step(self) -> Metrics:
-        """Clip the gradients, take one optimizer step, advance the schedule and zero the gradients."""
-        ...
-
-    def weights(self) -> WeightSource: ...
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Write the weights, and the state of the optimizer and its schedule, under ``folder``."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, in place: everything that shares the weights sees the restored ones."""
-        ...

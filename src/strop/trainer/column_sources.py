@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strop.learner.base import ColumnSource
+from strop.learner.client import AsyncColumnSource
 from strop.types import Batch, Group
 
 
@@ -14,7 +14,7 @@ class ColumnSources:
     """A source for each required column: a frozen reference, a critic, a teacher, a file."""
 
     required: frozenset[str]  # ``Algorithm.requires``
-    sources: Mapping[str, ColumnSource]
+    sources: Mapping[str, AsyncColumnSource]
 
     async def fill(self, batch: Batch, groups: Sequence[Group]) -> Batch:
         """Return the batch with all required columns, computed in the order of their names. ``batch`` was packed from ``groups``."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from strop import metrics
 from strop.algorithms.base import Algorithm
 from strop.data.packing import pack
-from strop.learner.base import Learner, require_token_outputs
+from strop.learner.base import require_token_outputs
+from strop.learner.client import LearnerClient
 from strop.monitoring.trackers.base import Tracker
 from strop.trainer.column_sources import ColumnSources
 from strop.types import Batch, Group
@@ -25,7 +26,7 @@ class LossValidator:
 
     groups: Sequence[Group]
     algorithm: Algorithm
-    learner: Learner
+    learner: LearnerClient
     columns: ColumnSources
     share_prefixes: bool = True
 

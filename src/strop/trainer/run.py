@@ -8,7 +8,7 @@ from typing import Literal
 
 from strop.algorithms.base import Algorithm
 from strop.checkpointing.base import Checkpointer
-from strop.learner.base import Learner
+from strop.learner.client import LearnerClient
 from strop.monitoring.rollout_store.rollout_record import DropReason
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -65,7 +65,7 @@ class Run:
     options: TrainOptions
     algorithm: Algorithm
     stream: GroupStream
-    learners: Mapping[str, Learner]
+    learners: Mapping[str, LearnerClient]
     columns: ColumnSources
     weights: WeightSync
     tracker: Tracker

@@ -233,12 +233,13 @@ def test_vapo_trains_its_critic_on_plain_returns_and_imitates_what_was_right() -
 
 
 def test_a_critics_column_is_filled_by_the_value_learner() -> None:
-    from strop.learner.base import ValueColumn
+    from strop.learner.client import ValueColumn
+    from support.clients import scorer_client
 
     class Critic:
-        async def score(self, batch: Batch) -> ValueOutputs:
+        def score(self, batch: Batch) -> ValueOutputs:
             return ValueOutputs(torch.arange(len(batch.target)).float())
 
     batch = pack_for(groups(), PPO())
-    columns = asyncio.run(ValueColumn(VALUES, Critic()).columns(batch, groups()))
+    columns = asyncio.run(ValueColumn(VALUES, scorer_client(Critic())).columns(batch, groups()))
     assert columns[VALUES].tolist() == list(range(11))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from loop.fakes import FakeLearner, Recorder
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip, GroupRelative
 from strop.build import rollout_run
+from strop.build.backend import LocalBackend
 from strop.build.lifecycle import _diff_settings, make_checkpoints, make_tracker, resolve_metric, restore_checkpoint
 from strop.build.rollout_run import (
     count_slots,
@@ -20,12 +22,12 @@ from strop.build.rollout_run import (
     make_order,
     make_rollout_algorithm,
     make_train_options,
-    run_in_threads,
 )
 from strop.build.tasks import make_training_tasks, make_validation_tasks
 from strop.checkpointing.base import RunState
 from strop.config import GrpoRunConfig, dump_config, load_config
 from strop.environments.base import EnvironmentConfigError
+from strop.learner.client import InlineCaller, ThreadCaller
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.rollouts.order import DropTooOld, Fifo, Windowed
 from strop.rollouts.stream import StreamState
@@ -112,9 +114,20 @@ def test_groups_in_flight_of_a_separate_engine_are_finished_before_weights_are_p
     assert make_train_options(config(*ASYNCHRONOUS), share_prefixes=True).drain_before == "publishing"
 
 
-def test_learners_and_columns_beside_the_loop_share_one_thread():
-    learners, scorers = run_in_threads({"policy": FakeLearner(), "value": FakeLearner()}, {"reference": object()})
-    assert len({learners["policy"].thread, learners["value"].thread, scorers["reference"].thread}) == 1
+@pytest.mark.parametrize(
+    ("overrides", "beside"),
+    [
+        (("policy.generation.backend=vllm",), True),
+        (("policy.generation.backend=vllm", "grpo.async_grpo.enabled=false"), False),
+        ((), False),
+    ],
+    ids=["engines beside the learner", "synchronous", "an engine on the learner's module"],
+)
+def test_learners_and_columns_beside_the_engines_share_one_thread(overrides, beside):
+    backend = LocalBackend(config(*ASYNCHRONOUS, *overrides), SimpleNamespace(network=SimpleNamespace(packed=True)))
+    callers = [backend.make_caller(FakeLearner()) for _ in range(3)]
+    assert {type(caller) for caller in callers} == {ThreadCaller if beside else InlineCaller}
+    assert len({id(getattr(caller, "thread", None)) for caller in callers}) == 1
 
 
 def test_a_run_is_synchronous_and_unfiltered_unless_it_is_asked_otherwise():

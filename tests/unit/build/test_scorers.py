@@ -20,11 +20,11 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.simpo import SimPO
+from strop.build.backend import LocalBackend
 from strop.build.models import LoadedPolicy, load_training_policy
-from strop.build.scorers import count_optimizer_steps, make_learners, make_recorded_scorers, make_scorers
+from strop.build.scorers import count_optimizer_steps, make_learners, make_scorers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.learner.base import Learner
 from strop.learner.torch.learner import TorchLearner
 from strop.models.value_head import ValueHead
 from strop.models.value_network import ValueNetwork
@@ -54,8 +54,24 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
     return found
 
 
-def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, Learner]:
+def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, TorchLearner]:
     return make_learners(config, policy, algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
+
+
+def backend_with_scorers(
+    config: TrainingRunConfig,
+    policy: LoadedPolicy,
+    algorithm: Algorithm,
+    groups: Any = list,
+    notes: Recorder | None = None,
+) -> tuple[LocalBackend, dict[str, Any]]:
+    backend = LocalBackend(config, policy)
+
+    async def build() -> dict[str, Any]:
+        made = await backend.build_learners(algorithm, SAMPLING, None)
+        return dict(await make_scorers(config, backend, algorithm, made, notes or Recorder(), groups))
+
+    return backend, asyncio.run(build())
 
 
 def asked(source: Any, batch: Batch, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
@@ -160,9 +176,9 @@ def test_a_critic_that_was_saved_without_its_tokenizer_can_be_given_the_policy_s
 def test_a_reference_is_loaded_only_where_it_is_asked_for(tiny_model_folder: Path) -> None:
     found = rollouts("grpo", tiny_model_folder)
     policy = load_training_policy(found.policy)
-    assert make_scorers(found, policy, GRPO(), SAMPLING, {}) == {}
-    assert make_scorers(found, policy, GRPO(kl=Kl(weight=0.0)), SAMPLING, {}) == {}
-    assert list(make_scorers(found, policy, GRPO(kl=Kl(weight=0.1)), SAMPLING, {})) == [REFERENCE_LOGPROBS]
+    assert backend_with_scorers(found, policy, GRPO())[1] == {}
+    assert backend_with_scorers(found, policy, GRPO(kl=Kl(weight=0.0)))[1] == {}
+    assert list(backend_with_scorers(found, policy, GRPO(kl=Kl(weight=0.1)))[1]) == [REFERENCE_LOGPROBS]
 
 
 @pytest.mark.parametrize("overrides", [[], [LORA]], ids=["a frozen copy", "adapters off"])
@@ -170,28 +186,28 @@ def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overri
     algorithm = GRPO(kl=Kl(weight=0.1))
     found = rollouts("grpo", tiny_model_folder, *overrides)
     policy = load_training_policy(found.policy)
-    source = make_scorers(found, policy, algorithm, SAMPLING, {})[REFERENCE_LOGPROBS]
+    source = backend_with_scorers(found, policy, algorithm)[1][REFERENCE_LOGPROBS]
     groups = random_groups(3)
     batch = pack_for(groups, algorithm)
-    before = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
+    before = learners(found, policy, algorithm)["policy"].score(batch)
     first = asked(source, batch, groups)[REFERENCE_LOGPROBS]
     assert torch.equal(first, before.logprobs)  # type: ignore[union-attr]
     disturb(policy)
     assert torch.equal(asked(source, batch, groups)[REFERENCE_LOGPROBS], first)
-    after = asyncio.run(learners(found, policy, algorithm)["policy"].score(batch))
+    after = learners(found, policy, algorithm)["policy"].score(batch)
     assert not torch.allclose(after.logprobs, first)  # type: ignore[union-attr]
 
 
 def test_values_are_those_of_the_critic_that_learns(tiny_model_folder: Path) -> None:
     found = rollouts("ppo", tiny_model_folder)
     policy = load_training_policy(found.policy)
-    made: Any = learners(found, policy, PPO())
-    source = make_scorers(found, policy, PPO(), SAMPLING, made)[VALUES]
+    backend, made = backend_with_scorers(found, policy, PPO())
+    source = made[VALUES]
     groups = random_groups(3)
     batch = pack_for(groups, PPO())
     assert not asked(source, batch, groups)[VALUES].any(), "a critic begins at zero"
     with torch.no_grad():
-        made["value"].parameters[-1].add_(0.5)
+        backend.learners["value"].parameters[-1].add_(0.5)
     assert asked(source, batch, groups)[VALUES].any()
 
 
@@ -206,9 +222,9 @@ def test_a_column_that_nobody_fills_is_named(tiny_model_folder: Path) -> None:
     found = rollouts("grpo", tiny_model_folder)
     policy = load_training_policy(found.policy)
     with pytest.raises(ValueError, match=r"requires the columns \['oracle'\], which strop grpo does not provide"):
-        make_scorers(found, policy, Wishful(), SAMPLING, {})
+        backend_with_scorers(found, policy, Wishful())[1]
     with pytest.raises(ValueError, match="which strop grpo does not provide"):
-        make_scorers(found, policy, PPO(), SAMPLING, {})
+        backend_with_scorers(found, policy, PPO())[1]
 
 
 def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) -> None:
@@ -216,10 +232,10 @@ def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) ->
     found = rollouts("distillation", tiny_model_folder, *teacher)
     policy = load_training_policy(found.policy)
     made = learners(found, policy, Distillation())
-    source = make_scorers(found, policy, Distillation(), SAMPLING, made)[TEACHER_LOGPROBS]
+    source = backend_with_scorers(found, policy, Distillation())[1][TEACHER_LOGPROBS]
     groups = random_groups(2)
     batch = pack_for(groups, Distillation())
-    own = asyncio.run(made["policy"].score(batch)).logprobs  # type: ignore[union-attr]
+    own = made["policy"].score(batch).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[TEACHER_LOGPROBS], own, atol=1e-5), "the teacher is the same model"
 
 
@@ -235,7 +251,7 @@ def recorded(model: Path, logs: Path, *overrides: str) -> RecordedRunConfig:
 def scorers_of(
     found: RecordedRunConfig, policy: LoadedPolicy, algorithm: Algorithm, groups: Any, notes: Recorder
 ) -> dict[str, Any]:
-    return dict(asyncio.run(make_recorded_scorers(found, policy, algorithm, SAMPLING, groups, notes)))
+    return backend_with_scorers(found, policy, algorithm, groups, notes)[1]
 
 
 def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp_path: Path) -> None:
@@ -244,7 +260,7 @@ def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp
     source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
     assert "computed once" in notes.notes[-1]
     batch = pack_for(groups, DPO())
-    live = asyncio.run(learners(found, policy, DPO())["policy"].score(batch)).logprobs  # type: ignore[union-attr]
+    live = learners(found, policy, DPO())["policy"].score(batch).logprobs  # type: ignore[union-attr]
     assert torch.allclose(asked(source, batch, groups)[REFERENCE_LOGPROBS], live, atol=1e-6)
 
     def nobody() -> Sequence[Group]:

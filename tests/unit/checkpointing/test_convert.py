@@ -14,8 +14,8 @@ from torch import Tensor
 
 from strop.environments.user_code import import_attribute
 from strop.learner.parallel.shard_files import TensorShard, write_shards
+from strop.learner.parallel.sharded_checkpoint import take_snapshot
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.sharded_checkpoint import save
 from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -33,7 +33,7 @@ def saved(folder: Path, family: str, tokenizer: Any) -> dict[str, Tensor]:
     """A checkpoint as ranks write it (here one has it all), with its tokenizer; and the model's weights."""
     model = build(family)
     learner = TorchLearner(Network(model, precision=torch.float32), Sampling(), TorchLearnerOptions(average_decay=0.9))
-    save(learner, folder / "policy")
+    take_snapshot(learner.parallelism, learner.state, copies=False).save(folder / "policy")
     for name in ("weights", "ema"):
         tokenizer.save_pretrained(folder / "policy" / name)
     (folder / "config.yaml").write_text("policy:\n  model_name: nowhere/at-all\n")
@@ -70,7 +70,7 @@ def test_a_model_in_bfloat16_stays_in_it(script: ModuleType, tmp_path: Path, tok
 
     model = build("llama").bfloat16()
     learner = TorchLearner(Network(model, precision=torch.bfloat16), Sampling(), TorchLearnerOptions())
-    save(learner, tmp_path / "policy")
+    take_snapshot(learner.parallelism, learner.state, copies=False).save(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy" / "weights")
     (tmp_path / "config.yaml").write_text("{}")
     assert convert(script, tmp_path, tmp_path / "hf") is None

@@ -235,11 +235,10 @@ def torch_learner(folder: Path, seed: int = 0):
 
 
 def move(learner) -> None:
-    import asyncio
 
     for parameter in learner.parameters:
         parameter.grad = torch.ones_like(parameter)
-    asyncio.run(learner.step())
+    learner.step()
 
 
 def test_a_checkpoint_of_the_torch_learner_loads_with_from_pretrained(tmp_path, model_folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import warnings
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from strop.generation.base import Completion
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
@@ -62,7 +61,7 @@ def without_sets(batch: Batch) -> Batch:
 
 
 def score(network: Network, batch: Batch, sampling: Sampling) -> TokenOutputs:
-    outputs = asyncio.run(FrozenScorer(network, sampling, score_tokens=30).score(batch))
+    outputs = NetworkScorer(network, sampling, score_tokens=30).score(batch)
     assert isinstance(outputs, TokenOutputs)
     return outputs
 
@@ -256,11 +255,9 @@ def test_a_policy_that_trains_stays_in_agreement(network: Network) -> None:
     seen = []
     for _ in range(3):
         batch = batch_of(completions_of(own, sampling, runner))
-        result = asyncio.run(
-            learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {}))
-        )
+        result = learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {}))
         assert float((result.outputs.logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
-        asyncio.run(learner.step())
+        learner.step()
         seen.append(batch.target.tolist())
     assert seen[0] != seen[1] != seen[2], "the steps changed the weights"
 
@@ -306,7 +303,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(shapes: Any, budget: 
         model.zero_grad(set_to_none=True)
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         network = Network(model, precision=torch.float64, chunk=5, packed=packed)
-        asyncio.run(TorchLearner(network, sampling, options).forward_backward(batch, algorithm.loss))
+        TorchLearner(network, sampling, options).forward_backward(batch, algorithm.loss)
         return copy_gradients(model)
 
     def packed_batch(share: bool) -> Batch:

@@ -6,7 +6,6 @@ does what the learner's layers do, operation by operation.
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.lora import add_adapters
 from strop.models.lora_config import LoraConfig
@@ -47,7 +46,7 @@ def sample(runner: Any) -> Batch:
 
 
 def disagreement(batch: Batch, scorer: Any) -> float:
-    scores = asyncio.run(scorer.score(batch))
+    scores = scorer.score(batch)
     return float((scores.logprobs - batch.rollout_logprobs).abs().max())
 
 
@@ -58,8 +57,8 @@ def test_sampler_and_learner_agree_in_float32(family: str) -> None:
     for prepack in (False, True):
         batch = sample(make_runner(network, prepack=prepack))
         assert len(batch.target) > 20
-        assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < FLOAT32, prepack
-        assert disagreement(batch, FrozenScorer(base, SAMPLING, score_tokens=30)) > 0.1, "the adapters are what sampled"
+        assert disagreement(batch, NetworkScorer(network, SAMPLING, score_tokens=30)) < FLOAT32, prepack
+        assert disagreement(batch, NetworkScorer(base, SAMPLING, score_tokens=30)) > 0.1, "the adapters are what sampled"
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")])
@@ -67,7 +66,7 @@ def test_sampler_and_learner_agree_in_bfloat16(family: str) -> None:
     network = Network(build_with_adapters(family, spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):
         batch = sample(make_runner(network, prepack=prepack))
-        assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < BFLOAT16, prepack
+        assert disagreement(batch, NetworkScorer(network, SAMPLING, score_tokens=30)) < BFLOAT16, prepack
 
 
 def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
@@ -75,7 +74,7 @@ def test_sampler_and_learner_agree_on_bfloat16_weights() -> None:
     network = Network(with_random_adapters(build("llama", dtype=torch.bfloat16), spread=0.1), precision=torch.bfloat16)
     for prepack in (False, True):
         batch = sample(make_runner(network, prepack=prepack))
-        assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < 0.25, prepack
+        assert disagreement(batch, NetworkScorer(network, SAMPLING, score_tokens=30)) < 0.25, prepack
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -87,18 +86,18 @@ def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(prec
     network = Network(model, precision=precision)
     options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.2}, max_grad_norm=None, train_tokens=40)
     learner = TorchLearner(network, SAMPLING, options)
-    reference = AdapterOffScorer(network, SAMPLING, score_tokens=40)
+    reference = NetworkScorer(network, SAMPLING, 40, context=without_adapters(network))
     runner = make_runner(network, prepack=prepack)
     found, scored = [], []
     for _ in range(4):
         batch = sample(runner)
         assert disagreement(batch, learner) < (FLOAT32 if precision == torch.float32 else BFLOAT16)
         found.append(batch.target.tolist())
-        scored.append(asyncio.run(reference.score(batch)).logprobs)
+        scored.append(reference.score(batch).logprobs)
         frozen = Network(build("llama"), precision=precision)
-        assert torch.equal(scored[-1], asyncio.run(FrozenScorer(frozen, SAMPLING, score_tokens=40).score(batch)).logprobs)
-        asyncio.run(learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {})))
-        asyncio.run(learner.step())
+        assert torch.equal(scored[-1], NetworkScorer(frozen, SAMPLING, score_tokens=40).score(batch).logprobs)
+        learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {}))
+        learner.step()
     assert found[0] != found[1] != found[2] != found[3], "the steps changed the adapters"
     after = copy_base_weights(model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -119,7 +118,7 @@ def test_a_small_update_of_bfloat16_weights_arrives_in_the_engine_as_it_does_in_
         kept[False].append(float((beside * wanted).sum() / wanted.square().sum()))
     assert max(kept[True]) < 0.5, "this update is one that merging loses"
     assert min(kept[False]) > 0.95
-    learner = FrozenScorer(network, SAMPLING, score_tokens=30)
+    learner = NetworkScorer(network, SAMPLING, score_tokens=30)
     for prepack in (False, True):
         beside, merging = make_runner(network, prepack=prepack), make_runner(network, prepack=prepack)
         if not beside.linears.uses_module_weights:
@@ -211,7 +210,7 @@ def test_the_slow_runner_agrees_with_adapters_on_a_recurrent_model() -> None:
         network = Network(with_random_adapters(build("mamba"), spread=0.1, exclude_modules=["out_proj"]))
     assert not network.packed
     batch = sample(RecomputeRunner(network, max_slots=3, length=48))
-    assert disagreement(batch, FrozenScorer(network, SAMPLING, score_tokens=30)) < FLOAT32
+    assert disagreement(batch, NetworkScorer(network, SAMPLING, score_tokens=30)) < FLOAT32
 
 
 def test_a_publish_costs_no_weights_where_the_module_itself_is_read() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -47,8 +47,8 @@ def sample(runner: Any, sampling: Sampling) -> tuple[Batch, torch.Tensor]:
     return batch, entropies
 
 
-def disagreement(batch: Batch, entropies: torch.Tensor, scorer: FrozenScorer | TorchLearner) -> tuple[float, float]:
-    scores = asyncio.run(scorer.score(batch))
+def disagreement(batch: Batch, entropies: torch.Tensor, scorer: NetworkScorer | TorchLearner) -> tuple[float, float]:
+    scores = scorer.score(batch)
     return (
         float((scores.logprobs - batch.rollout_logprobs).abs().max()),
         float((scores.entropy - entropies).abs().max()),
@@ -63,7 +63,7 @@ def test_log_probabilities_and_entropies_agree_in_float32(family: str, sampling:
     for prepack in (False, True):
         batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
         assert len(batch.target) > 20
-        logprobs, entropy = disagreement(batch, entropies, FrozenScorer(network, sampling, score_tokens=30))
+        logprobs, entropy = disagreement(batch, entropies, NetworkScorer(network, sampling, score_tokens=30))
         assert logprobs < FLOAT32, prepack
         assert entropy < FLOAT32, prepack
 
@@ -75,7 +75,7 @@ def test_log_probabilities_agree_in_bfloat16(family: str) -> None:
     sampling = SAMPLINGS["plain"]
     for prepack in (False, True):
         batch, entropies = sample(make_runner(network, prepack=prepack), sampling)
-        logprobs, entropy = disagreement(batch, entropies, FrozenScorer(network, sampling, score_tokens=30))
+        logprobs, entropy = disagreement(batch, entropies, NetworkScorer(network, sampling, score_tokens=30))
         assert logprobs < BFLOAT16, prepack
         assert entropy < BFLOAT16, prepack
 
@@ -93,8 +93,8 @@ def test_a_learner_that_trains_agrees_after_every_step() -> None:
         logprobs, _ = disagreement(batch, entropies, learner)
         assert logprobs < FLOAT32
         found.append(batch.target.tolist())
-        asyncio.run(learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {})))
-        asyncio.run(learner.step())
+        learner.forward_backward(batch, lambda outputs, part: (-outputs.logprobs.sum() / part.totals.tokens, {}))
+        learner.step()
     assert found[0] != found[1] != found[2], "the steps changed the weights"
 
 
@@ -104,7 +104,7 @@ def test_a_model_without_plans_agrees_through_the_slow_runner() -> None:
     assert not network.packed
     sampling = SAMPLINGS["top_k_and_top_p"]
     batch, entropies = sample(RecomputeRunner(network, max_slots=3, length=48), sampling)
-    logprobs, entropy = disagreement(batch, entropies, FrozenScorer(network, sampling, score_tokens=30))
+    logprobs, entropy = disagreement(batch, entropies, NetworkScorer(network, sampling, score_tokens=30))
     assert logprobs < FLOAT32
     assert entropy < FLOAT32
 
@@ -141,6 +141,6 @@ def test_a_long_conversation_agrees_across_turns() -> None:
     rollout = asyncio.run(episode())
     batch = pack_grpo([make_group(rollout)])
     assert len(batch.target) == 28
-    scores = asyncio.run(FrozenScorer(network, sampling, score_tokens=100).score(batch))
+    scores = NetworkScorer(network, sampling, score_tokens=100).score(batch)
     assert float((scores.logprobs - batch.rollout_logprobs).abs().max()) < FLOAT32
     assert int(batch.tokens.max()) < VOCABULARY

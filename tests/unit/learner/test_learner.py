@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer, copy_frozen
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
@@ -41,11 +40,8 @@ def train(learner: TorchLearner, batch: Batch, scale: float = 1.0) -> dict[str, 
         value, logged = grpo().loss(outputs, part)
         return value * scale, logged
 
-    async def step() -> dict[str, Any]:
-        result = await learner.forward_backward(batch, loss)
-        return {**result.metrics, **await learner.step()}
-
-    return {name: metric.value for name, metric in asyncio.run(step()).items()}
+    result = learner.forward_backward(batch, loss)
+    return {name: metric.value for name, metric in {**result.metrics, **learner.step()}.items()}
 
 
 def weights_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
@@ -126,12 +122,12 @@ def test_the_logged_rate_is_the_one_the_step_was_taken_with() -> None:
 
 def test_gradients_accumulate_until_a_step_and_not_beyond() -> None:
     learner = make_learner()
-    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+    learner.forward_backward(batch_of(0), grpo().loss)
     once = copy_gradients(learner.model)
-    asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+    learner.forward_backward(batch_of(0), grpo().loss)
     twice = copy_gradients(learner.model)
     assert largest_difference({name: 2 * tensor for name, tensor in once.items()}, twice) < 1e-5
-    asyncio.run(learner.step())
+    learner.step()
     assert all(parameter.grad is None for parameter in learner.model.parameters())
 
 
@@ -143,7 +139,7 @@ def test_activation_checkpointing_gives_the_same_gradient(packed: bool) -> None:
         model = to_float64(build("llama"))
         network = Network(model, precision=torch.float64, packed=packed)
         learner = TorchLearner(network, Sampling(), TorchLearnerOptions(activation_checkpointing=checkpointing, train_tokens=25))
-        result = asyncio.run(learner.forward_backward(batch_of(0), grpo().loss))
+        result = learner.forward_backward(batch_of(0), grpo().loss)
         found.append((copy_gradients(model), result.outputs.logprobs))
     assert largest_difference(found[0][0], found[1][0]) < 1e-12
     assert torch.equal(found[0][1], found[1][1])
@@ -169,24 +165,22 @@ def test_activation_checkpointing_keeps_fewer_activations() -> None:
 
 def test_a_frozen_scorer_says_what_the_learner_says_and_takes_no_gradient() -> None:
     learner, batch = make_learner(), batch_of(0)
-    scorer = FrozenScorer(Network(build("llama")), Sampling(), score_tokens=13)
-    ours, theirs = asyncio.run(learner.score(batch)), asyncio.run(scorer.score(batch))
+    scorer = NetworkScorer(copy_frozen(learner.network), Sampling(), score_tokens=13)  # type: ignore[arg-type]
+    ours, theirs = learner.score(batch), scorer.score(batch)
     assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-6)
     assert torch.allclose(ours.entropy, theirs.entropy, atol=1e-6)
     assert not any(parameter.requires_grad for parameter in scorer.network.model.parameters())
-    before = asyncio.run(scorer.score(batch))
+    before = scorer.score(batch)
     train(learner, batch)
-    assert torch.equal(asyncio.run(scorer.score(batch)).logprobs, before.logprobs), (
-        "training the policy leaves the reference alone"
-    )
+    assert torch.equal(scorer.score(batch).logprobs, before.logprobs), "training the policy leaves the reference alone"
 
 
 def test_training_raises_the_probability_of_what_was_rewarded() -> None:
     learner, batch = make_learner(optimizer_kwargs={"lr": 3e-3}), batch_of(0)
-    before = asyncio.run(learner.score(batch)).logprobs
+    before = learner.score(batch).logprobs
     for _ in range(5):
         train(learner, batch)
-    change = asyncio.run(learner.score(batch)).logprobs - before
+    change = learner.score(batch).logprobs - before
     good = batch.advantages > 0
     assert float(change[good].mean()) > 0.1
     assert float(change[good].mean()) > float(change[~good].mean())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from strop.algorithms.supervised.sft import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.scorer import AdapterOffScorer, FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.lora import add_adapters
@@ -54,15 +53,12 @@ def batch_of(seed: int, **options: Any) -> Batch:
 
 
 def train(learner: TorchLearner, batch: Batch, loss: Any = None) -> dict[str, float]:
-    async def step() -> dict[str, Any]:
-        result = await learner.forward_backward(batch, loss or grpo().loss)
-        return {**result.metrics, **await learner.step()}
-
-    return {name: metric.value for name, metric in asyncio.run(step()).items()}
+    result = learner.forward_backward(batch, loss or grpo().loss)
+    return {name: metric.value for name, metric in {**result.metrics, **learner.step()}.items()}
 
 
 def score(scorer: Any, batch: Batch) -> Any:
-    return asyncio.run(scorer.score(batch))
+    return scorer.score(batch)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------------
@@ -89,7 +85,7 @@ class Bench:
             activation_checkpointing=checkpointing,
         )
         learner = TorchLearner(self.network(packed), SAMPLING, options)
-        asyncio.run(learner.forward_backward(batch, grpo(kl_penalty=0.3).loss))
+        learner.forward_backward(batch, grpo(kl_penalty=0.3).loss)
         self.model.gradient_checkpointing_disable()
         return copy_gradients(self.model)
 
@@ -151,10 +147,10 @@ def test_the_optimizer_knows_adapters_alone_and_the_base_does_not_move() -> None
 def test_the_adapters_off_are_a_frozen_copy_of_the_base_to_the_last_bit(
     family: str, precision: torch.dtype, packed: bool
 ) -> None:
-    base = FrozenScorer(Network(build(family), precision=precision, packed=packed), SAMPLING, score_tokens=13)
+    base = NetworkScorer(Network(build(family), precision=precision, packed=packed), SAMPLING, score_tokens=13)
     network = Network(build_with_adapters(family), precision=precision, packed=packed)
     learner = TorchLearner(network, SAMPLING, TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=20))
-    reference = AdapterOffScorer(network, SAMPLING, score_tokens=13)
+    reference = NetworkScorer(network, SAMPLING, 13, context=without_adapters(network))
     for step in range(3):
         batch = batch_of(step)
         wanted, found, own = score(base, batch), score(reference, batch), score(learner, batch)
@@ -166,14 +162,14 @@ def test_the_adapters_off_are_a_frozen_copy_of_the_base_to_the_last_bit(
 
 def test_a_run_begins_at_its_reference() -> None:
     learner = make_learner()
-    reference = AdapterOffScorer(learner.network, SAMPLING, score_tokens=100)  # type: ignore[arg-type]
+    reference = NetworkScorer(learner.network, SAMPLING, 100, context=without_adapters(learner.network))  # type: ignore[arg-type]
     batch = batch_of(0)
     assert torch.equal(score(reference, batch).logprobs, score(learner, batch).logprobs)
 
 
 def test_a_network_without_adapters_is_not_its_own_reference() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to disable"):
-        AdapterOffScorer(Network(build("llama")), SAMPLING, score_tokens=100)
+        without_adapters(Network(build("llama")))
 
 
 # --- learning -------------------------------------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ def test_grpo_steps_raise_the_probability_of_what_was_rewarded_and_kl_holds_them
     change, distance = {}, {}
     for weight in (0.0, 5.0):
         learner = make_learner(optimizer_kwargs={"lr": 1e-2})
-        reference = AdapterOffScorer(learner.network, SAMPLING, score_tokens=100)  # type: ignore[arg-type]
+        reference = NetworkScorer(learner.network, SAMPLING, 100, context=without_adapters(learner.network))  # type: ignore[arg-type]
         algorithm = grpo(kl_penalty=weight)
         batch = batch_of(0, kl_penalty=weight)
         before = score(learner, batch).logprobs
@@ -212,7 +208,7 @@ def test_a_supervised_run_learns_under_adapter_dropout_and_is_measured_without_i
     learner = make_learner(model, optimizer_kwargs={"lr": 1e-2}, max_grad_norm=None)
     batch = pack_for(simple_groups((4, (5,)), (6, (7,)), (3, (4,))), SFT())
     losses = [train(learner, batch, SFT().loss)["loss"] for _ in range(80)]
-    measured = [asyncio.run(learner.evaluate_loss(batch, SFT().loss)).metrics["loss"].value for _ in range(2)]
+    measured = [learner.evaluate_loss(batch, SFT().loss).metrics["loss"].value for _ in range(2)]
     assert measured[0] == measured[1] < losses[-1] < losses[0] / 4
 
 
@@ -317,7 +313,7 @@ def test_weights_are_merged_under_ordinary_names_and_adapters_come_under_pefts()
     assert list(weights) == list(plain.state_dict())
     plain.load_state_dict(weights)
     batch = batch_of(0)
-    found = score(FrozenScorer(Network(plain), SAMPLING, score_tokens=100), batch).logprobs
+    found = score(NetworkScorer(Network(plain), SAMPLING, score_tokens=100), batch).logprobs
     assert torch.allclose(found, score(learner, batch).logprobs, atol=1e-4)
     assert len(adapters) == 28
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in adapters

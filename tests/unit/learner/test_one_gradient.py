@@ -5,7 +5,6 @@ Everything is float64, so that what is left is the order of additions: measured 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,7 +94,7 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         learner = TorchLearner(self.network(packed), self.sampling, options)
-        result = asyncio.run(learner.forward_backward(batch, algorithm.loss))
+        result = learner.forward_backward(batch, algorithm.loss)
         return copy_gradients(self.model), result
 
     def batch(self, groups: Sequence[Group], algorithm: PolicyGradient, *, share_prefixes: bool = True) -> Batch:

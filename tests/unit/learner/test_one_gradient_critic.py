@@ -5,7 +5,6 @@ Everything is float64, so that what is left is the order of additions: measured 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +80,7 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
         options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         learner = TorchLearner(self.network(packed), Sampling(temperature=0.8), options)
-        result = asyncio.run(learner.forward_backward(batch, loss))
+        result = learner.forward_backward(batch, loss)
         return copy_gradients(self.model), result.metrics
 
     def compare(self, groups: Sequence[Group], algorithm: Algorithm, loss: LossFn, budget: int, seed: int) -> None:

@@ -5,7 +5,6 @@ Everything is float64, as in test_one_gradient.py; asserted 1e-9 relative.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -91,7 +90,7 @@ class Bench:
             whole_groups=algorithm.whole_groups,
         )
         learner = TorchLearner(self.network(algorithm, packed), Sampling(), options)
-        result = asyncio.run(learner.forward_backward(batch, algorithm.losses(0)["policy"]))
+        result = learner.forward_backward(batch, algorithm.losses(0)["policy"])
         return copy_gradients(model), result
 
     def batches(self, groups: Sequence[Group], algorithm: Algorithm) -> dict[str, Batch]:
@@ -207,7 +206,7 @@ def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> No
     batch = bench.batches(groups, algorithm)["shared"]
     options = TorchLearnerOptions(score_tokens=3)
     learner = TorchLearner(bench.network(algorithm), Sampling(), options)
-    surveyed = algorithm.prepare_step(batch, asyncio.run(learner.score(batch)))  # type: ignore[arg-type]
+    surveyed = algorithm.prepare_step(batch, learner.score(batch))  # type: ignore[arg-type]
     wanted = batch.column("kto_reference_point")
     assert torch.allclose(surveyed.column("kto_reference_point"), wanted, atol=1e-6)
 
@@ -216,4 +215,4 @@ def test_a_learner_that_cuts_pairs_is_told_so(bench: Bench) -> None:
     batch = bench.batches([recorded_group([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
     learner = TorchLearner(bench.network(DPO()), Sampling(), TorchLearnerOptions(train_tokens=4))
     with pytest.raises(ValueError, match="a learner must not split a group"):
-        asyncio.run(learner.forward_backward(batch, DPO().loss))
+        learner.forward_backward(batch, DPO().loss)

@@ -22,11 +22,12 @@ from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.learner.base import ColumnSource, LogprobColumn
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.client import AsyncColumnSource, LogprobColumn
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
+from support.clients import scorer_client
 from support.models import build
 from support.recorded import build_classifier, make_learner, random_groups, train_steps
 
@@ -40,10 +41,10 @@ def trained(algorithm: Algorithm, steps: int, *, groups: int = 8, completions: i
     model = build_classifier("llama") if algorithm.predict == "last_token" else build("llama")
     network = ValueNetwork(model) if algorithm.predict == "last_token" else Network(model)
     learner = make_learner(network, algorithm)
-    scorers: list[ColumnSource] = []
+    scorers: list[AsyncColumnSource] = []
     if REFERENCE_LOGPROBS in algorithm.requires:
         frozen = Network(copy.deepcopy(model), packed=network.packed)
-        scorers = [LogprobColumn(REFERENCE_LOGPROBS, FrozenScorer(frozen, Sampling(), score_tokens=50))]
+        scorers = [LogprobColumn(REFERENCE_LOGPROBS, scorer_client(NetworkScorer(frozen, Sampling(), score_tokens=50)))]
     return train_steps(learner, algorithm, random_groups(groups, completions), steps, scorers)
 
 

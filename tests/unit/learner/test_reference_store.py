@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from strop.algorithms.base import Outputs
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.kto import KTO
-from strop.learner.base import LogprobColumn
+from strop.learner.client import LogprobColumn
 from strop.learner.torch.reference_store import (
     GROUPS_PER_PACK,
     ReferenceStore,
@@ -24,10 +25,11 @@ from strop.learner.torch.reference_store import (
     model_fingerprint,
     rollout_fingerprint,
 )
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group, observation_turn
+from support.clients import scorer_client
 from support.models import build, to_float64
 from support.recorded import random_groups, recorded_group, recorded_turn
 from support.rollouts import make_group, make_rollout, pack_for
@@ -37,22 +39,23 @@ class Counting:
     """A scorer that says how often it was asked."""
 
     def __init__(self, model: Any = None) -> None:
-        self.scorer = FrozenScorer(Network(model or build("llama")), Sampling(), score_tokens=40)
+        self.scorer = NetworkScorer(Network(model or build("llama")), Sampling(), score_tokens=40)
         self.calls = 0
 
-    async def score(self, batch: Batch) -> Outputs:
+    def score(self, batch: Batch) -> Outputs:
         self.calls += 1
-        return await self.scorer.score(batch)
+        return self.scorer.score(batch)
 
 
 def store_of(path: Path, groups: Sequence[Group], scorer: Any, **named: str) -> ReferenceStore:
     identity = {"weights": "w", "data": "d", **named}
-    return asyncio.run(load_or_compute_reference(path, iter(groups), scorer, DPO(), **identity))
+    return asyncio.run(load_or_compute_reference(path, iter(groups), scorer_client(scorer), DPO(), **identity))
 
 
 def columns(source: Any, groups: Sequence[Group], algorithm: Any = None, *, share: bool = True) -> Tensor:
     batch = pack_for(groups, algorithm or DPO(), share_prefixes=share)
-    found = asyncio.run(source.columns(batch, groups))
+    found = source.columns(batch, groups)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
     assert set(found) == {REFERENCE_LOGPROBS}
     return found[REFERENCE_LOGPROBS]
 
@@ -60,12 +63,12 @@ def columns(source: Any, groups: Sequence[Group], algorithm: Any = None, *, shar
 @pytest.mark.parametrize("share", [True, False])
 def test_it_gives_the_numbers_that_scoring_on_the_fly_gives(tmp_path: Path, share: bool) -> None:
     """In float64, so that only the rounding to float32 at the end can differ, whatever is packed with what."""
-    scorer = FrozenScorer(Network(to_float64(build("llama")), precision=torch.float64), Sampling(), score_tokens=40)
+    scorer = NetworkScorer(Network(to_float64(build("llama")), precision=torch.float64), Sampling(), score_tokens=40)
     groups = random_groups(9)
     store = store_of(tmp_path / "reference.safetensors", groups, scorer)
     order = [groups[place] for place in (4, 0, 8, 3)]
     for algorithm in (DPO(), KTO()):
-        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer), order, algorithm, share=share)
+        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer_client(scorer)), order, algorithm, share=share)
         assert torch.allclose(columns(store, order, algorithm, share=share), wanted, atol=0, rtol=2e-7)
 
 
@@ -79,7 +82,7 @@ def test_it_is_read_back_bit_for_bit_and_nothing_is_computed_again(tmp_path: Pat
         raise AssertionError("the data need not be read again")
         yield
 
-    again = asyncio.run(load_or_compute_reference(path, never(), scorer, DPO(), weights="w", data="d"))
+    again = asyncio.run(load_or_compute_reference(path, never(), scorer_client(scorer), DPO(), weights="w", data="d"))
     assert scorer.calls == 2
     assert torch.equal(columns(first, groups), columns(again, groups))
     assert first.spans == again.spans
@@ -87,10 +90,10 @@ def test_it_is_read_back_bit_for_bit_and_nothing_is_computed_again(tmp_path: Pat
 
 def test_a_computation_that_was_interrupted_leaves_no_file(tmp_path: Path) -> None:
     class Dying(Counting):
-        async def score(self, batch: Batch) -> Outputs:
+        def score(self, batch: Batch) -> Outputs:
             if self.calls:
                 raise KeyboardInterrupt
-            return await super().score(batch)
+            return super().score(batch)
 
     path = tmp_path / "reference.safetensors"
     with pytest.raises(KeyboardInterrupt):
@@ -149,7 +152,7 @@ def test_one_example_may_have_several_companions(tmp_path: Path) -> None:
     scorer = Counting()
     store = store_of(tmp_path / "reference.safetensors", [first, second], scorer)
     for group in (first, second):
-        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer), [group])
+        wanted = columns(LogprobColumn(REFERENCE_LOGPROBS, scorer_client(scorer)), [group])
         assert torch.allclose(columns(store, [group]), wanted, atol=1e-5)
 
 
@@ -157,7 +160,7 @@ def test_an_empty_completion_and_no_data_at_all_are_harmless(tmp_path: Path) -> 
     groups = [recorded_group([4, 5], [6, 7], []), recorded_group([8], [], [9], index=1)]
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
     assert len(columns(store, groups)) == 3
-    again = asyncio.run(load_or_compute_reference(store.path, (), Counting(), DPO(), weights="w", data="d"))
+    again = asyncio.run(load_or_compute_reference(store.path, (), scorer_client(Counting()), DPO(), weights="w", data="d"))
     assert torch.equal(columns(again, groups), columns(store, groups))
     assert not store_of(tmp_path / "nothing.safetensors", [], Counting()).spans
 
@@ -167,7 +170,7 @@ def test_a_batch_that_asks_about_other_places_is_refused(tmp_path: Path) -> None
     store = store_of(tmp_path / "reference.safetensors", groups, Counting())
     batch = pack_for(groups[:1], DPO())
     with pytest.raises(ValueError, match="the batch predicts"):
-        asyncio.run(store.columns(batch, groups))
+        store.columns(batch, groups)
 
 
 def test_the_fingerprint_of_weights_follows_from_their_values() -> None:

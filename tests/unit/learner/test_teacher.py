@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,21 +16,21 @@ from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.learner.base import ColumnSource
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.client import AsyncColumnSource
+from strop.learner.torch.scorer import NetworkScorer, offload, on_device
 from strop.learner.torch.teacher import (
     MixedTeachers,
     RoutedTeachers,
     SelfTeacher,
-    Teacher,
     TeacherLogprobs,
     TeacherTopK,
-    on_device,
     shared_vocabulary_size,
 )
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Group, observation_turn
+from support.clients import column_client
 from support.models import VOCABULARY, build
 from support.rollouts import (
     GroupShape,
@@ -44,20 +45,23 @@ from support.rollouts import (
 from support.tokenizer import build_tokenizer
 
 
-def teacher_of(family: str = "llama", *, seed: int = 1, temperature: float = 1.0, tokens: int = 13, **options: Any) -> Teacher:
+def teacher_of(
+    family: str = "llama", *, seed: int = 1, temperature: float = 1.0, tokens: int = 13, **options: Any
+) -> NetworkScorer:
     network = Network(build(family, seed=seed), chunk=3, **options)
-    return Teacher(network=network, sampling=Sampling(temperature=temperature), score_tokens=tokens)
+    return NetworkScorer(network, Sampling(temperature=temperature), tokens)
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
     return pack_for(groups, Distillation())
 
 
-def columns(source: ColumnSource, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-    return asyncio.run(source.columns(batch_of(groups), groups))
+def columns(source: ColumnSource | AsyncColumnSource, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+    found = source.columns(batch_of(groups), groups)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
 
 
-def alone(teacher: Teacher, groups: Sequence[Group]) -> Tensor:
+def alone(teacher: NetworkScorer, groups: Sequence[Group]) -> Tensor:
     """Log-probabilities of every token at each sampled place, each rollout through the model alone: [N, V]."""
     rows = []
     model = teacher.network.model
@@ -82,7 +86,7 @@ class Constant:
     name: str = TEACHER_LOGPROBS
     seen: list[list[int]] | None = None
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         if self.seen is not None:
             self.seen.append([group.index for group in groups])
         assert batch.num_groups == len(groups)
@@ -105,7 +109,7 @@ def test_a_teacher_gives_the_sampled_tokens_what_it_would_give_them_alone(temper
 
 def test_a_frozen_scorer_is_a_teacher_too() -> None:
     teacher, groups = teacher_of(), make_groups(GROUPS, 0)
-    frozen = FrozenScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
+    frozen = NetworkScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
     found = columns(TeacherLogprobs(frozen), groups)[TEACHER_LOGPROBS]
     assert torch.allclose(found, columns(TeacherLogprobs(teacher), groups)[TEACHER_LOGPROBS], atol=1e-5)
 
@@ -154,7 +158,7 @@ def test_weights_can_be_swapped_in_while_a_teacher_reads() -> None:
         for _, parameter in named:
             parameter.add_(0.05)
     network = Network(model)
-    teacher = Teacher(network=network, sampling=Sampling(), score_tokens=50, context=lambda: average.swap_in(named))
+    teacher = NetworkScorer(network, Sampling(), 50, context=lambda: average.swap_in(named))
     groups = make_groups(GROUPS, 0)
     wanted = columns(TeacherLogprobs(teacher_of(seed=1)), groups)[TEACHER_LOGPROBS]
     assert torch.allclose(columns(TeacherLogprobs(teacher), groups)[TEACHER_LOGPROBS], wanted, atol=1e-4)
@@ -164,8 +168,8 @@ def test_weights_can_be_swapped_in_while_a_teacher_reads() -> None:
     assert all(torch.allclose(parameter, before[name] + 0.05) for name, parameter in named), "they are what they were"
 
 
-def replace_during(teacher: Teacher) -> Teacher:
-    return Teacher(network=teacher.network, sampling=teacher.sampling, score_tokens=teacher.score_tokens)
+def replace_during(teacher: NetworkScorer) -> NetworkScorer:
+    return NetworkScorer(teacher.network, teacher.sampling, teacher.score_tokens)
 
 
 def test_a_teacher_that_waits_elsewhere_is_brought_and_taken_away() -> None:
@@ -178,6 +182,21 @@ def test_a_teacher_that_waits_elsewhere_is_brought_and_taken_away() -> None:
     assert moves == ["cpu", "cpu"]
 
 
+def test_a_network_is_offloaded_when_its_scorer_is_made_unless_it_is_on_the_cpu() -> None:
+    network = teacher_of().network
+    moves: list[str] = []
+    network.model.to = lambda device: moves.append(str(device))
+    with offload(network)():
+        assert moves == []
+    network.device = torch.device("cuda", 0)
+    context = offload(network)
+    assert moves == ["cpu"]
+    with pytest.raises(ZeroDivisionError), context():
+        assert moves == ["cpu", "cuda:0"]
+        raise ZeroDivisionError
+    assert moves == ["cpu", "cuda:0", "cpu"]
+
+
 def test_each_group_goes_to_the_teacher_of_its_environment() -> None:
     groups = [
         replace(group, environment=name)
@@ -185,7 +204,8 @@ def test_each_group_goes_to_the_teacher_of_its_environment() -> None:
     ]
     seen: dict[str, list[list[int]]] = {"a": [], "b": [], "rest": []}
     routed = RoutedTeachers(
-        {"a": Constant(-1.0, seen=seen["a"]), "b": Constant(-2.0, seen=seen["b"])}, Constant(-3.0, seen=seen["rest"])
+        {name: column_client(Constant(value, seen=seen[name])) for name, value in (("a", -1.0), ("b", -2.0))},
+        column_client(Constant(-3.0, seen=seen["rest"])),
     )
     found = columns(routed, groups)[TEACHER_LOGPROBS]
     assert found.tolist() == [-1.0] * 6 + [-2.0] * 5 + [-3.0] + [-1.0] * 2
@@ -195,7 +215,7 @@ def test_each_group_goes_to_the_teacher_of_its_environment() -> None:
 def test_routing_gives_every_token_what_its_teacher_alone_would() -> None:
     groups = [replace(group, environment=name) for group, name in zip(make_groups(GROUPS, 0), "ab", strict=True)]
     one, other = teacher_of(seed=1), teacher_of(seed=2)
-    found = columns(RoutedTeachers({"a": TeacherTopK(one, 3), "b": TeacherTopK(other, 3)}), groups)
+    found = columns(RoutedTeachers({"a": column_client(TeacherTopK(one, 3)), "b": column_client(TeacherTopK(other, 3))}), groups)
     owner = batch_of(groups).group[batch_of(groups).sequence]
     for place, teacher in enumerate((one, other)):
         wanted = columns(TeacherTopK(teacher, 3), groups)
@@ -205,12 +225,12 @@ def test_routing_gives_every_token_what_its_teacher_alone_would() -> None:
 
 def test_a_group_without_a_teacher_is_an_error_that_names_its_environment() -> None:
     with pytest.raises(ValueError, match="the environment 'test' has no teacher: there are teachers for math"):
-        columns(RoutedTeachers({"math": Constant(0.0)}), simple_groups((3, (4,))))
+        columns(RoutedTeachers({"math": column_client(Constant(0.0))}), simple_groups((3, (4,))))
 
 
 def test_a_mixture_is_the_logarithm_of_the_weighted_mean_of_probabilities() -> None:
     groups = make_groups(GROUPS, 0)
-    sources = [TeacherLogprobs(teacher_of(seed=seed)) for seed in (1, 2)]
+    sources = [column_client(TeacherLogprobs(teacher_of(seed=seed))) for seed in (1, 2)]
     left, right = (columns(source, groups)[TEACHER_LOGPROBS].double().exp() for source in sources)
     assert torch.allclose(columns(MixedTeachers(sources), groups)[TEACHER_LOGPROBS].exp().double(), (left + right) / 2, atol=1e-6)
     weighted = columns(MixedTeachers(sources, [3.0, 1.0]), groups)[TEACHER_LOGPROBS].exp().double()
@@ -221,12 +241,12 @@ def test_a_mixture_is_the_logarithm_of_the_weighted_mean_of_probabilities() -> N
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, 1.0, 1.0]])
 def test_each_teacher_of_a_mixture_has_a_weight_above_zero(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="2 teachers have the weights"):
-        MixedTeachers([Constant(0.0), Constant(0.0)], weights)
+        MixedTeachers([column_client(Constant(0.0))] * 2, weights)
 
 
 def test_most_likely_tokens_cannot_be_mixed() -> None:
     with pytest.raises(ValueError, match="on sampled tokens"):
-        columns(MixedTeachers([TeacherTopK(teacher_of(), 2)]), make_groups(GROUPS, 0))
+        columns(MixedTeachers([column_client(TeacherTopK(teacher_of(), 2))]), make_groups(GROUPS, 0))
 
 
 def test_a_teacher_that_is_shown_how_reads_the_same_tokens_after_another_prompt() -> None:
@@ -269,7 +289,7 @@ def test_groups_that_are_not_the_batchs_and_empty_prompts_are_errors() -> None:
     groups = simple_groups((4, (3, 5)), (2, (6,)))
     shown = SelfTeacher(Constant(0.0), lambda group: [5])
     with pytest.raises(ValueError, match="the batch was not packed from these groups"):
-        asyncio.run(shown.columns(batch_of(groups), groups[::-1]))
+        shown.columns(batch_of(groups), groups[::-1])
     with pytest.raises(ValueError, match="demonstration prompt of task 'task' is empty"):
         columns(SelfTeacher(Constant(0.0), lambda group: []), groups)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,8 @@ def train(learner: TorchLearner, seed: int, scale: float = 1.0) -> dict[str, flo
         value, logged = grpo().loss(outputs, part)
         return value * scale, logged
 
-    async def step() -> dict[str, Any]:
-        result = await learner.forward_backward(batch_of(seed), loss)
-        return {**result.metrics, **await learner.step()}
-
-    return {name: metric.value for name, metric in asyncio.run(step()).items()}
+    result = learner.forward_backward(batch_of(seed), loss)
+    return {name: metric.value for name, metric in {**result.metrics, **learner.step()}.items()}
 
 
 def weights_of(learner: TorchLearner) -> dict[str, Tensor]:
@@ -169,6 +165,6 @@ def test_sampler_and_learner_agree_with_bfloat16_weights(family: str, prepack: b
     completions = run_requests(make_engine(make_runner(learner.network, prepack=prepack), stop_ids=(2,)), requests)
     rollouts = [make_rollout(request.prompt, make_turn(found)) for request, found in zip(requests, completions, strict=True)]
     batch = pack_grpo([make_group(*rollouts)])
-    outputs = asyncio.run(learner.score(batch))
+    outputs = learner.score(batch)
     assert isinstance(outputs, TokenOutputs)
     assert float((outputs.logprobs - batch.rollout_logprobs).abs().max()) < 0.05

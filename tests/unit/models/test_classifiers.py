@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -186,7 +185,7 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
     learner.save(tmp_path / "policy", optimizer=False)
     own.save_pretrained(tmp_path / "policy" / "weights")
 
-    wanted = asyncio.run(learner.score(pack_for(groups, RewardModel()))).values  # type: ignore[union-attr]
+    wanted = learner.score(pack_for(groups, RewardModel())).values  # type: ignore[union-attr]
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights").eval()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "policy" / "weights")
     assert exported.config.pad_token_id == loaded.pad_token_id == PAD

@@ -11,12 +11,14 @@ import torch
 
 from strop.algorithms.critic.gae import RETURNS, VALUES
 from strop.algorithms.critic.ppo import PPO
-from strop.learner.base import Learner, ValueColumn
+from strop.learner.base import Learner
+from strop.learner.client import ValueColumn
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
+from support.clients import scorer_client
 from support.models import build, copy_gradients, to_float64
 from support.rollouts import pack_for, simple_groups
 
@@ -35,16 +37,11 @@ def learner_on(trunk: Network, **options: Any) -> TorchLearner:
 
 def train(learner: TorchLearner, steps: int = 1) -> list[float]:
     """Losses of so many optimizer steps."""
-
-    async def run() -> list[float]:
-        losses = []
-        for _ in range(steps):
-            result = await learner.forward_backward(batch_of(), PPO(value_clip=None).value_loss)
-            losses.append(result.metrics["loss"].value)
-            await learner.step()
-        return losses
-
-    return asyncio.run(run())
+    losses = []
+    for _ in range(steps):
+        losses.append(learner.forward_backward(batch_of(), PPO(value_clip=None).value_loss).metrics["loss"].value)
+        learner.step()
+    return losses
 
 
 def test_a_new_head_expects_nothing() -> None:
@@ -94,11 +91,11 @@ def test_the_policys_training_goes_on_beside_it() -> None:
     train(critic, 3)
 
     async def both() -> tuple[torch.Tensor, torch.Tensor]:
-        column = ValueColumn(VALUES, critic)
+        column = ValueColumn(VALUES, scorer_client(critic))
         batch = PPO().token_credit(batch_of())
         before = (await column.columns(batch, []))[VALUES]
-        await policy.forward_backward(batch, PPO().loss)
-        await policy.step()
+        policy.forward_backward(batch, PPO().loss)
+        policy.step()
         return before, (await column.columns(batch, []))[VALUES]
 
     before, after = asyncio.run(both())
@@ -126,7 +123,7 @@ def test_a_saved_head_is_a_head_again(tmp_path: Path) -> None:
     head = ScalarHead.from_pretrained(tmp_path / "weights")
     assert torch.equal(head.score.weight, learner.model.score.weight)  # type: ignore[union-attr]
     found = ValueHead(Network(build("llama")), head).outputs(batch_of(), Sampling())
-    assert torch.equal(found.values, asyncio.run(learner.score(batch_of())).values)  # type: ignore[union-attr]
+    assert torch.equal(found.values, learner.score(batch_of()).values)  # type: ignore[union-attr]
 
 
 def test_a_head_of_another_size_is_refused() -> None:

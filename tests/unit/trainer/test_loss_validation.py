@@ -19,15 +19,16 @@ from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.kto import KTO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.learner.base import LogprobColumn
+from strop.learner.client import LogprobColumn
 from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.scorer import FrozenScorer
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.loss_validation import LossValidator
 from strop.types import Batch, Ending, Group
+from support.clients import learner_client, scorer_client
 from support.models import build, copy_gradients
 from support.recorded import build_classifier, make_learner, random_groups, train_steps
 from support.rollouts import make_group, make_rollout, pack_for
@@ -41,16 +42,18 @@ def learner_for(algorithm: Algorithm, tokens: int = 30) -> TorchLearner:
     return make_learner(network, algorithm, score_tokens=tokens)
 
 
-def reference() -> FrozenScorer:
-    return FrozenScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
+def reference() -> NetworkScorer:
+    return NetworkScorer(Network(build("llama", seed=1)), Sampling(), score_tokens=50)
 
 
 def validation(algorithm: Algorithm, learner: TorchLearner, groups: Sequence[Group] = GROUPS) -> LossValidator:
     return LossValidator(
         groups=groups,
         algorithm=algorithm,
-        learner=learner,
-        columns=ColumnSources(algorithm.requires, {REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, reference())}),
+        learner=learner_client(learner),
+        columns=ColumnSources(
+            algorithm.requires, {REFERENCE_LOGPROBS: LogprobColumn(REFERENCE_LOGPROBS, scorer_client(reference()))}
+        ),
     )
 
 
@@ -100,11 +103,11 @@ def test_it_follows_the_policy_and_asks_the_reference_once() -> None:
 
     algorithm = DPO()
     learner = learner_for(algorithm)
-    frozen = Counting(REFERENCE_LOGPROBS, FrozenScorer(Network(build("llama")), Sampling(), score_tokens=50))
+    frozen = Counting(REFERENCE_LOGPROBS, scorer_client(NetworkScorer(Network(build("llama")), Sampling(), score_tokens=50)))
     held = LossValidator(
         groups=GROUPS,
         algorithm=algorithm,
-        learner=learner,
+        learner=learner_client(learner),
         columns=ColumnSources(algorithm.requires, {REFERENCE_LOGPROBS: frozen}),
     )
     before = measured(held)
@@ -152,6 +155,6 @@ def test_what_a_learner_says_of_a_whole_batch_is_what_was_measured() -> None:
     algorithm = RewardModel()
     learner = learner_for(algorithm)
     batch = pack_for(GROUPS, algorithm)
-    result = asyncio.run(learner.evaluate_loss(batch, algorithm.loss))
-    scored: Outputs = asyncio.run(learner.score(batch))
+    result = learner.evaluate_loss(batch, algorithm.loss)
+    scored: Outputs = learner.score(batch)
     assert torch.allclose(result.outputs.values, scored.values)  # type: ignore[union-attr]

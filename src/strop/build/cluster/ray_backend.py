@@ -5,44 +5,55 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from strop.algorithms.base import Algorithm, LossFn, Outputs
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.build.cluster.column_shards import ColumnShard, merge_columns
+from strop.algorithms.base import Algorithm
 from strop.build.cluster.device_plan import make_device_plan
-from strop.build.cluster.learner_worker import ExportOptions, LearnerWorker, PolicyInfo, get_engine_precision
-from strop.build.cluster.teacher_worker import TeacherSpec, spawn_teachers
-from strop.build.engines import GeneratorSpec, SyncedGenerator, make_pooled_generator, make_vllm_options
-from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, make_torch_engine
-from strop.build.scorers import check_columns, make_stored_reference
+from strop.build.cluster.worker_builders import (
+    ExportOptions,
+    build_rank_models,
+    build_torch_engine,
+    build_vllm_engine,
+    load_rank_policy,
+    make_rank_exporter,
+)
+from strop.build.engines import (
+    GeneratorSpec,
+    SyncedGenerator,
+    make_pooled_generator,
+    make_vllm_options,
+    write_model_folder,
+)
+from strop.build.models import PRECISIONS, TokenizerBundle
 from strop.build.tasks import describe_environments
-from strop.build.teachers import StudentInfo, combine_teachers, find_teacher_columns, named_teachers
-from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
+from strop.build.teachers import StudentInfo, load_teacher, named_teachers
+from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroup
 from strop.distributed.base import ActorOptions, Cluster, RemoteActor
 from strop.distributed.cluster_config import RoleConfig
-from strop.distributed.environment_process import spawn_environments
 from strop.distributed.placement import DevicePlan, DeviceSlot
-from strop.distributed.remote_engine import RemoteEngine
+from strop.distributed.restartable_actor import RestartableActor
+from strop.distributed.workers.environment_process import spawn_environments
+from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo
+from strop.distributed.workers.remote_engine import RemoteEngine
+from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner
+from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
-from strop.learner.base import BackwardResult, ColumnSource, Learner, LogprobColumn, ValueColumn, WeightSource
-from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
-from strop.metrics import Metrics
+from strop.learner.client import (
+    AsyncColumnSource,
+    ColumnClient,
+    LearnerClient,
+    ScorerClient,
+)
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
-from strop.types import Batch, Group
-from strop.weight_sync.base import ChannelAddress, TransportError
-from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
@@ -56,121 +67,8 @@ class RemoteTokenizerBundle:
     stop_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RemoteScorer:
-    """A network on the ranks that scores batches."""
-
-    name: str
-    group: ActorGroup
-    cluster: Cluster
-
-    async def score(self, batch: Batch) -> Outputs:
-        outputs = await self.group.call_all("score", self.name, self.cluster.put(batch))
-        return assemble_outputs(outputs, len(batch.target))
-
-
-@dataclass(frozen=True)
-class RemoteLearner:
-    """A learner with its network and optimizer on the ranks."""
-
-    name: str
-    group: ActorGroup
-    cluster: Cluster
-
-    async def score(self, batch: Batch) -> Outputs:
-        return await RemoteScorer(self.name, self.group, self.cluster).score(batch)
-
-    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        return await self._call_with_loss("forward_backward", batch, loss)
-
-    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
-        return await self._call_with_loss("evaluate_loss", batch, loss)
-
-    async def _call_with_loss(self, method: str, batch: Batch, loss: LossFn) -> BackwardResult:
-        outputs = await self.group.call_all(method, self.name, self.cluster.put(batch), loss)
-        return assemble_result(outputs, len(batch.target))
-
-    async def step(self) -> Metrics:
-        metrics: Metrics = (await self.group.call_all("step", self.name))[0]
-        return metrics
-
-    def weights(self) -> WeightSource:
-        raise RuntimeError(
-            "a learner on several ranks does not give its weights to the driver; its exporter sends them to engines"
-        )
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        self.group.call_all_sync("save", self.name, folder.resolve(), optimizer)
-
-    def stage(self, *, optimizer: bool = True) -> StagedLearner:
-        """Copy the state to the ranks' CPU memory, to be written concurrently with training."""
-        self.group.call_all_sync("stage", self.name, optimizer)
-        return StagedLearner(self.name, self.group)
-
-    def load(self, folder: Path) -> None:
-        self.group.call_all_sync("load_checkpoint", self.name, folder.resolve())
-
-
-@dataclass(frozen=True)
-class StagedLearner:
-    """The staged state of a learner, in the CPU memory of its ranks."""
-
-    name: str
-    group: ActorGroup
-
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        self.group.call_all_sync("write_staged", self.name, folder.resolve(), optimizer, urgent=True)
-
-
-@dataclass(frozen=True)
-class RemoteColumnSource:
-    """A column filled by a source on the ranks, each rank for its own groups."""
-
-    source: str
-    column: str
-    group: ActorGroup
-    cluster: Cluster
-
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        references = self.cluster.put(batch), self.cluster.put(list(groups))
-        shards = await self.group.call_all("fill", self.source, self.column, *references)
-        return merge_columns([shard for shard in shards if isinstance(shard, ColumnShard)], len(batch.target))
-
-
-class RemoteExporter:
-    """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
-
-    def __init__(self, group: ActorGroup) -> None:
-        self.group = group
-
-    async def prepare(self, content: TransferContent) -> TransferPlan:
-        plan: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
-        return plan
-
-    async def open(self, receivers: int) -> ChannelAddress:
-        address: ChannelAddress = await self.group.call_one(0, "open_sender", receivers)
-        return address
-
-    async def send(self, *, read_back: bool) -> Fingerprints:
-        result = (await self.group.call_all("send", read_back))[0]
-        if isinstance(result, TransportError):
-            raise result
-        fingerprints: Fingerprints = result
-        return fingerprints
-
-    async def export_adapters(self, *, resend: bool) -> SentAdapters:
-        adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]
-        return adapters
-
-    async def close(self) -> None:
-        await self.group.call_one(0, "close_export", urgent=True)
-
-
 class RayBackend:
     """Builds models in the processes of a Ray cluster."""
-
-    blocks_event_loop = False
-    shares_module = False
 
     def __init__(
         self,
@@ -179,14 +77,12 @@ class RayBackend:
         device_plan: DevicePlan,
         group: ActorGroup,
         policy_info: PolicyInfo,
-        tracker: Tracker,
     ) -> None:
         self.config = config
         self.cluster = cluster
         self.device_plan = device_plan
         self.group = group
         self.policy_info = policy_info
-        self.tracker = tracker
         self.packed = policy_info.packed
         tokenizer_config = config.policy.tokenizer
         tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
@@ -194,42 +90,34 @@ class RayBackend:
             tokenizer, ChatTemplate(tokenizer, options=tokenizer_config.chat_template_kwargs), policy_info.stop_ids
         )
 
-    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, Learner]:
-        self._algorithm, self._sampling = algorithm, sampling
-        names = (await self.group.call_all("shard_models", algorithm, sampling, total_steps))[0]
-        self._learners: dict[str, Learner] = {name: RemoteLearner(name, self.group, self.cluster) for name in names}
-        return self._learners
+    async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
+        self._sampling = sampling
+        build = partial(build_rank_models, self.config, algorithm, sampling, total_steps)
+        names = (await self.group.call_all("build_models", build))[0]
+        return {name: RemoteLearner(self._caller(name)) for name in names}
 
-    async def build_scorers(self) -> dict[str, ColumnSource]:
-        required = self._algorithm.requires
-        sources: dict[str, ColumnSource] = {}
-        if REFERENCE_LOGPROBS in required:
-            sources[REFERENCE_LOGPROBS] = LogprobColumn(REFERENCE_LOGPROBS, self._remote_scorer("reference"))
-        if VALUES in required and "value" in self._learners:
-            sources[VALUES] = ValueColumn(VALUES, self._learners["value"])
-        if isinstance(self.config, DistillationRunConfig):
-            sources.update(await self._build_teachers(self.config))
-        return check_columns(sources, self._algorithm, self.config)
+    def make_reference(self) -> ScorerClient:
+        return ScorerClient(self._caller("reference"))
 
-    async def _build_teachers(self, config: DistillationRunConfig) -> dict[str, ColumnSource]:
-        """Build the sources of the teachers, each on the ranks or in separate processes."""
-        columns, teachers = find_teacher_columns(config, self._algorithm), named_teachers(config)
+    def make_untrained_policy(self) -> tuple[ScorerClient, str]:
+        return ScorerClient(self._caller("untrained")), self.policy_info.fingerprint
+
+    async def make_teachers(
+        self, config: DistillationRunConfig, columns: Collection[str]
+    ) -> dict[str, Mapping[str, AsyncColumnSource]]:
+        """Return the sources of the teachers, each on the ranks or in separate processes."""
         student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
-        specs = [
-            TeacherSpec(key=key, config=config, student=student, columns=columns, sampling=self._sampling)
+        teachers = named_teachers(config)
+        builds = {
+            key: partial(load_teacher, key, config, student, columns, self._sampling)
             for key, teacher in teachers.items()
             if teacher.hosts
-        ]
-        remote_teachers = await spawn_teachers(self.cluster, specs, self._teacher_options(config))
-
-        def source(key: str, column: str) -> ColumnSource:
-            return (
-                remote_teachers[key][column]
-                if key in remote_teachers
-                else RemoteColumnSource(key, column, self.group, self.cluster)
-            )
-
-        return {column: combine_teachers({key: source(key, column) for key in teachers}, config) for column in columns}
+        }
+        remote_teachers = await spawn_teachers(self.cluster, builds, columns, self._teacher_options(config))
+        return {
+            key: remote_teachers.get(key) or {column: ColumnClient(self._caller((key, column))) for column in columns}
+            for key in teachers
+        }
 
     def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[ActorOptions]]:
         """Return the actor options of each process by teacher key. Processes are spread over the nodes; one with a GPU goes to any node
@@ -246,29 +134,8 @@ class RayBackend:
             ]
         return options
 
-    async def build_recorded_scorers(self, groups: Callable[[], Sequence[Group]]) -> dict[str, ColumnSource]:
-        config = self.config
-        assert isinstance(config, RecordedRunConfig)
-        sources: dict[str, ColumnSource] = {}
-        if REFERENCE_LOGPROBS in self._algorithm.requires:
-            once = isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
-            sources[REFERENCE_LOGPROBS] = (
-                await make_stored_reference(
-                    config,
-                    self._remote_scorer("untrained"),
-                    self._algorithm,
-                    groups,
-                    self.tracker,
-                    fingerprint=self.policy_info.fingerprint,
-                    share_prefixes=config.policy.sequence_packing.prefix_sharing and self.packed,
-                )
-                if once
-                else LogprobColumn(REFERENCE_LOGPROBS, self._remote_scorer("reference"))
-            )
-        return check_columns(sources, self._algorithm, config)
-
-    def _remote_scorer(self, name: str) -> RemoteScorer:
-        return RemoteScorer(name, self.group, self.cluster)
+    def _caller(self, name: str | tuple[str, str]) -> RankCaller:
+        return RankCaller(name, self.group, self.cluster)
 
     async def build_generator(self, spec: GeneratorSpec) -> SyncedGenerator:
         assert isinstance(self.config, RolloutRunConfig)
@@ -276,15 +143,16 @@ class RayBackend:
         uses_vllm = options.backend == "vllm"
         adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
         folder = (spec.output_folder / "model").resolve()
-        await self.group.call_one(0, "write_model_folder", folder)
+        await self.group.call_one(0, "call_with_policy", partial(write_model_folder, folder=folder))
         export_options = ExportOptions(
             dtype=PRECISIONS[get_engine_precision(self.config)],
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
             same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
             folder=(spec.output_folder / "weights").resolve(),
+            host=self.group.actors[0].address,
         )
-        await self.group.call_all("open_export", export_options, self.policy_info.address)
+        await self.group.call_all("open_export", partial(make_rank_exporter, self.config.policy, export_options))
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         return make_pooled_generator(
@@ -315,22 +183,18 @@ class RayBackend:
         )
         arguments = (f"engine {number}", options, self.bundle.tokenizer, self.bundle.stop_ids)
         size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
-        return self._make_engine(number, slot, size, _build_vllm_engine, arguments)
+        return self._make_engine(number, slot, size, build_vllm_engine, arguments)
 
     def _make_torch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
-        arguments = (f"engine {number}", self.config, folder, self.bundle.tokenizer, self.bundle.stop_ids, self.packed)
-        return self._make_engine(number, slot, 1, _build_torch_engine, arguments)
+        arguments = (f"engine {number}", self.config.policy, folder, self.bundle.tokenizer, self.bundle.stop_ids, self.packed)
+        return self._make_engine(number, slot, 1, build_torch_engine, arguments)
 
     def _make_engine(
         self, number: int, slot: DeviceSlot, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> RemoteEngine:
         threads = self._thread_env(self.config.policy.num_threads, generates=True)
         options = make_actor_options(f"engine-{number}", slot, self.config.cluster.roles.generator, threads, kind="async")
-
-        async def spawn() -> RemoteActor:
-            return await self.cluster.spawn(options, make, *arguments)
-
-        return RemoteEngine(f"engine {number}", receivers, spawn)
+        return RemoteEngine(f"engine {number}", receivers, RestartableActor(self.cluster, options, make, *arguments))
 
     def _thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
         time_shared = is_time_shared(self.config, self.device_plan)
@@ -370,6 +234,12 @@ def make_thread_env(
     return {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // per_node))}
 
 
+def get_engine_precision(config: TrainingRunConfig) -> str:
+    """Return the precision of an engine's weights: vLLM's own setting, or for the torch engine the learner's."""
+    generation = config.policy.generation
+    return generation.vllm_cfg.precision if generation.backend == "vllm" else config.policy.weights_dtype
+
+
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
     """Return whether learner and engines take turns on the same devices."""
     return plan.colocated and isinstance(config, RolloutRunConfig) and config.rollout_training.max_staleness == 0
@@ -379,11 +249,11 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
     device_plan = make_device_plan(config, on_cpu=cluster.on_cpu)
     on_cpu = cluster.on_cpu
-    role, world = config.cluster.roles.learner, len(device_plan.training)
+    role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device
     threads = make_thread_env(config.policy.num_threads, on_cpu, device_plan, time_shared=is_time_shared(config, device_plan))
     actors = await asyncio.gather(
         *(
-            cluster.spawn(make_actor_options(f"learner-{rank}", slot, role, threads), LearnerWorker, config, rank, world)
+            cluster.spawn(make_actor_options(f"learner-{rank}", slot, role, threads), LearnerWorker, device, rank, world)
             for rank, slot in enumerate(device_plan.training)
         )
     )
@@ -391,11 +261,11 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
     address = actors[0].address
     port = await group.call_one(0, "open_store", address)
     await group.call_all("init_process_group", address, port, COLLECTIVE_TIMEOUT)
-    policy_info = (await group.call_all("load_policy", address))[0]
+    policy_info = (await group.call_all("load_policy", partial(load_rank_policy, config)))[0]
     tracker.note(f"learner: ranks 0 to {world - 1} are the processes {_format_pids(actors)}")
     if policy_info.fallback is not None:
         tracker.note(f"warning: the policy reads padded rows: {policy_info.fallback}")
-    return RayBackend(config, cluster, device_plan, group, policy_info, tracker)
+    return RayBackend(config, cluster, device_plan, group, policy_info)
 
 
 def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:
@@ -426,33 +296,3 @@ def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict
 
 def _format_pids(actors: Sequence[RemoteActor]) -> str:
     return ", ".join(str(actor.pid) for actor in actors[:8]) + (", ..." if len(actors) > 8 else "")
-
-
-def _build_vllm_engine(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """Build a vLLM engine. Runs in the engine's process."""
-    from strop.generation.vllm.vllm_engine import VllmEngine
-
-    return VllmEngine(name, options, tokenizer, stop_ids=stop_ids)
-
-
-def _build_torch_engine(
-    name: str, config: TrainingRunConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
-) -> Any:
-    """Build a torch engine on an empty model, whose weights the learner will send. Runs in the engine's process."""
-    from strop.build.models import prepare_device
-    from strop.generation.torch.standalone import StandaloneTorchEngine
-    from strop.models.loading import cast_weights, model_from_config
-    from strop.models.network import Network, disable_dropout
-
-    policy = config.policy
-
-    def make() -> Any:
-        device = prepare_device(policy.device, None)
-        model = model_from_config(folder).to(device)
-        disable_dropout(model)
-        network = Network(model, precision=PRECISIONS[policy.precision], packed=packed)
-        cast_weights(model, PRECISIONS[policy.weights_dtype])
-        loaded = LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
-        return make_torch_engine(loaded, policy.generation, policy.max_total_sequence_length)
-
-    return StandaloneTorchEngine(name, make, PRECISIONS[policy.weights_dtype])

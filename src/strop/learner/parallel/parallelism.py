@@ -1,18 +1,20 @@
-"""How a network is parallelized: on a single device, or sharded over several ranks (``strop.learner.parallel.sharded``)."""
+"""How a network is parallelized: on a single device (``strop.learner.parallel.single_device``), or sharded over several ranks
+(``strop.learner.parallel.sharded``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strop.algorithms.base import Outputs
-from strop.data.splitting import split_micro_batches
 from strop.learner.parallel.micro_batch import MicroBatch
+from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.adapters import adapter_weights, merged_weights
 from strop.sampling import Sampling
 from strop.types import Batch
 
@@ -23,6 +25,7 @@ class ParallelNetwork(Protocol):
     """The attributes of a network that its parallelism uses."""
 
     model: Any
+    device: torch.device
     packed: bool
 
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
@@ -32,6 +35,11 @@ class Parallelism(Protocol):
     """Operations that differ between a single device and several ranks. All ranks make the same calls in the same order."""
 
     is_leader: bool  # whether this rank reports the results of all ranks that read the same micro-batches
+    sharded: Mapping[str, Any]  # DTensors of the trained parameters by name; empty on a single device
+    param_dtype: torch.dtype | None  # dtype of the computation if the trained weights have a higher precision
+
+    @property
+    def network(self) -> ParallelNetwork: ...
 
     def trainable_parameters(self) -> NamedParameters:
         """Return the parameters that the optimizer steps, under the model's names: plain tensors on this rank."""
@@ -72,41 +80,11 @@ class Parallelism(Protocol):
         """Return the full adapters of a LoRA run under the names of PEFT's files."""
         ...
 
+    def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
+        """Write the weights and their average, and with ``optimizer`` what else is needed to resume, under ``folder``."""
+        ...
 
-class SingleDevice:
-    """The full network is on one device, which reads every batch."""
-
-    is_leader = True
-
-    def __init__(self, network: ParallelNetwork) -> None:
-        self.network = network
-
-    def trainable_parameters(self) -> NamedParameters:
-        model: nn.Module = self.network.model
-        return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-    def check_optimizer(self, optimizer: Optimizer, section: str) -> None:
-        pass
-
-    def split_batch(self, batch: Batch, token_budget: int, *, whole_groups: bool = False) -> tuple[Sequence[MicroBatch], Metrics]:
-        parts = split_micro_batches(batch, token_budget, padded=not self.network.packed, whole_groups=whole_groups)
-        flags = (part.batch.zero_gradient for part in parts)
-        return [MicroBatch(part, flag is not None and bool(flag.all())) for part, flag in zip(parts, flags, strict=True)], {}
-
-    def outputs(self, batch: Batch, sampling: Sampling) -> Outputs:
-        return self.network.outputs(batch, sampling)
-
-    def finish_passes(self) -> None:
-        pass
-
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, limit)
-
-    def after_step(self) -> None:
-        pass
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return merged_weights(self.network.model)
-
-    def adapters(self) -> Mapping[str, Tensor]:
-        return adapter_weights(self.network.model)
+    def load(self, folder: Path, state: TrainingState) -> None:
+        """Restore what any parallelism saved, in place. Raises FileNotFoundError without an optimizer state, and ValueError if the
+        checkpoint does not fit."""
+        ...

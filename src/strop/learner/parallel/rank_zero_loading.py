@@ -17,6 +17,16 @@ from strop.models.network import Network
 dist: Any = torch.distributed
 
 
+class RankZeroLoader:
+    """Loads a model on the first rank; the others hold it on the meta device until it is sharded."""
+
+    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
+        return load_on_rank_zero(lambda: load("cpu"))
+
+    def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
+        return probe_on_rank_zero(model, make)
+
+
 def load_on_rank_zero(load: Callable[[], Any]) -> Any:
     """Call ``load`` on the first rank and return its model; on the other ranks return the same model on the meta device.
 

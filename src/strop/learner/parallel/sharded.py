@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from strop import metrics
 from strop.algorithms.base import Outputs
 from strop.data.balance import partition_batch
 from strop.data.splitting import select_rollouts
+from strop.learner.parallel import sharded_checkpoint
 from strop.learner.parallel.context_parallel import SampleSharding, check_heads
 from strop.learner.parallel.micro_batch import MicroBatch, tensor_fields
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import any_rank, broadcast_weights, is_meta_model, to_meta
+from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
 from strop.models.adapters import adapter_weights, lora_layers, merged_weights, weights_with_layers
 from strop.models.loading import cast_weights
@@ -223,7 +226,7 @@ class Sharded:
         self.root = root
         self.param_dtype = param_dtype
         self.device: torch.device = network.device
-        self.sharded: dict[str, Any] = {  # DTensors of the trained parameters by name
+        self.sharded: Mapping[str, Any] = {  # DTensors of the trained parameters by name
             name: parameter for name, parameter in network.model.named_parameters() if parameter.requires_grad
         }
         self.local_parameters = {name: nn.Parameter(_local_tensor(parameter)) for name, parameter in self.sharded.items()}
@@ -306,6 +309,12 @@ class Sharded:
     def after_step(self) -> None:
         for parameter in self.sharded.values():
             parameter.grad = None
+
+    def save(self, folder: Path, state: TrainingState, *, optimizer: bool = True) -> None:
+        sharded_checkpoint.take_snapshot(self, state, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
+
+    def load(self, folder: Path, state: TrainingState) -> None:
+        sharded_checkpoint.load(self, folder, state)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the weights; all ranks must iterate to the end. Tied weights are one tensor under several names."""

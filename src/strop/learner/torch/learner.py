@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,21 +21,17 @@ from strop.learner.parallel.micro_batch import (
     detach_to_cpu,
     tensor_fields,
 )
-from strop.learner.parallel.parallelism import Parallelism, SingleDevice
-from strop.learner.torch import sharded_checkpoint
+from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import ParameterGroup, load_optimizer, make_optimizer, make_scheduler
+from strop.learner.torch.optimizer import ParameterGroup, make_optimizer, make_scheduler
 from strop.learner.torch.scorer import TrainableNetwork, score_local
 from strop.learner.torch.weight_average import AveragedWeights
+from strop.learner.training_state import TrainingState
 from strop.metrics import Metrics
-from strop.models.adapters import load_adapters, lora_layers, save_adapters
-from strop.models.loading import quiet_transformers
 from strop.models.malloc import trim_freed_memory
 from strop.sampling import Sampling
 from strop.types import Batch
-
-log = logging.getLogger(__name__)
-
 
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
@@ -101,15 +96,22 @@ class TorchLearner:
             self.average = AveragedWeights(
                 self.masters.named_parameters, decay=options.average_decay, start_step=options.average_start
             )
+        self.state = TrainingState(
+            trainable_parameters=self.trainable_parameters,
+            masters=self.masters,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            average=self.average,
+        )
         self._steps = 0
 
-    async def score(self, batch: Batch) -> Outputs:
+    def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
-    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return assemble_result([self.forward_backward_local(batch, loss)], len(batch.target))
 
-    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+    def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
         return assemble_result([self.evaluate_loss_local(batch, loss)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
@@ -148,7 +150,7 @@ class TorchLearner:
             value.backward()
         return detach_to_cpu(outputs), logged
 
-    async def step(self) -> Metrics:
+    def step(self) -> Metrics:
         limit = self.options.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
@@ -178,73 +180,16 @@ class TorchLearner:
         """Yield the adapters under the names of PEFT's files; nothing for a model without adapters."""
         yield from self.parallelism.adapters().items()
 
-    def save(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Write the weights, their average and the optimizer state.
+    def save(self, folder: Path, optimizer: bool = True) -> None:
+        """Write the weights, their average and with ``optimizer`` the state of training, in the format of the parallelism.
 
-        ``weights/`` is a Hugging Face folder, or adapters in PEFT's format; ``ema/`` has the average of the weights; ``optimizer.pt`` has
-        the state needed to resume. With several ranks, all of which must call it, write shards instead
-        (``strop.learner.torch.sharded_checkpoint``).
+        With several ranks, all of them must call it.
         """
-        if not isinstance(self.parallelism, SingleDevice):
-            return sharded_checkpoint.save(self, folder, optimizer=optimizer)
-        save_weights(self.model, folder / "weights")
-        if self.average is not None:
-            with self.average.swap_in(self.trainable_parameters):
-                save_weights(self.model, folder / "ema")
-        if optimizer:
-            state = {
-                "masters": self.masters.state_dict(),
-                "average": self.average.state_dict() if self.average else None,
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            }
-            torch.save(state, folder / "optimizer.pt")
+        self.parallelism.save(folder, self.state, optimizer=optimizer)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote on any number of ranks, in place: everything that shares the module sees the restored weights."""
-        if not isinstance(self.parallelism, SingleDevice) or sharded_checkpoint.is_sharded_checkpoint(folder):
-            return sharded_checkpoint.load(self, folder)
-        load_weights(self.model, folder / "weights")
-        path = folder / "optimizer.pt"
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path} is missing: the checkpoint was saved with checkpointing.save_optimizer=false and cannot resume"
-            )
-        state = torch.load(path, map_location=self.network.device, weights_only=True)
-        self.masters.load_state_dict(state.get("masters", {}))
-        load_optimizer(self.optimizer, state["optimizer"])
-        if self.scheduler is not None and state["scheduler"] is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.load_average(state.get("average"), path)
-
-    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
-        """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""
-        if self.average is None:
-            return
-        if state is not None:
-            self.average.load_state_dict(state)
-            return
-        log.warning("%s has no average of the weights (policy.ema): it restarts from the weights of this checkpoint", path)
-        self.average.reset()
-
-
-def save_weights(model: Any, folder: Path) -> None:
-    """Write a Hugging Face folder, or only the adapters of a model that has them."""
-    with quiet_transformers():
-        if lora_layers(model):
-            save_adapters(model, folder)
-        else:
-            model.save_pretrained(folder)
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Load what ``save_weights`` wrote into a module, in place. Raises ValueError unless every weight is present.
-
-    Tied weights are stored once.
-    """
-    if lora_layers(model):
-        return load_adapters(model, folder)
-    sharded_checkpoint.load_weights(model, folder)
+        self.parallelism.load(folder, self.state)
 
 
 def _dummy_loss(outputs: Outputs) -> tuple[Tensor, Metrics]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.data.packing import pack
-from strop.learner.base import Scorer, require_token_outputs
+from strop.learner.base import require_token_outputs
+from strop.learner.client import ScorerClient
 from strop.monitoring.atomic_file import atomic_write
 from strop.types import Batch, Group, Rollout
 
@@ -34,7 +35,7 @@ class ReferenceStore:
     logprobs: Tensor  # float32, of all rollouts, concatenated
     spans: Mapping[tuple[int, int], tuple[int, int]]  # (hash of name, fingerprint) of a rollout -> [start, end)
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Return the column of the batch, [N] float32. Raises LookupError for an example that is missing or has changed."""
         parts = [self._lookup(group, rollout) for group in groups for rollout in group.rollouts]
         column = torch.cat(parts) if parts else torch.zeros(0)
@@ -61,7 +62,7 @@ class ReferenceStore:
 async def load_or_compute_reference(
     path: Path,
     groups: Iterable[Group],
-    scorer: Scorer,
+    scorer: ScorerClient,
     algorithm: Algorithm,
     *,
     weights: str,

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from strop.algorithms.base import Outputs
 from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outputs, detach_to_cpu
-from strop.learner.parallel.parallelism import Parallelism, SingleDevice
+from strop.learner.parallel.parallelism import Parallelism
+from strop.learner.parallel.single_device import SingleDevice
 from strop.models.adapters import lora_layers
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
+
+ScoringContext = Callable[[], AbstractContextManager[Any]]
+"""Returns a context manager that is entered while a scorer reads a batch."""
 
 
 class TrainableNetwork(Protocol):
@@ -26,63 +34,27 @@ class TrainableNetwork(Protocol):
     def outputs(self, batch: Batch, sampling: Sampling) -> Outputs: ...
 
 
-class FrozenScorer:
-    """A frozen network that only scores, such as a reference policy. ``offload`` keeps its weights on the CPU between uses."""
-
-    def __init__(
-        self,
-        network: TrainableNetwork,
-        sampling: Sampling,
-        *,
-        score_tokens: int,
-        offload: bool = False,
-        parallelism: Parallelism | None = None,
-    ) -> None:
-        """Raises ValueError for ``offload`` of a sharded network, whose parallelism decides where shards are kept."""
-        if offload and parallelism is not None:
-            raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
-        self.network = network
-        self.sampling = sampling
-        self.score_tokens = score_tokens
-        self.parallelism = parallelism or SingleDevice(network)
-        self.offload = offload and network.device.type != "cpu"
-        network.model.requires_grad_(False)
-        if self.offload:
-            network.model.to("cpu")
-
-    async def score(self, batch: Batch) -> Outputs:
-        if self.offload:
-            self.network.model.to(self.network.device)
-        scores = assemble_outputs([self.score_local(batch)], len(batch.target))
-        if self.offload:
-            self.network.model.to("cpu")
-        return scores
-
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
-        return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
-
-
 @dataclass(frozen=True)
 class NetworkScorer:
-    """Scores with the current weights of a network that may be in training."""
+    """Scores with the current weights of a network: a frozen copy, a teacher, or a network in training.
+
+    ``context`` prepares the network while it reads: ``offload(network)``, ``without_adapters(network)`` for the reference of a LoRA run, or
+    ``lambda: average.swap_in(parameters)`` for the moving average of the weights.
+    """
 
     network: TrainableNetwork
     sampling: Sampling
-    score_tokens: int
-    parallelism: Parallelism | None = None
+    score_tokens: int  # tokens of one forward pass
+    parallelism: Parallelism | None = None  # None: on a single device
+    context: ScoringContext = nullcontext
 
-    async def score(self, batch: Batch) -> Outputs:
+    def score(self, batch: Batch) -> Outputs:
         return assemble_outputs([self.score_local(batch)], len(batch.target))
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
-        return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
-
-
-def score_batch(network: TrainableNetwork, batch: Batch, sampling: Sampling, token_budget: int) -> Outputs:
-    """Score a batch with a network on a single device, micro-batch by micro-batch."""
-    return assemble_outputs([score_local(SingleDevice(network), batch, sampling, token_budget)], len(batch.target))
+        with self.context():
+            return score_local(self.parallelism or SingleDevice(self.network), batch, self.sampling, self.score_tokens)
 
 
 @torch.no_grad()
@@ -101,27 +73,43 @@ def score_local(parallelism: Parallelism, batch: Batch, sampling: Sampling, toke
     return MicroBatchOutputs(tuple(reported))
 
 
-class AdapterOffScorer:
-    """Scores with the frozen base of a network that has adapters: bitwise equal to a copy of the base."""
+def copy_frozen(network: Network) -> Network:
+    """Return a frozen copy of a network with its current weights, in evaluation mode."""
+    model = copy.deepcopy(network.model).eval().requires_grad_(False)
+    return Network(model, precision=network.precision, chunk=network.chunk, packed=network.packed)
 
-    def __init__(
-        self, network: Network, sampling: Sampling, *, score_tokens: int, parallelism: Parallelism | None = None
-    ) -> None:
-        """Raises ValueError for a network without adapters: its base is trained."""
-        if not lora_layers(network.model):
-            raise ValueError(
-                f"{type(network.model).__name__} has no adapters to disable, so it cannot be its own reference; use a "
-                "FrozenScorer with a copy"
-            )
-        self.network = network
-        self.sampling = sampling
-        self.score_tokens = score_tokens
-        self.parallelism = parallelism or SingleDevice(network)
 
-    async def score(self, batch: Batch) -> Outputs:
-        return assemble_outputs([self.score_local(batch)], len(batch.target))
+def without_adapters(network: Network) -> ScoringContext:
+    """Return the context of a scorer that reads with the frozen base of a network: bitwise equal to a copy of the base.
 
-    def score_local(self, batch: Batch) -> MicroBatchOutputs:
-        """Score this rank's micro-batches: with several ranks, a part of the result of ``score``."""
-        with self.network.disable_adapters():
-            return score_local(self.parallelism, batch, self.sampling, self.score_tokens)
+    Raises ValueError for a network without adapters: its base is trained.
+    """
+    if not lora_layers(network.model):
+        raise ValueError(
+            f"{type(network.model).__name__} has no adapters to disable, so it cannot be its own reference; use a frozen copy "
+            "(copy_frozen)"
+        )
+    return network.disable_adapters
+
+
+def offload(network: TrainableNetwork) -> ScoringContext:
+    """Move a network to the CPU and return the context that brings it to its device while it reads. Does nothing for a network on the CPU.
+
+    Raises ValueError for a sharded network, whose parallelism decides where shards are kept.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in network.model.parameters()):
+        raise ValueError("a sharded network is not moved between uses; shard it with cpu_offload instead")
+    if network.device.type == "cpu":
+        return nullcontext
+    network.model.to("cpu")
+    return lambda: on_device(network)
+
+
+@contextmanager
+def on_device(network: TrainableNetwork) -> Iterator[None]:
+    """Move a model from the CPU to its device, and back on exit."""
+    network.model.to(network.device)
+    try:
+        yield
+    finally:
+        network.model.to("cpu")

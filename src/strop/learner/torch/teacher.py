@@ -7,84 +7,31 @@
     the policy, after a            SelfTeacher(source, prompt)
         demonstration
 
-A teacher scores the token ids that the student sampled, so both must share a vocabulary: ``shared_vocabulary_size`` checks it.
+A teacher scores the token ids that the student sampled, so both must share a vocabulary: ``shared_vocabulary_size`` checks it. Its
+``sampling`` has the student's temperature and no filters. Several teachers may be in other processes, so their combinations are awaited.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.algorithms.base import CANDIDATES, Outputs
+from strop.algorithms.base import CANDIDATES
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.data.packing import pack
 from strop.data.splitting import select_rollouts, split_micro_batches
 from strop.learner.base import ColumnSource, Scorer, require_token_outputs
-from strop.learner.torch.scorer import score_batch
+from strop.learner.client import AsyncColumnSource
+from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
-from strop.sampling import Sampling, filtered_logits
+from strop.sampling import filtered_logits
 from strop.types import Batch, Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """A language model that scores and is not trained. ``sampling`` has the student's temperature and no filters.
-
-    ``context`` returns a context manager that is entered while the teacher scores, such as ``lambda: on_device(network)``, ``lambda:
-    average.swap_in(parameters)`` for the moving average of the policy's weights, or the policy with its adapters disabled.
-    """
-
-    network: Network
-    sampling: Sampling
-    score_tokens: int
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    async def score(self, batch: Batch) -> Outputs:
-        with self.context():
-            return score_batch(self.network, batch, self.sampling, self.score_tokens)
-
-    @torch.no_grad()
-    def top_k(self, batch: Batch, count: int, vocabulary: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the ``count`` most likely token ids below ``vocabulary`` at each position, and their log-probabilities.
-
-        Both are [N, K] on the CPU, int64 and float32. Raises ValueError if ``count`` exceeds the vocabulary.
-        """
-        size = self.network.head.weight.shape[0] if vocabulary is None else vocabulary
-        if not 1 <= count <= size:
-            raise ValueError(f"the {count} most likely of {size} tokens were requested; set topk_logits_k to at most {size}")
-        ids = torch.zeros(len(batch.target), count, dtype=torch.int64)
-        logprobs = torch.zeros(len(batch.target), count)
-        with self.context():
-            for part in split_micro_batches(batch, self.score_tokens, padded=not self.network.packed):
-                ids[part.index], logprobs[part.index] = self._top_k(part.batch, count, size)
-        return ids, logprobs
-
-    def _top_k(self, batch: Batch, count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-        network, chunks = self.network, []
-        with network.autocast():
-            for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
-                logits = filtered_logits(network.head.compute_logits(rows), self.sampling)
-                best, indices = logits[:, :vocabulary].topk(count, dim=-1)
-                chunks.append((indices.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
-        ids, logprobs = zip(*chunks, strict=True)
-        return torch.cat(ids), torch.cat(logprobs)
-
-
-@contextmanager
-def on_device(network: Network) -> Iterator[None]:
-    """Move a model from the CPU to its device, and back on exit."""
-    network.model.to(network.device)
-    try:
-        yield
-    finally:
-        network.model.to("cpu")
 
 
 @dataclass(frozen=True)
@@ -93,30 +40,51 @@ class TeacherLogprobs:
 
     teacher: Scorer
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        return {TEACHER_LOGPROBS: require_token_outputs(await self.teacher.score(batch)).logprobs}
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {TEACHER_LOGPROBS: require_token_outputs(self.teacher.score(batch)).logprobs}
 
 
 @dataclass(frozen=True)
 class TeacherTopK:
     """A teacher's ``count`` most likely tokens at each position, as ``candidates``, and their log-probabilities, as
-    ``teacher_candidates``: [N, K] each."""
+    ``teacher_candidates``: [N, K] each, on the CPU, int64 and float32."""
 
-    teacher: Teacher
+    teacher: NetworkScorer
     count: int
     vocabulary: int | None = None  # number of token ids that the student shares: see shared_vocabulary_size
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
-        ids, logprobs = self.teacher.top_k(batch, self.count, self.vocabulary)
+    @torch.no_grad()
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Raises ValueError if ``count`` exceeds the vocabulary."""
+        network = self.teacher.network
+        assert isinstance(network, Network)
+        size = network.head.weight.shape[0] if self.vocabulary is None else self.vocabulary
+        if not 1 <= self.count <= size:
+            raise ValueError(f"the {self.count} most likely of {size} tokens were requested; set topk_logits_k to at most {size}")
+        ids = torch.zeros(len(batch.target), self.count, dtype=torch.int64)
+        logprobs = torch.zeros(len(batch.target), self.count)
+        with self.teacher.context():
+            for part in split_micro_batches(batch, self.teacher.score_tokens, padded=not network.packed):
+                ids[part.index], logprobs[part.index] = self._top_k(network, part.batch, size)
         return {CANDIDATES: ids, TEACHER_CANDIDATES: logprobs}
+
+    def _top_k(self, network: Network, batch: Batch, vocabulary: int) -> tuple[Tensor, Tensor]:
+        chunks = []
+        with network.autocast():
+            for rows in network.hidden(batch).split(network.chunk):  # one chunk of float32 logits at a time
+                logits = filtered_logits(network.head.compute_logits(rows), self.teacher.sampling)
+                best, indices = logits[:, :vocabulary].topk(self.count, dim=-1)
+                chunks.append((indices.cpu(), (best - logits.logsumexp(-1, keepdim=True)).float().cpu()))
+        ids, logprobs = zip(*chunks, strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
 
 
 @dataclass(frozen=True)
 class RoutedTeachers:
     """Routes each group to the teacher of its environment. All teachers must return the same columns with the same shapes."""
 
-    teachers: Mapping[str, ColumnSource]  # by environment name
-    default: ColumnSource | None = None  # for all other environments
+    teachers: Mapping[str, AsyncColumnSource]  # by environment name
+    default: AsyncColumnSource | None = None  # for all other environments
 
     async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError for a group without a teacher."""
@@ -135,7 +103,7 @@ class RoutedTeachers:
                 columns[name][part.index] = column
         return columns
 
-    def teacher_for(self, environment: str) -> ColumnSource:
+    def teacher_for(self, environment: str) -> AsyncColumnSource:
         teacher = self.teachers.get(environment, self.default)
         if teacher is None:
             raise ValueError(
@@ -152,7 +120,7 @@ class MixedTeachers:
     Supports sampled tokens only: the most likely tokens of a mixture do not follow from those of its teachers.
     """
 
-    teachers: Sequence[ColumnSource]
+    teachers: Sequence[AsyncColumnSource]
     weights: Sequence[float] | None = None  # None: equal weights
 
     def __post_init__(self) -> None:
@@ -181,13 +149,13 @@ class SelfTeacher:
     teacher: ColumnSource
     prompt: Callable[[Group], Sequence[int]]
 
-    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+    def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
         """Raises ValueError if the batch was not packed from ``groups``."""
         teacher_groups = [self._with_demonstration(group) for group in groups]
         teacher_batch = pack(teacher_groups)
         if not torch.equal(teacher_batch.target, batch.target):
             raise ValueError("the batch was not packed from these groups: their sampled tokens differ")
-        return await self.teacher.columns(teacher_batch, teacher_groups)
+        return self.teacher.columns(teacher_batch, teacher_groups)
 
     def _with_demonstration(self, group: Group) -> Group:
         prompt = torch.tensor(list(self.prompt(group)), dtype=torch.int64)

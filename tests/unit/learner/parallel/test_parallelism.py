@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import is_meta_model, load_on_rank_zero, probe_on_rank_zero
 from strop.learner.parallel.sharded import check_parallelizable, decoder_layers, parallelize_network
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.scorer import offload
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch
@@ -81,7 +81,8 @@ def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
         )
     )
     learner = TorchLearner(network, CASE.sampling, options, placement)
-    found["alone"] = message(lambda: asyncio.run(learner.score(batch)))
+    found["alone"] = message(lambda: learner.score(batch))
+    found["offload"] = message(lambda: offload(network))
 
     def broken(outputs: Any, part: Batch) -> Any:
         """Not finite where rank 0 alone computes."""
@@ -89,13 +90,13 @@ def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
 
     learner.forward_backward_local(without_signal(batch), get_loss(CASE))
     found["zero"] = [float(parameter.grad.abs().max()) for parameter in learner.parameters if parameter.grad is not None]
-    found["idle"] = metrics.to_floats(asyncio.run(learner.step()))["grad_norm"]
+    found["idle"] = metrics.to_floats(learner.step())["grad_norm"]
     before = [parameter.detach().clone() for parameter in learner.parameters]
     learner.forward_backward_local(batch, broken)
-    found["skipped"] = metrics.to_floats(asyncio.run(learner.step()))["steps_skipped_for_nonfinite_gradient"]
+    found["skipped"] = metrics.to_floats(learner.step())["steps_skipped_for_nonfinite_gradient"]
     found["kept"] = all(torch.equal(old, new) for old, new in zip(before, learner.parameters, strict=True))
     learner.forward_backward_local(batch, get_loss(CASE))
-    asyncio.run(learner.step())
+    learner.step()
     weights = list(learner.weights())
     found["weights"] = dict(weights)
     found["tensors"] = len({id(tensor) for _, tensor in weights})
@@ -162,6 +163,7 @@ def test_answers_of_one_rank_are_not_taken_for_those_of_all() -> None:
     batch, ranks = found()
     for rank in ranks:
         assert f"of the batch's {len(batch.target)} predicted tokens" in rank["alone"]
+        assert "a sharded network is not moved between uses; shard it with cpu_offload" in rank["offload"]
     with pytest.raises(ValueError, match="the outputs cover 0 of the batch's 3"):
         assemble_result([MicroBatchOutputs()], 3)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, local_shard
 from strop.learner.parallel.sharded import parallelize_network
+from strop.learner.parallel.sharded_checkpoint import take_snapshot
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.sharded_checkpoint import AsyncWrite, take_snapshot
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -95,7 +94,7 @@ def train(learner: TorchLearner, steps: int = 2) -> None:
 
 def whole_state(learner: TorchLearner) -> dict[str, Any]:
     """Everything a checkpoint restores, put together on every rank, as one process would have it."""
-    taken = take_snapshot(learner)
+    taken = take_snapshot(learner.parallelism, learner.state)
     pieces = {**{f"weights.{name}": piece for name, piece in taken.weights.items()}, **taken.optimizer}
     pieces |= {f"ema.{name}": piece for name, piece in (taken.average or {}).items()}
     found: dict[str, Any] = {name: joined(piece) for name, piece in pieces.items()}
@@ -161,11 +160,11 @@ def save_beside_training(rank: int, folder: Path) -> tuple[list[str], bool]:
     learner = learner_of(FORMS["tied"], ParallelDims(shard=2))
     train(learner)
     wanted = whole_state(learner)
-    writing = AsyncWrite(take_snapshot(learner), folder)
-    train(learner, 3)
-    moved = bool(differences(whole_state(learner), wanted))
-    while not writing.done():
-        time.sleep(0.01)
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(take_snapshot(learner.parallelism, learner.state).save, folder)
+        train(learner, 3)
+        moved = bool(differences(whole_state(learner), wanted))
+        writing.result()
     learner.load(folder)
     return differences(whole_state(learner), wanted), moved
 
@@ -251,9 +250,9 @@ def test_one_step_after_loading_is_the_step_that_would_have_followed(tmp_path: P
     learner = learner_of(FORMS["llama"], ONE)
     train(learner)
     learner.save(tmp_path)
-    asyncio.run(learner.step())
+    learner.step()
     wanted = whole_state(learner)
     again = learner_of(FORMS["llama"], ONE, seed=1)
     again.load(tmp_path)
-    asyncio.run(again.step())
+    again.step()
     assert differences(whole_state(again), wanted) == []

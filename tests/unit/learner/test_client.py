@@ -1,4 +1,4 @@
-"""A learner in a thread of its own."""
+"""Learners as the loop awaits them: inline and in a thread of their own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from loop.fakes import FakeLearner
 from loop.tiny import tiny_tokenizer
 from strop.algorithms.base import TokenOutputs
-from strop.learner.base import LogprobColumn
-from strop.learner.threaded import LearnerThread, ThreadedColumns, ThreadedScorer, wrap_in_thread
+from strop.learner.client import ColumnClient, InlineCaller, LogprobColumn, ThreadCaller
+from strop.learner.learner_thread import LearnerThread
 from support.algorithms import grpo
+from support.clients import learner_client, threaded_client
 
 TOKENIZER = tiny_tokenizer()
 SEEN: contextvars.ContextVar[str] = contextvars.ContextVar("seen", default="nothing")
@@ -70,7 +71,7 @@ def test_the_event_loop_goes_on_while_the_learner_computes():
                 ticks += 1
 
         ticking = asyncio.create_task(tick())
-        await wrap_in_thread(learner, LearnerThread()).score(batch())
+        await threaded_client(learner).score(batch())
         ticking.cancel()
         return ticks
 
@@ -85,7 +86,7 @@ def test_every_call_runs_in_the_same_thread_one_after_another_with_the_callers_c
     async def play() -> None:
         thread = LearnerThread()
         SEEN.set("the run's")
-        learner, scorer = wrap_in_thread(first, thread), ThreadedScorer(second, thread)
+        learner, scorer = threaded_client(first, thread), threaded_client(second, thread)
         await asyncio.gather(*(each.score(batch()) for each in (learner, scorer, learner, scorer)))
         with torch.no_grad():
             await learner.score(batch())
@@ -110,23 +111,59 @@ def test_a_threaded_learner_learns_what_the_plain_one_does():
         stepped = await learner.step()
         return before.logprobs.tolist(), result.outputs.logprobs.tolist(), sorted(stepped), list(learner.weights())
 
-    assert asyncio.run(train(plain)) == asyncio.run(train(wrap_in_thread(inner, LearnerThread())))
+    assert asyncio.run(train(plain)) == asyncio.run(train(threaded_client(inner)))
     assert inner.steps == 1
 
 
 def test_saving_and_loading_reach_the_learner(tmp_path):
     inner = FakeLearner(shift=0.75, steps=3)
-    wrap_in_thread(inner, LearnerThread()).save(tmp_path)
+    threaded_client(inner).save(tmp_path)
     other = FakeLearner()
-    wrap_in_thread(other, LearnerThread()).load(tmp_path)
+    threaded_client(other).load(tmp_path)
     assert (other.shift, other.steps) == (0.75, 3)
 
 
-def test_a_column_whose_source_asks_a_learner_of_the_same_thread_does_not_wait_for_itself():
-    thread, inner = LearnerThread(), Watched()
-    column = ThreadedColumns(LogprobColumn("reference", wrap_in_thread(inner, thread)), thread)
+def test_columns_of_a_learner_in_a_thread_are_computed_there():
+    inner = Watched()
+    column = LogprobColumn("reference", threaded_client(inner))
     found = asyncio.run(asyncio.wait_for(column.columns(batch(), ()), 5))
     assert list(found) == ["reference"] and inner.threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_column_source_is_awaited_where_it_is_called(threaded):
+    class Constant:
+        def columns(self, batch: Any, groups: Any) -> dict[str, Any]:
+            return {"thread": threading.get_ident(), "groups": groups}
+
+    caller = ThreadCaller(Constant(), LearnerThread()) if threaded else InlineCaller(Constant())
+    found = asyncio.run(ColumnClient(caller).columns(batch(), ("group",)))
+    assert (found["thread"] != threading.get_ident()) == threaded and found["groups"] == ("group",)
+
+
+def test_a_learner_called_inline_blocks_the_event_loop():
+    """It shares its module with an engine, so the two take turns."""
+
+    class Sleeper:
+        def step(self) -> dict[str, Any]:
+            time.sleep(0.1)
+            return {}
+
+    async def play() -> int:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        await learner_client(Sleeper()).step()
+        ticking.cancel()
+        return ticks
+
+    assert asyncio.run(play()) == 0
 
 
 def test_an_exception_of_the_learner_is_raised_where_it_was_called():
@@ -134,17 +171,17 @@ def test_an_exception_of_the_learner_is_raised_where_it_was_called():
         async def step(self) -> Any:
             raise FloatingPointError("the gradient is a pudding")
 
-    learner = wrap_in_thread(Broken(), LearnerThread())
+    learner = threaded_client(Broken())
     with pytest.raises(FloatingPointError, match="pudding") as caught:
         asyncio.run(learner.step())
-    assert any(frame.name == "step" and frame.path.name == "test_threaded.py" for frame in caught.traceback)
+    assert any(frame.name == "step" and frame.path.name == "test_client.py" for frame in caught.traceback)
 
 
 def test_a_cancelled_caller_waits_for_the_call_in_progress():
     learner = Watched(seconds=0.2)
 
     async def play() -> tuple[float, int]:
-        calling = asyncio.create_task(wrap_in_thread(learner, LearnerThread()).score(batch()))
+        calling = asyncio.create_task(threaded_client(learner).score(batch()))
         await asyncio.sleep(0.05)
         started = time.perf_counter()
         calling.cancel()
@@ -160,7 +197,7 @@ def test_a_caller_that_is_cancelled_twice_does_not_wait():
     learner = Watched(seconds=1.0)
 
     async def play() -> float:
-        calling = asyncio.create_task(wrap_in_thread(learner, LearnerThread()).score(batch()))
+        calling = asyncio.create_task(threaded_client(learner).score(batch()))
         await asyncio.sleep(0.05)
         started = time.perf_counter()
         calling.cancel()
@@ -176,7 +213,7 @@ def test_a_caller_that_is_cancelled_twice_does_not_wait():
 def test_the_thread_ends_with_its_last_user():
     def use() -> str:
         thread = LearnerThread("strop-short-lived")
-        asyncio.run(wrap_in_thread(FakeLearner(), thread).score(batch()))
+        asyncio.run(threaded_client(FakeLearner(), thread).score(batch()))
         return next(each.name for each in threading.enumerate() if each.name.startswith("strop-short-lived"))
 
     name = use()
@@ -189,7 +226,7 @@ def test_the_thread_ends_with_its_last_user():
 
 def test_closing_ends_the_thread():
     thread = LearnerThread("strop-closed")
-    learner = wrap_in_thread(FakeLearner(), thread)
+    learner = threaded_client(FakeLearner(), thread)
     asyncio.run(learner.score(batch()))
     thread.close()
     with pytest.raises(RuntimeError, match="after shutdown"):

@@ -13,20 +13,17 @@ Hugging Face folder and ``optimizer.pt``) can be loaded by several ranks, and a 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from strop.learner.parallel.parallelism import NamedParameters, Parallelism, SingleDevice
+from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.shard_files import (
     InMemoryReader,
     SafetensorsReader,
@@ -38,10 +35,7 @@ from strop.learner.parallel.shard_files import (
     names_with_prefix,
     write_shards,
 )
-from strop.learner.parallel.sharded import Sharded
-from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import load_optimizer
-from strop.learner.torch.weight_average import AveragedWeights
+from strop.learner.training_state import TrainingState
 from strop.models.adapters import adapter_folder, load_adapters, lora_layers, save_adapters
 from strop.models.loading import quiet_transformers
 
@@ -49,20 +43,6 @@ dist: Any = torch.distributed
 
 STATE_FILE = "state.pt"
 BARRIER_TIMEOUT = timedelta(minutes=60)  # how long ranks wait for each other's files
-
-
-class ShardedLearner(Protocol):
-    """The attributes of a learner that a checkpoint saves."""
-
-    model: nn.Module
-    parallelism: Parallelism
-    trainable_parameters: NamedParameters
-    masters: MasterWeights
-    average: AveragedWeights | None
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-
-    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None: ...
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
@@ -106,51 +86,22 @@ class LearnerSnapshot:
             dist.barrier(group=self.process_group)
 
 
-class AsyncWrite:
-    """Writes a snapshot in a background thread. All ranks must start it, one write at a time."""
-
-    def __init__(self, snapshot: LearnerSnapshot, folder: Path, *, optimizer: bool = True) -> None:
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._write, args=(snapshot, folder, optimizer), name="strop-checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    def _write(self, snapshot: LearnerSnapshot, folder: Path, optimizer: bool) -> None:
-        torch.set_num_threads(1)  # leave the other cores to the trainer
-        try:
-            snapshot.save(folder, optimizer=optimizer)
-        except BaseException as error:
-            self._failed = error
-
-    def done(self) -> bool:
-        """Return whether the files of all ranks are flushed. Raises the error of a failed write."""
-        if self._thread.is_alive():
-            return False
-        if self._failed is not None:
-            raise self._failed
-        return True
-
-
-def save(learner: ShardedLearner, folder: Path, *, optimizer: bool = True) -> None:
-    """Save a sharded learner. All ranks must call it."""
-    take_snapshot(learner, optimizer=optimizer, copies=False).save(folder, optimizer=optimizer)
-
-
 @torch.no_grad()
-def take_snapshot(learner: ShardedLearner, *, optimizer: bool = True, copies: bool = True) -> LearnerSnapshot:
+def take_snapshot(
+    parallelism: Parallelism, state: TrainingState, *, optimizer: bool = True, copies: bool = True
+) -> LearnerSnapshot:
     """Take a snapshot of a learner; all ranks must call it. With ``copies``, which are in CPU memory, training may continue immediately."""
     to_snapshot: Callable[[Tensor], Tensor] = _copy_to_cpu if copies else Tensor.detach
-    trainable = _trainable_shards(learner)
-    adapted = bool(lora_layers(learner.model))
-    average = learner.average.state_dict() if learner.average is not None else None
+    model = parallelism.network.model
+    trainable = _trainable_shards(parallelism, state)
+    average = state.average.state_dict() if state.average is not None else None
     weights: dict[str, TensorShard] = {}
     adapters: dict[str, Mapping[str, Tensor]] = {}
-    if adapted:
-        adapters = _gather_adapters(learner)
+    if lora_layers(model):
+        adapters = _gather_adapters(parallelism, state)
     else:
-        dtype = _param_dtype(learner)
-        for name, shard in _model_shards(learner.model):
+        dtype = parallelism.param_dtype
+        for name, shard in _model_shards(model):
             tensor = shard.tensor.to(dtype) if dtype is not None and name in trainable else shard.tensor
             weights[name] = shard.with_tensor(to_snapshot(tensor))
     averaged: dict[str, TensorShard] | None = None
@@ -162,19 +113,22 @@ def take_snapshot(learner: ShardedLearner, *, optimizer: bool = True, copies: bo
             name: shard.with_tensor(average_shards[name].tensor.to(shard.tensor.dtype)) if name in average_shards else shard
             for name, shard in weights.items()
         }
-    state: Mapping[str, Any] = {}
+    unsharded: Mapping[str, Any] = {}
     if optimizer:
-        entries, state = _optimizer_state(learner, trainable, to_snapshot)
+        entries, unsharded = _optimizer_state(parallelism, state, trainable, to_snapshot)
         optimizer_shards |= entries
     group = _gloo_group(dist.group.WORLD) if dist.is_initialized() else None
-    return LearnerSnapshot(weights, averaged, optimizer_shards if optimizer else {}, state, adapters, learner.model, group)
+    return LearnerSnapshot(weights, averaged, optimizer_shards if optimizer else {}, unsharded, adapters, model, group)
 
 
 def _optimizer_state(
-    learner: ShardedLearner, trainable: Mapping[str, TensorShard], to_snapshot: Callable[[Tensor], Tensor]
+    parallelism: Parallelism,
+    state: TrainingState,
+    trainable: Mapping[str, TensorShard],
+    to_snapshot: Callable[[Tensor], Tensor],
 ) -> tuple[dict[str, TensorShard], dict[str, Any]]:
     """Return the shards and the unsharded state of the optimizer, the masters, the average and the schedule."""
-    saved = learner.optimizer.state_dict()
+    saved = state.optimizer.state_dict()
     shards: dict[str, TensorShard] = {}
     unsharded: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(_parameter_names(saved)):
@@ -182,34 +136,34 @@ def _optimizer_state(
             if isinstance(value, Tensor) and value.dim() > 0:
                 if value.shape != trainable[name].tensor.shape:
                     raise ValueError(
-                        f"{type(learner.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, whose shard has shape "
+                        f"{type(state.optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, whose shard has shape "
                         f"{tuple(trainable[name].tensor.shape)}: another number of ranks could not load it. Use torch.optim.AdamW, or set "
                         "checkpointing.save_optimizer=false"
                     )
                 shards[f"state.{name}.{key}"] = trainable[name].with_tensor(to_snapshot(value))
             else:
                 unsharded.setdefault(name, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-    for name, master in _masters(learner).items():
+    for name, master in _masters(parallelism, state).items():
         shards[f"masters.{name}"] = trainable[name].with_tensor(to_snapshot(master))
     groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
     return shards, {
         "groups": copy.deepcopy(groups),
         "undivided": unsharded,
-        "average_steps": learner.average.steps if learner.average is not None else None,
-        "scheduler": copy.deepcopy(learner.scheduler.state_dict()) if learner.scheduler is not None else None,
+        "average_steps": state.average.steps if state.average is not None else None,
+        "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler is not None else None,
     }
 
 
-def _gather_adapters(learner: ShardedLearner) -> dict[str, Mapping[str, Tensor]]:
+def _gather_adapters(parallelism: Parallelism, state: TrainingState) -> dict[str, Mapping[str, Tensor]]:
     """Gather the full adapters on all ranks; only the first rank keeps them."""
 
     def gather() -> dict[str, Tensor]:
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in learner.parallelism.adapters().items()}
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in parallelism.adapters().items()}
         return tensors if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
     adapters: dict[str, Mapping[str, Tensor]] = {"weights": gather()}
-    if learner.average is not None:
-        with learner.average.swap_in(learner.trainable_parameters):
+    if state.average is not None:
+        with state.average.swap_in(state.trainable_parameters):
             adapters["ema"] = gather()
     return adapters
 
@@ -231,22 +185,23 @@ def _save_config(model: Any, folder: Path, weights: Mapping[str, TensorShard]) -
 
 
 @torch.no_grad()
-def load(learner: ShardedLearner, folder: Path) -> None:
+def load(parallelism: Parallelism, folder: Path, state: TrainingState) -> None:
     """Load a checkpoint of any number of ranks, in place. Each rank reads what it needs, without communication.
 
     Raises FileNotFoundError without an optimizer state, and ValueError if the checkpoint does not fit.
     """
-    optimizer, state = _open_optimizer(folder)
-    weights = folder / "weights"
-    if lora_layers(learner.model):
-        load_adapters(learner.model, weights, _copy_shard)
+    stored, unsharded = _open_optimizer(folder)
+    model, weights = parallelism.network.model, folder / "weights"
+    if lora_layers(model):
+        load_adapters(model, weights, _copy_shard)
     else:
-        load_weights(learner.model, weights)
-    _load_masters(learner, optimizer)
-    _load_optimizer(learner, optimizer, state)
-    if learner.scheduler is not None and state["scheduler"] is not None:
-        learner.scheduler.load_state_dict(state["scheduler"])
-    _load_average(learner, optimizer, state, folder)
+        load_weights(model, weights)
+    trainable = _trainable_shards(parallelism, state)
+    _load_masters(_masters(parallelism, state), trainable, stored)
+    state.masters.write_back()
+    state.load_optimizer(_read_optimizer(state, trainable, stored, unsharded))
+    state.load_scheduler(unsharded["scheduler"])
+    state.load_average(_read_average(state, trainable, stored, unsharded), folder)
 
 
 @torch.no_grad()
@@ -296,29 +251,28 @@ def _open_weights(model: Any, folder: Path, known: set[str]) -> TensorReader:
     return InMemoryReader(full.state_dict())
 
 
-def _load_masters(learner: ShardedLearner, stored: TensorReader) -> None:
-    saved, masters = names_with_prefix(stored, "masters."), _masters(learner)
+def _load_masters(masters: Mapping[str, Tensor], trainable: Mapping[str, TensorShard], stored: TensorReader) -> None:
+    saved = names_with_prefix(stored, "masters.")
     if set(saved) != set(masters):
         raise ValueError(
             f"the checkpoint has float32 masters of {len(saved)} weights and this run keeps {len(masters)}; they differ in "
             f"{', '.join(sorted(set(saved) ^ set(masters))[:3])}; set policy.weights_dtype as it was when the checkpoint was saved"
         )
-    trainable = _trainable_shards(learner)
     stored.read(
         {
             f"masters.{name}": _check_shape(stored, f"masters.{name}", trainable[name].with_tensor(tensor))
             for name, tensor in masters.items()
         }
     )
-    learner.masters.write_back()
 
 
-def _load_optimizer(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any]) -> None:
-    """Load the optimizer state through ``load_optimizer``, which checks the parameter groups."""
-    trainable = _trainable_shards(learner)
+def _read_optimizer(
+    state: TrainingState, trainable: Mapping[str, TensorShard], stored: TensorReader, unsharded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return this rank's shard of the optimizer's ``state_dict``."""
     numbers = iter(range(len(trainable)))
-    groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in state["groups"]]
-    entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in state["undivided"].items()}
+    groups = [{**group, "params": [next(numbers, 0) for _ in group["param_names"]]} for group in unsharded["groups"]]
+    entries: dict[str, dict[str, Any]] = {name: dict(values) for name, values in unsharded["undivided"].items()}
     into: dict[str, TensorShard] = {}
     for full_name in names_with_prefix(stored, "state."):
         name, _, key = full_name.rpartition(".")
@@ -328,21 +282,24 @@ def _load_optimizer(learner: ShardedLearner, stored: TensorReader, state: Mappin
             into[f"state.{full_name}"] = _check_shape(stored, f"state.{full_name}", shard.with_tensor(buffer))
             entries.setdefault(name, {})[key] = buffer
     stored.read(into)
-    names = _parameter_names(learner.optimizer.state_dict())
+    names = _parameter_names(state.optimizer.state_dict())
     numbered = {number: entries[name] for number, name in enumerate(names) if name in entries}
-    load_optimizer(learner.optimizer, {"state": numbered, "param_groups": groups})
+    return {"state": numbered, "param_groups": groups}
 
 
-def _load_average(learner: ShardedLearner, stored: TensorReader, state: Mapping[str, Any], folder: Path) -> None:
-    if learner.average is None or state["average_steps"] is None:
-        return learner.load_average(None, folder)
-    current, trainable = learner.average.state_dict()["average"], _trainable_shards(learner)
+def _read_average(
+    state: TrainingState, trainable: Mapping[str, TensorShard], stored: TensorReader, unsharded: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return this rank's shard of the average's ``state_dict``; None if the run or the checkpoint has no average."""
+    if state.average is None or unsharded["average_steps"] is None:
+        return None
+    current = state.average.state_dict()["average"]
     loaded: dict[str, Tensor] = {}
     for name in names_with_prefix(stored, "average."):  # the average reports other names as an error
         loaded[name] = torch.empty_like(current[name]) if name in current else torch.empty(0)
     into = {f"average.{name}": trainable[name].with_tensor(buffer) for name, buffer in loaded.items() if name in current}
     stored.read({name: _check_shape(stored, name, shard) for name, shard in into.items()})
-    learner.load_average({"steps": state["average_steps"], "average": loaded}, folder)
+    return {"steps": unsharded["average_steps"], "average": loaded}
 
 
 def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
@@ -380,23 +337,16 @@ def _open_optimizer(folder: Path) -> tuple[TensorReader, Mapping[str, Any]]:
 # --- the parts of a learner ----------------------------------------------------------------------------------------------------------
 
 
-def _trainable_shards(learner: ShardedLearner) -> dict[str, TensorShard]:
+def _trainable_shards(parallelism: Parallelism, state: TrainingState) -> dict[str, TensorShard]:
     """Return this rank's shards of the trained parameters."""
-    sharded: Mapping[str, Tensor] = getattr(learner.parallelism, "sharded", {})
-    return {name: local_shard(sharded.get(name, parameter)) for name, parameter in learner.trainable_parameters}
+    return {name: local_shard(parallelism.sharded.get(name, parameter)) for name, parameter in state.trainable_parameters}
 
 
-def _param_dtype(learner: ShardedLearner) -> torch.dtype | None:
-    """Return the dtype of the computation if the shards have a higher precision, else None."""
-    parallelism = learner.parallelism
-    return None if isinstance(parallelism, SingleDevice) else cast("Sharded", parallelism).param_dtype
-
-
-def _masters(learner: ShardedLearner) -> Mapping[str, Tensor]:
+def _masters(parallelism: Parallelism, state: TrainingState) -> Mapping[str, Tensor]:
     """Return the float32 masters of low-precision weights: the shards themselves, or the copies of a single process."""
-    if _param_dtype(learner) is not None:
-        return {name: parameter.detach() for name, parameter in learner.trainable_parameters}
-    return learner.masters.state_dict()
+    if parallelism.param_dtype is not None:
+        return {name: parameter.detach() for name, parameter in state.trainable_parameters}
+    return state.masters.state_dict()
 
 
 def _model_shards(model: Any) -> Iterator[tuple[str, TensorShard]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,29 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
 from strop.build.cluster.cluster_run import compute_reserved_cpus
-from strop.build.cluster.column_shards import split_groups
 from strop.build.cluster.ray_backend import make_actor_options
-from strop.build.cluster.teacher_worker import TeacherSpec, TeacherWorker, spawn_teachers
 from strop.build.models import LoadedPolicy, load_training_policy
 from strop.build.scorers import make_learners
-from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
+from strop.build.teachers import (
+    combine_teachers,
+    find_teacher_columns,
+    get_student_info,
+    load_teacher,
+    make_teachers,
+    named_teachers,
+)
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorDied, ActorOptions
 from strop.distributed.cluster_config import RoleConfig
 from strop.distributed.placement import DeviceSlot
-from strop.learner.base import ColumnSource
+from strop.distributed.workers.column_shards import split_groups
+from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teachers
+from strop.learner.client import AsyncColumnSource
 from strop.problems import ConfigError
 from strop.sampling import Sampling
 from strop.types import Group
+from support.clients import column_client
 from support.rollouts import pack_for, simple_groups
 
 SAMPLING = Sampling(temperature=0.7)
@@ -100,22 +109,23 @@ def algorithm_of(config: DistillationRunConfig) -> Algorithm:
 def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: list[Group]) -> Mapping[str, Tensor]:
     algorithm = algorithm_of(config)
     learners = make_learners(config, policy, algorithm, SAMPLING, None)
-    (source,) = make_teachers(config, policy, algorithm, SAMPLING, learners).values()
+    (column,) = wanted = find_teacher_columns(config, algorithm)
+    teachers = make_teachers(config, policy, wanted, SAMPLING, learners)
+    source = combine_teachers({key: column_client(sources[column]) for key, sources in teachers.items()}, config)
     return asyncio.run(source.columns(pack_for(groups, algorithm), groups))
 
 
-async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> ColumnSource:
+async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> AsyncColumnSource:
     wanted = find_teacher_columns(config, algorithm_of(config))
-    described = [
-        TeacherSpec(key=key, config=config, student=get_student_info(policy), columns=wanted, sampling=SAMPLING)
-        for key in named_teachers(config)
-    ]
+    builds = {
+        key: partial(load_teacher, key, config, get_student_info(policy), wanted, SAMPLING) for key in named_teachers(config)
+    }
     options = {
         key: [ActorOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
         for key, teacher in named_teachers(config).items()
     }
     (column,) = wanted
-    made = await spawn_teachers(cluster, described, options)
+    made = await spawn_teachers(cluster, builds, wanted, options)
     return combine_teachers({key: sources[column] for key, sources in made.items()}, config)
 
 
@@ -190,9 +200,7 @@ def test_a_hosted_teacher_with_other_tokens_is_refused_when_it_is_made(
 def test_a_host_answers_with_the_columns_it_was_made_for(tiny_model_folder: Path, policy: LoadedPolicy) -> None:
     config = config_of(tiny_model_folder, RAY, "teacher.hosts=1")
     columns = frozenset({TEACHER_LOGPROBS})
-    host = TeacherWorker(
-        TeacherSpec(key="teacher", config=config, student=get_student_info(policy), columns=columns, sampling=SAMPLING)
-    )
+    host = TeacherWorker(partial(load_teacher, "teacher", config, get_student_info(policy), columns, SAMPLING))
     batch = pack_for(groups_of_size(2), Distillation())
     found = host.fill(TEACHER_LOGPROBS, batch)
     assert set(found) == {TEACHER_LOGPROBS} and found[TEACHER_LOGPROBS].shape == batch.target.shape

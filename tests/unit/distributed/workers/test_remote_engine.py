@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from strop.distributed.base import ActorDied, NodeLost
-from strop.distributed.remote_engine import RemoteEngine
+from strop.distributed.base import ActorDied, ActorOptions, NodeLost
+from strop.distributed.restartable_actor import RestartableActor
+from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.generation.pool import EnginePool
 from strop.sampling import Sampling
 from strop.weight_sync.base import EngineDied, EngineLost
@@ -47,13 +48,15 @@ class Process:
 def engine(*processes: Process | Exception) -> RemoteEngine:
     waiting = list(processes)
 
-    async def host() -> Any:
-        found = waiting.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    class Cluster:
+        async def spawn(self, options: ActorOptions, make: Callable[..., Any]) -> Any:
+            found = waiting.pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return found
 
-    return RemoteEngine("engine 0", 1, host)
+    cluster: Any = Cluster()
+    return RemoteEngine("engine 0", 1, RestartableActor(cluster, ActorOptions(name="engine-0"), object))
 
 
 def test_it_lives_from_its_start_to_its_end_and_takes_its_version_when_it_goes_on() -> None:

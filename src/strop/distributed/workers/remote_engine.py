@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.distributed.base import ActorDied, NodeLost, RemoteActor
+from strop.distributed.restartable_actor import RestartableActor
 from strop.generation.base import Completion
 from strop.sampling import Sampling
 from strop.weight_sync.base import (
@@ -23,19 +24,18 @@ from strop.weight_sync.base import (
 class RemoteEngine:
     """An ``Engine`` that forwards every call to an engine in another process. The process ends when the engine is closed or has died."""
 
-    def __init__(self, name: str, receivers: int, spawn: Callable[[], Awaitable[RemoteActor]]) -> None:
-        """``spawn`` starts the process and makes the engine in it, without starting the engine."""
+    def __init__(self, name: str, receivers: int, actor: RestartableActor) -> None:
+        """``actor`` makes the engine in its process, without starting the engine."""
         self.name = name
         self.receivers = receivers
         self.version = -1
-        self._spawn = spawn
-        self._remote: RemoteActor | None = None
+        self._actor = actor
         self._counters: Mapping[str, float] = {}
 
     async def start(self) -> None:
         await self.close()
         try:
-            self._remote = await self._spawn()
+            await self._actor.start()
         except NodeLost as error:
             raise EngineLost(f"{self.name}: {error}") from error
         except ActorDied as error:
@@ -44,7 +44,7 @@ class RemoteEngine:
 
     async def close(self) -> None:
         self.version = -1
-        remote, self._remote = self._remote, None
+        remote, self._actor.remote = self._actor.remote, None
         if remote is not None:
             if remote.alive:
                 await _close_engine(remote)
@@ -52,11 +52,11 @@ class RemoteEngine:
 
     @property
     def alive(self) -> bool:
-        return self._remote is not None and self._remote.alive
+        return self._actor.remote is not None and self._actor.remote.alive
 
     @property
     def process(self) -> int | None:
-        return None if self._remote is None else self._remote.pid
+        return None if self._actor.remote is None else self._actor.remote.pid
 
     async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
         completion: Completion = await self._call("generate", list(prompt), sampling=sampling, seed=seed, session=session)
@@ -105,7 +105,7 @@ class RemoteEngine:
         return self._counters
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        remote = self._remote
+        remote = self._actor.remote  # a dead engine is restarted by its pool, which also loads its weights
         if remote is None:
             raise EngineDied(f"{self.name}: its process has died")
         try:

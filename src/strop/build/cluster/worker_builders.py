@@ -1,0 +1,228 @@
+"""Functions that build models in worker processes. The driver binds their configuration with ``functools.partial`` and sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop.algorithms.base import Algorithm
+from strop.algorithms.kl import REFERENCE_LOGPROBS
+from strop.build.cluster.device_plan import make_parallel_dims
+from strop.build.engines import make_sender_factory
+from strop.build.lifecycle import seed_everything
+from strop.build.models import (
+    PRECISIONS,
+    LoadedPolicy,
+    load_reward_policy,
+    load_training_policy,
+    make_critic,
+    make_learner,
+    make_torch_engine,
+    prepare_device,
+)
+from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
+from strop.config import TrainingRunConfig
+from strop.config.schema.policy_config import PolicyConfig
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
+from strop.distributed.workers.learner_worker import RankModels, RankScorer
+from strop.generation.torch.standalone import StandaloneTorchEngine
+from strop.learner.base import ColumnSource
+from strop.learner.model_config import ModelConfig
+from strop.learner.parallel.parallel_dims import DeviceMeshes
+from strop.learner.parallel.rank_zero_loading import RankZeroLoader
+from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
+from strop.learner.parallel.sharded_export import ShardedAdapterSource, iter_sharded_weights
+from strop.learner.parallel.tensor_plan import load_tensor_plan
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, without_adapters
+from strop.models.adapters import lora_layers
+from strop.models.chat_template import ChatTemplate
+from strop.models.loading import cast_weights, model_from_config
+from strop.models.network import Network, disable_dropout
+from strop.models.value_head import ValueHead
+from strop.sampling import Sampling
+from strop.weight_sync.exporter import BlockingExporter
+
+# --- ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def load_rank_policy(config: TrainingRunConfig) -> LoadedPolicy:
+    """Load the policy, on rank 0. Raises ModelNotFound, ValueError."""
+    seed_everything(config.training.seed)
+    if isinstance(config, RmRunConfig):
+        return load_reward_policy(config, RankZeroLoader())
+    return load_training_policy(config.policy, config.training.seed, RankZeroLoader())
+
+
+def build_rank_models(
+    config: TrainingRunConfig,
+    algorithm: Algorithm,
+    sampling: Sampling,
+    total_steps: int | None,
+    policy: LoadedPolicy,
+    device: str,
+    world: int,
+) -> RankModels:
+    """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
+    network = policy.network
+    critic = make_critic(config, policy, RankZeroLoader()) if isinstance(config, PpoRunConfig) else None
+    copies_reference = REFERENCE_LOGPROBS in algorithm.requires and not lora_layers(network.model)
+    reference = copy_frozen(network) if copies_reference else None
+    parallelism = _parallelize(network, config.policy, device, world)
+    learners = {
+        "policy": make_learner(
+            network,
+            config.policy,
+            sampling,
+            whole_groups=algorithm.whole_groups,
+            total_steps=total_steps,
+            parallelism=parallelism,
+        )
+    }
+    if critic is not None:
+        assert isinstance(config, PpoRunConfig)
+        learners["value"] = _make_sharded_critic(config, critic, parallelism, sampling, total_steps, device, world)
+    scorers = _make_rank_scorers(config.policy, network, reference, sampling, parallelism, device, world)
+    columns = _load_rank_teachers(config, policy, algorithm, sampling) if isinstance(config, DistillationRunConfig) else {}
+    return RankModels(parallelism=parallelism, learners=learners, scorers=scorers, columns=columns)
+
+
+def _parallelize(network: Network, config: ModelConfig, device: str, world: int) -> Sharded:
+    meshes = DeviceMeshes(make_parallel_dims(config.dtensor_cfg, world), device)
+    plan: Mapping[str, str] | None = None
+    if (name := config.dtensor_cfg.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
+        plan = load_tensor_plan(name)
+    return parallelize_network(
+        network,
+        meshes,
+        weights_dtype=_sharded_dtype(config),
+        cpu_offload=config.dtensor_cfg.cpu_offload,
+        tensor_plan=plan,
+    )
+
+
+def _sharded_dtype(config: ModelConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.weights_dtype == "bfloat16" else None
+
+
+def _make_sharded_critic(
+    config: PpoRunConfig,
+    critic: TrainableNetwork,
+    trunk: Sharded,
+    sampling: Sampling,
+    total_steps: int | None,
+    device: str,
+    world: int,
+) -> TorchLearner:
+    if isinstance(critic, ValueHead):
+        parallelism = parallelize_head(critic, trunk)
+    else:
+        assert isinstance(critic, Network)
+        parallelism = _parallelize(critic, config.value, device, world)
+    return make_learner(critic, config.value, sampling, total_steps=total_steps, section="value", parallelism=parallelism)
+
+
+def _make_rank_scorers(
+    config: PolicyConfig,
+    network: Network,
+    reference: Network | None,
+    sampling: Sampling,
+    parallelism: Sharded,
+    device: str,
+    world: int,
+) -> dict[str, RankScorer]:
+    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
+    tokens = packing.logprob_mb_tokens
+    scorers: dict[str, RankScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
+    if lora_layers(network.model):
+        scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
+    elif reference is not None:
+        reference_parallelism = parallelize_network(
+            reference,
+            DeviceMeshes(make_parallel_dims(config.dtensor_cfg, world), device),
+            weights_dtype=_sharded_dtype(config),
+            cpu_offload=config.reference.offload or config.dtensor_cfg.cpu_offload,
+        )
+        scorers["reference"] = NetworkScorer(reference, sampling, tokens, reference_parallelism)
+    return scorers
+
+
+def _load_rank_teachers(
+    config: DistillationRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling
+) -> dict[tuple[str, str], ColumnSource]:
+    """Load the teachers without separate processes, unsharded."""
+    columns = find_teacher_columns(config, algorithm)
+    sources: dict[tuple[str, str], ColumnSource] = {}
+    for key, teacher in named_teachers(config).items():
+        if teacher.model_name == "self":
+            raise ValueError(
+                f"{key}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
+                "cluster.backend=local"
+            )
+        if not teacher.hosts:
+            loaded = load_teacher(key, config, get_student_info(policy), columns, sampling)
+            sources.update({(key, column): source for column, source in loaded.items()})
+    return sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """How the learner exports weights to engines."""
+
+    dtype: torch.dtype
+    keep_snapshot: bool
+    adapters: bool
+    same_machine: bool  # whether all engines are on the machine of rank 0
+    folder: Path  # for transports that use files
+    host: str  # the address of rank 0's machine
+
+
+def make_rank_exporter(
+    config: PolicyConfig, options: ExportOptions, policy: LoadedPolicy, parallelism: Sharded, rank: int
+) -> BlockingExporter:
+    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work."""
+    return BlockingExporter(
+        lambda: iter_sharded_weights(parallelism),
+        make_sender_factory(
+            config.generation,
+            policy.network.device,
+            options.folder,
+            host=options.host,
+            same_machine=options.same_machine,
+        ),
+        dtype=options.dtype,
+        keep_snapshot=options.keep_snapshot,
+        adapters=ShardedAdapterSource(parallelism) if options.adapters else None,
+        is_sender=rank == 0,
+    )
+
+
+# --- engines -------------------------------------------------------------------------------------------------------------
+
+
+def build_vllm_engine(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
+    """Build a vLLM engine."""
+    from strop.generation.vllm.vllm_engine import VllmEngine
+
+    return VllmEngine(name, options, tokenizer, stop_ids=stop_ids)
+
+
+def build_torch_engine(
+    name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
+) -> StandaloneTorchEngine:
+    """Build a torch engine on an empty model, whose weights the learner will send."""
+
+    def make() -> Any:
+        device = prepare_device(config.device, None)
+        model = model_from_config(folder).to(device)
+        disable_dropout(model)
+        network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
+        cast_weights(model, PRECISIONS[config.weights_dtype])
+        loaded = LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
+        return make_torch_engine(loaded, config.generation, config.max_total_sequence_length)
+
+    return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

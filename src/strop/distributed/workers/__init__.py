@@ -1,0 +1,1 @@
+"""Objects in worker processes, and the driver's side of each."""

@@ -1,0 +1,213 @@
+"""One rank of a run on a cluster, in its own process: its shards of the policy, the critic, the reference and the teachers.
+
+The driver (``strop.distributed.workers.remote_learner``) calls the same method on every rank. It hands the ranks functions that build their
+models, which must be picklable; this module knows no configuration. Each rank processes its part of a batch and returns the result for it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from strop.algorithms.base import LossFn
+from strop.distributed.workers.column_shards import ColumnShard, split_groups
+from strop.learner.base import ColumnSource
+from strop.learner.parallel.micro_batch import MicroBatchOutputs
+from strop.learner.parallel.sharded import Sharded
+from strop.learner.parallel.sharded_checkpoint import LearnerSnapshot, take_snapshot
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.reference_store import model_fingerprint
+from strop.metrics import Metrics
+from strop.models.network import Network
+from strop.models.value_network import ValueNetwork
+from strop.types import Batch, Group
+from strop.weight_sync.base import ChannelAddress, TransportError
+from strop.weight_sync.exporter import BlockingExporter, Fingerprints, SentAdapters, TransferContent, TransferPlan
+
+dist: Any = torch.distributed
+
+
+class RankPolicy(Protocol):
+    """The policy on a rank, before it is sharded."""
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+
+class RankScorer(Protocol):
+    """A network that scores this rank's part of a batch."""
+
+    def score_local(self, batch: Batch) -> MicroBatchOutputs: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModels:
+    """The sharded models of a rank."""
+
+    parallelism: Sharded  # of the policy
+    learners: Mapping[str, TorchLearner]
+    scorers: Mapping[str, RankScorer]  # besides the learners
+    columns: Mapping[tuple[str, str], ColumnSource] = field(default_factory=dict)  # by (teacher, column)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInfo:
+    """What the driver needs to know about the policy, which only the ranks hold."""
+
+    packed: bool  # whether it supports packed rows
+    fallback: str | None  # why it reads padded rows
+    on_cpu: bool
+    stop_ids: tuple[int, ...]
+    fingerprint: str  # of the weights before training
+    vocab_size: int  # size of the output layer; 0 for a network without one
+
+
+class LearnerWorker:
+    """The actor of one rank. Calls run one after another on one thread; only ``close_export`` and ``write_staged`` may run concurrently."""
+
+    models: RankModels
+
+    def __init__(self, device: str, rank: int, world: int) -> None:
+        """``device``: cpu, cuda, or auto for a GPU if there is one."""
+        self.device = "cuda" if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()) else "cpu"
+        self.rank = rank
+        self.world = world
+        self.busy_seconds = 0.0
+        self._store: Any = None
+        self._export: BlockingExporter | None = None
+        self._staged: dict[str, LearnerSnapshot] = {}
+
+    # --- process group ----------------------------------------------------------------------------------------------------
+
+    def open_store(self, host: str) -> int:
+        """Open the store of the process group on rank 0. Return its port."""
+        self._store = dist.TCPStore(host, 0, self.world, True, timeout=datetime.timedelta(seconds=300), wait_for_workers=False)
+        return int(self._store.port)
+
+    def init_process_group(self, host: str, port: int, timeout: float) -> None:
+        """Initialize the process group. ``timeout``: seconds after which a collective fails if a rank does not take part."""
+        limit = datetime.timedelta(seconds=timeout)
+        store = self._store or dist.TCPStore(host, port, self.world, False, timeout=limit)
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        if self.device != "cpu":
+            torch.cuda.set_device(0)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
+
+    # --- models -----------------------------------------------------------------------------------------------------------
+
+    def load_policy(self, load: Callable[[], RankPolicy]) -> PolicyInfo:
+        """Load the policy, not yet sharded. Raises what ``load`` raises."""
+        self.policy = load()
+        network = self.policy.network
+        return PolicyInfo(
+            packed=network.packed,
+            fallback=network.fallback,
+            on_cpu=self.device == "cpu",
+            stop_ids=self.policy.stop_ids,
+            fingerprint=model_fingerprint(network.model) if self.rank == 0 else "",
+            vocab_size=0 if isinstance(network, ValueNetwork) else int(network.head.weight.shape[0]),
+        )
+
+    def build_models(self, build: Callable[[RankPolicy, str, int], RankModels]) -> list[str]:
+        """Shard the policy over the ranks and build the other models: ``build(policy, device, world)``. Return the learners' names."""
+        self.models = build(self.policy, self.device, self.world)
+        return list(self.models.learners)
+
+    def call_with_policy(self, function: Callable[[RankPolicy], Any]) -> None:
+        """Call a function of the driver with the policy, such as one that writes its tokenizer and configuration."""
+        function(self.policy)
+
+    # --- training ---------------------------------------------------------------------------------------------------------
+
+    def score(self, name: str, batch: Batch) -> MicroBatchOutputs:
+        scorer: RankScorer = self.models.learners[name] if name in self.models.learners else self.models.scorers[name]
+        with self._count_busy_seconds():
+            return scorer.score_local(batch)
+
+    def forward_backward(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        with self._count_busy_seconds():
+            return self.models.learners[name].forward_backward_local(batch, loss)
+
+    def evaluate_loss(self, name: str, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
+        with self._count_busy_seconds():
+            return self.models.learners[name].evaluate_loss_local(batch, loss)
+
+    def step(self, name: str) -> Metrics:
+        with self._count_busy_seconds():
+            return self.models.learners[name].step()
+
+    @contextmanager
+    def _count_busy_seconds(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.busy_seconds += time.perf_counter() - started
+
+    def get_busy_seconds(self) -> float:
+        """Return the seconds that this rank has spent in scoring and training since its start."""
+        return self.busy_seconds
+
+    def columns(self, name: tuple[str, str], batch: Batch, groups: Sequence[Group]) -> ColumnShard | None:
+        """Compute columns for this rank's groups; return None if it has no groups or another rank computes them."""
+        meshes = self.models.parallelism.meshes
+        group_range = split_groups(len(groups), meshes.data_rank, meshes.dims.data)
+        if group_range.is_empty or not meshes.is_leader:
+            return None
+        sub_batch, sub_groups = group_range.select(batch), groups[group_range.start : group_range.stop]
+        return ColumnShard(sub_batch.index, self.models.columns[name].columns(sub_batch.batch, sub_groups))
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    def open_export(self, make: Callable[[RankPolicy, Sharded, int], BlockingExporter]) -> None:
+        """Make the exporter of the policy's weights: ``make(policy, parallelism, rank)``."""
+        self._export = make(self.policy, self.models.parallelism, self.rank)
+
+    def _require_export(self) -> BlockingExporter:
+        assert self._export is not None
+        return self._export
+
+    def prepare_export(self, content: TransferContent) -> TransferPlan:
+        return self._require_export().prepare(content)
+
+    def open_sender(self, receivers: int) -> ChannelAddress:
+        return self._require_export().open(receivers)
+
+    def send(self, read_back: bool) -> Fingerprints | TransportError:
+        """Send the prepared weights. Return, not raise, a TransportError: a lost receiver must not end the ranks."""
+        try:
+            return self._require_export().send(read_back=read_back)
+        except TransportError as error:
+            return error
+
+    def export_adapters(self, resend: bool) -> SentAdapters:
+        return self._require_export().export_adapters(resend=resend)
+
+    def close_export(self) -> None:
+        if self._export is not None:
+            self._export.close()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, folder: Path, optimizer: bool) -> None:
+        self.models.learners[name].save(folder, optimizer)
+
+    def stage(self, name: str, optimizer: bool) -> None:
+        """Copy the state of a learner to CPU memory, for ``write_staged``."""
+        learner = self.models.learners[name]
+        self._staged[name] = take_snapshot(learner.parallelism, learner.state, optimizer=optimizer)
+
+    def write_staged(self, name: str, folder: Path, optimizer: bool) -> None:
+        """Write the staged state to ``folder``. May run concurrently with training."""
+        self._staged.pop(name).save(folder, optimizer=optimizer)
+
+    def load(self, name: str, folder: Path) -> None:
+        self.models.learners[name].load(folder)

@@ -1,0 +1,104 @@
+"""The driver's side of a learner on several ranks, each of which runs a ``LearnerWorker``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.distributed.actor_group import ActorGroup
+from strop.distributed.base import Cluster
+from strop.distributed.workers.column_shards import ColumnShard, merge_columns
+from strop.learner.base import WeightSource
+from strop.learner.client import LearnerClient
+from strop.learner.parallel.micro_batch import assemble_outputs, assemble_result
+from strop.types import Batch
+from strop.weight_sync.base import ChannelAddress, TransportError
+from strop.weight_sync.exporter import Fingerprints, SentAdapters, TransferContent, TransferPlan
+
+
+@dataclass(frozen=True)
+class RankCaller:
+    """Calls a learner, a scorer or a column source on every rank, and combines what the ranks return.
+
+    Batches and groups are passed by reference, so that each node reads them once.
+    """
+
+    name: str | tuple[str, str]  # of a learner or scorer; (teacher, column) of a column source
+    group: ActorGroup
+    cluster: Cluster
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        shared = [self.cluster.put(each) if isinstance(each, Batch | Sequence) else each for each in arguments]
+        results = await self.group.call_all(method, self.name, *shared)
+        match method, *arguments:
+            case "score", Batch() as batch:
+                return assemble_outputs(results, len(batch.target))
+            case "forward_backward" | "evaluate_loss", Batch() as batch, _:
+                return assemble_result(results, len(batch.target))
+            case "columns", Batch() as batch, _:
+                return merge_columns([shard for shard in results if isinstance(shard, ColumnShard)], len(batch.target))
+            case _:
+                return results[0]
+
+    def call_sync(self, method: str, *arguments: Any) -> Any:
+        resolved = [each.resolve() if isinstance(each, Path) else each for each in arguments]  # ranks have other working folders
+        return self.group.call_all_sync(method, self.name, *resolved)[0]
+
+
+@dataclass(frozen=True)
+class RemoteLearner(LearnerClient):
+    """A learner with its network and optimizer on the ranks."""
+
+    caller: RankCaller
+
+    def weights(self) -> WeightSource:
+        raise RuntimeError(
+            "a learner on several ranks does not give its weights to the driver; its exporter sends them to engines"
+        )
+
+    def stage(self, *, optimizer: bool = True) -> StagedLearner:
+        """Copy the state to the ranks' CPU memory, to be written concurrently with training."""
+        self.caller.call_sync("stage", optimizer)
+        return StagedLearner(self.caller)
+
+
+@dataclass(frozen=True)
+class StagedLearner:
+    """The staged state of a learner, in the CPU memory of its ranks."""
+
+    caller: RankCaller
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        caller = self.caller
+        caller.group.call_all_sync("write_staged", caller.name, folder.resolve(), optimizer, urgent=True)
+
+
+class RemoteExporter:
+    """The learner's side of a publish. Rank 0 sends; the other ranks take part in gathering the weights."""
+
+    def __init__(self, group: ActorGroup) -> None:
+        self.group = group
+
+    async def prepare(self, content: TransferContent) -> TransferPlan:
+        plan: TransferPlan = (await self.group.call_all("prepare_export", content))[0]
+        return plan
+
+    async def open(self, receivers: int) -> ChannelAddress:
+        address: ChannelAddress = await self.group.call_one(0, "open_sender", receivers)
+        return address
+
+    async def send(self, *, read_back: bool) -> Fingerprints:
+        result = (await self.group.call_all("send", read_back))[0]
+        if isinstance(result, TransportError):
+            raise result
+        fingerprints: Fingerprints = result
+        return fingerprints
+
+    async def export_adapters(self, *, resend: bool) -> SentAdapters:
+        adapters: SentAdapters = (await self.group.call_all("export_adapters", resend))[0]
+        return adapters
+
+    async def close(self) -> None:
+        await self.group.call_one(0, "close_export", urgent=True)

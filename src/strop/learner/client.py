@@ -1,0 +1,136 @@
+"""Awaitable learners, scorers and column sources, for the training loop.
+
+A client has typed methods to await, and a caller decides where they run: ``InlineCaller`` in this thread, for a learner that takes turns
+with an engine on its module; ``ThreadCaller`` beside the event loop, while engines in other processes generate; ``RankCaller``
+(``strop.distributed.workers.remote_learner``) on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from strop.algorithms.base import LossFn, Outputs, ValueOutputs
+from strop.learner.base import BackwardResult, WeightSource, require_token_outputs
+from strop.learner.learner_thread import LearnerThread
+from strop.metrics import Metrics
+from strop.types import Batch, Group
+
+
+class Caller(Protocol):
+    """Calls the methods of one learner, scorer or column source, wherever it is."""
+
+    async def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def call_sync(self, method: str, *arguments: Any) -> Any:
+        """Like ``call``, but block this thread. No other call may be in progress."""
+        ...
+
+
+@dataclass(frozen=True)
+class InlineCaller:
+    """Calls an object of this process, and blocks the event loop meanwhile."""
+
+    target: Any
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return self.call_sync(method, *arguments)
+
+    def call_sync(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.target, method)(*arguments)
+
+
+@dataclass(frozen=True)
+class ThreadCaller(InlineCaller):
+    """Calls an object of this process in ``thread``; ``call_sync`` stays in the caller's thread."""
+
+    thread: LearnerThread
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await self.thread.run(getattr(self.target, method), *arguments)
+
+
+@dataclass(frozen=True)
+class ScorerClient:
+    """An awaitable ``Scorer``."""
+
+    caller: Caller
+
+    async def score(self, batch: Batch) -> Outputs:
+        outputs: Outputs = await self.caller.call("score", batch)
+        return outputs
+
+
+@dataclass(frozen=True)
+class LearnerClient(ScorerClient):
+    """An awaitable ``Learner``. ``weights``, ``save`` and ``load`` block."""
+
+    async def forward_backward(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        result: BackwardResult = await self.caller.call("forward_backward", batch, loss)
+        return result
+
+    async def evaluate_loss(self, batch: Batch, loss: LossFn) -> BackwardResult:
+        result: BackwardResult = await self.caller.call("evaluate_loss", batch, loss)
+        return result
+
+    async def step(self) -> Metrics:
+        metrics: Metrics = await self.caller.call("step")
+        return metrics
+
+    def weights(self) -> WeightSource:
+        weights: WeightSource = self.caller.call_sync("weights")
+        return weights
+
+    def save(self, folder: Path, *, optimizer: bool = True) -> None:
+        self.caller.call_sync("save", folder, optimizer)
+
+    def load(self, folder: Path) -> None:
+        self.caller.call_sync("load", folder)
+
+
+class AsyncColumnSource(Protocol):
+    """An awaitable ``ColumnSource``."""
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        """Return columns by name, [N] or [N, K]. ``batch`` was packed from ``groups``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ColumnClient:
+    """Makes a ``ColumnSource`` awaitable."""
+
+    caller: Caller
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        columns: Mapping[str, Tensor] = await self.caller.call("columns", batch, groups)
+        return columns
+
+
+@dataclass(frozen=True)
+class LogprobColumn:
+    """The log-probabilities of the sampled tokens under a network, as the column ``name``."""
+
+    name: str
+    scorer: ScorerClient
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        return {self.name: require_token_outputs(await self.scorer.score(batch)).logprobs}
+
+
+@dataclass(frozen=True)
+class ValueColumn:
+    """The values that a critic predicts at each sampled token, as the column ``name``."""
+
+    name: str
+    scorer: ScorerClient
+
+    async def columns(self, batch: Batch, groups: Sequence[Group]) -> Mapping[str, Tensor]:
+        outputs = await self.scorer.score(batch)
+        if not isinstance(outputs, ValueOutputs):
+            raise TypeError(f"{type(self.scorer).__name__} is not a critic: it returns {type(outputs).__name__}")
+        return {self.name: outputs.values}

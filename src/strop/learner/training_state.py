@@ -1,0 +1,67 @@
+"""What a checkpoint keeps of training besides the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from strop.learner.torch.master_weights import MasterWeights
+from strop.learner.torch.optimizer import load_optimizer
+from strop.learner.torch.weight_average import AveragedWeights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingState:
+    """The optimizer, its schedule, the float32 masters of low-precision weights and the average of the weights.
+
+    A parallelism saves it with the weights, in its own format: ``SingleDevice`` the ``state_dict``, ``Sharded`` the shards of each tensor.
+    """
+
+    trainable_parameters: Sequence[tuple[str, nn.Parameter]]  # of the module: plain tensors on this rank
+    masters: MasterWeights
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    average: AveragedWeights | None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "masters": self.masters.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], path: Path) -> None:
+        """Restore a ``state_dict``, which was read from ``path``. Raises ValueError if it is of other parameters."""
+        self.masters.load_state_dict(state.get("masters", {}))
+        self.load_optimizer(state["optimizer"])
+        self.load_scheduler(state["scheduler"])
+        self.load_average(state.get("average"), path)
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the optimizer. Raises ValueError if it has other parameters or parameter groups."""
+        load_optimizer(self.optimizer, state)
+
+    def load_scheduler(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the state of the schedule, if this run and the checkpoint have one."""
+        if self.scheduler is not None and state is not None:
+            self.scheduler.load_state_dict(dict(state))
+
+    def load_average(self, state: Mapping[str, Any] | None, path: Path) -> None:
+        """Restore the state of the average, if this run has one; without a saved state restart it, with a warning."""
+        if self.average is None:
+            return
+        if state is not None:
+            self.average.load_state_dict(state)
+            return
+        log.warning("%s has no average of the weights (policy.ema): it restarts from the weights of this checkpoint", path)
+        self.average.reset()
