@@ -36,7 +36,7 @@ from strop.monitoring.trackers.base import NullTracker
 from strop.rollouts.order import DropTooOld, Fifo, GroupOrder, Windowed
 from strop.rollouts.stream import RolloutStream
 from strop.trainer.column_sources import ColumnSources
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.trainer.train import train
 from strop.types import Batch, Ending, Group, Rollout, Task, Turn
 
@@ -184,7 +184,7 @@ def measure(
         publisher = InstantPublisher(engine)
         k, thread = setting.max_staleness, LearnerThread()
         trainer: Any = SimulatedLearner(training, seed, time.sleep)
-        run = Run(
+        run = TrainingRun(
             options=TrainOptions(
                 max_steps=steps + WARM_UP,
                 groups_per_step=groups,

@@ -273,7 +273,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
-    from strop.trainer.run import Run
+    from strop.trainer.run import TrainingRun
     from strop.trainer.train import train
     from strop.types import Batch, Group, Message
 
@@ -383,7 +383,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
             foreign=laps.foreign(),
         )
 
-    async def run_all(run: Run, generator: TorchEngine) -> None:
+    async def run_all(run: TrainingRun, generator: TorchEngine) -> None:
         await train(run)
         await run.stream.close()
         await generator.close()

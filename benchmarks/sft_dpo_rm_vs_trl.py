@@ -493,7 +493,7 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
     from strop.build.lifecycle import make_tracker
     from strop.build.training_run import build_run
     from strop.monitoring.trackers.base import NullTracker
-    from strop.trainer.run import Run
+    from strop.trainer.run import TrainingRun
     from strop.trainer.train import train
     from strop.types import Batch, Group
 
@@ -560,7 +560,7 @@ def run_strop(race: Race, turns: TurnTaker) -> None:
         )
 
     async def run_all() -> None:
-        run: Run
+        run: TrainingRun
         run, _ = await build_run(config, Steps())
         run.stream = Stream(run.stream)
         run.learners = {"policy": Learner(run.learners["policy"])}

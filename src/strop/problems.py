@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-COMMAND_LINE = "command line"
+COMMAND_LINE, PYTHON = "command line", "Python"
 
 
 @dataclass(frozen=True)

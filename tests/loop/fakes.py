@@ -28,7 +28,7 @@ from strop.sampling import Sampling
 from strop.stopping import EarlyStop
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Batch, Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
 from support.algorithms import grpo
@@ -247,7 +247,7 @@ def make_run(
     store: str = "none",
     scorers: Mapping[str, Any] | None = None,
     latency: Callable[[int], float] = lambda seed: 0.0,
-) -> tuple[Run, FakeGenerator, Recorder]:
+) -> tuple[TrainingRun, FakeGenerator, Recorder]:
     """Build a run with the real loop, stream, episodes and packing, and fakes for the rest. ``tasks`` None: no limit."""
     environment, algorithm = environment or Letters(), algorithm or grpo()
     generator = FakeGenerator(tokenizer, latency=latency)
@@ -268,7 +268,7 @@ def make_run(
             source=source, size=validation, samples=2, generator=generator, template=template, sampling=sampling, rules=rules, seed=1,
         )  # fmt: skip
     slots = (options.max_staleness + 1) * options.groups_per_step
-    run = Run(
+    run = TrainingRun(
         options=options,
         algorithm=algorithm,
         stream=RolloutStream(group, slots=slots, size=tasks, refill_on_release=options.max_staleness > 0),

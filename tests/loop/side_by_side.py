@@ -31,7 +31,7 @@ from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling, mix_seed
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Batch, Group, Messages, Rollout, Task, user
 from support.algorithms import grpo
 
@@ -149,7 +149,7 @@ def separate_run(
     validation: int = 0,
     checkpoints: Checkpoints | None = None,
     scaling: Any = None,
-) -> tuple[Run, SeparateGenerator, Recorder]:
+) -> tuple[TrainingRun, SeparateGenerator, Recorder]:
     """Build a run with the real loop, stream and episodes, resumed from the last of ``checkpoints``. ``clock`` seeds all durations."""
     times = random.Random(clock)
     generator = SeparateGenerator(tokenizer, times, pace)
@@ -176,7 +176,7 @@ def separate_run(
             source=source, size=validation, samples=1, generator=generator, template=template, sampling=sampling, rules=rules, seed=1,
         )  # fmt: skip
     tracker = Recorder()
-    run = Run(
+    run = TrainingRun(
         options=options,
         algorithm=algorithm or grpo(),
         stream=RolloutStream(

@@ -14,7 +14,7 @@ from loop.killing import replace_function
 POINTS = {
     "environment": "strop.environments.base:compute_rewards",
     "engine": "strop.generation.torch.torch_engine:TorchEngine.generate",
-    "learner": "strop.learner.torch.learner:TorchLearner.step",
+    "learner": "strop.learner.client:LearnerClient.step",
 }
 
 

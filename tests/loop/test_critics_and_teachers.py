@@ -35,7 +35,7 @@ from strop.rollouts.episode import EpisodeRules, run_group
 from strop.rollouts.stream import RolloutStream
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.trainer.train import train
 from strop.types import Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
@@ -115,7 +115,7 @@ def run_of(
 
     staleness = options.get("max_staleness", 0)
     learners = {"policy": learner_on(policy, rate), **({} if critic is None else {"value": critic})}
-    run = Run(
+    run = TrainingRun(
         options=TrainOptions(max_steps=steps, groups_per_step=groups, **options),
         algorithm=algorithm,
         stream=RolloutStream(group, slots=(staleness + 1) * groups, size=None, refill_on_release=staleness > 0),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
@@ -19,11 +21,28 @@ from strop.trainer.evaluation import Evaluator
 
 def run_evaluation(config: EvalRunConfig) -> int:
     """Evaluate as configured. Return 0 on success, 1 after printing an error."""
-    return run_command(_evaluate(config))
+    return run_command(_print_evaluation(config))
 
 
-async def _evaluate(config: EvalRunConfig) -> None:
+@dataclass(frozen=True)
+class EvaluationReport:
+    """Metrics under ``validation/``, and every task with its samples as stored."""
+
+    metrics: Mapping[str, float]
+    tasks: Sequence[Mapping[str, Any]]
+
+
+async def _print_evaluation(config: EvalRunConfig) -> None:
     print(summarize(config))
+    metrics = (await evaluate_as_configured(config)).metrics
+    for name, value in metrics.items():
+        print(f"{name:32} {value:.4f}")
+    print(_format_headline(config, metrics))
+    if config.eval.save_path:
+        print(f"every sample is in {config.eval.save_path}")
+
+
+async def evaluate_as_configured(config: EvalRunConfig) -> EvaluationReport:
     generation = config.generation
     source = make_validation_tasks([config.data], [], config.env, seed=config.eval.seed)
     assert source is not None
@@ -55,11 +74,7 @@ async def _evaluate(config: EvalRunConfig) -> None:
         metrics = await evaluator.evaluate(0, open_console("auto"))
     finally:
         await engine.close()
-    for name, value in metrics.items():
-        print(f"{name:32} {value:.4f}")
-    print(_format_headline(config, metrics))
-    if config.eval.save_path:
-        print(f"every sample is in {config.eval.save_path}")
+    return EvaluationReport(metrics, evaluator.last_tasks)
 
 
 def _format_headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:

@@ -23,7 +23,7 @@ from strop.monitoring.trackers.base import CompositeTracker, Tracker
 from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.stopping import EarlyStop
-from strop.trainer.run import Run
+from strop.trainer.run import TrainingRun
 
 # NeMo-RL's names -> Strop's.
 METRIC_ALIASES = {
@@ -127,7 +127,7 @@ def restore_checkpoint(
     return state
 
 
-def resume_run(run: Run, state: RunState | None) -> Run:
+def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:
     """Set the run to the position that ``state`` records."""
     if state is not None:
         run.step, run.saved_step, run.last_metrics = state.step, state.step, state.logged

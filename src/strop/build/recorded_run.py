@@ -30,7 +30,7 @@ from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.loss_validation import LossValidator
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Group, Task
 from strop.weight_sync.in_process import InProcessWeights
 
@@ -89,7 +89,7 @@ class RecordedExamples:
         return [group for group in groups if not group.errors]
 
 
-async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> Run:
+async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> TrainingRun:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     algorithm = make_recorded_algorithm(config)
     backend = await make_backend(config, cluster, tracker)
@@ -116,7 +116,7 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
             columns=columns,
             share_prefixes=share_prefixes,
         )
-    run = Run(
+    run = TrainingRun(
         options=options,
         algorithm=algorithm,
         stream=make_recorded_stream(examples, options, state.stream if state else None),

@@ -31,13 +31,15 @@ from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
 from strop.trainer.mismatch import MismatchGuard
-from strop.trainer.run import DrainBefore, Run, TrainOptions
+from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
 
 log = logging.getLogger(__name__)
 
 
-async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator]:
+async def build_rollout_run(
+    config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None
+) -> tuple[TrainingRun, Generator]:
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
     algorithm = make_rollout_algorithm(config)
@@ -91,7 +93,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
             max_staleness=options.max_staleness,
             order=make_order(config, options),
         )
-    run = Run(
+    run = TrainingRun(
         options=options,
         algorithm=algorithm,
         stream=make_rollout_stream(

@@ -18,16 +18,17 @@ from strop.distributed.base import Cluster
 from strop.generation.base import Generator
 from strop.monitoring.trackers.base import Tracker
 from strop.stopping import RunStopped
-from strop.trainer.run import Run
+from strop.trainer.run import TrainingRun
 from strop.trainer.train import train
 
 
 def run_training(config: TrainingRunConfig) -> int:
     """Train as configured. Return 0 on success, 1 after printing an error."""
-    return run_command(_train(config))
+    return run_command(train_as_configured(config))
 
 
-async def _train(config: TrainingRunConfig) -> None:
+async def train_as_configured(config: TrainingRunConfig) -> None:
+    """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
     tracker = make_tracker(config)
     try:
         with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
@@ -58,7 +59,9 @@ async def _run_attempt(config: TrainingRunConfig, tracker: Tracker, signals: Sig
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
 
 
-async def build_run(config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> tuple[Run, Generator | None]:
+async def build_run(
+    config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None
+) -> tuple[TrainingRun, Generator | None]:
     """Build a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one. Return it with its generator,
     or None for a run on recorded data."""
     seed_everything(config.training.seed)

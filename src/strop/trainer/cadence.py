@@ -15,13 +15,13 @@ from strop.metrics import Metrics
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_records, split_by_rollout
 from strop.rollouts.stream import StreamState
 from strop.trainer.dropped import describe_drops
-from strop.trainer.run import Run, TooFewTasks
+from strop.trainer.run import TooFewTasks, TrainingRun
 from strop.trainer.step_metrics import group_metrics
 from strop.trainer.update import UpdateResult
 from strop.types import Batch, Group
 
 
-async def start(run: Run) -> None:
+async def start(run: TrainingRun) -> None:
     """Publish the weights, validate them if due and log the metrics as step 0. Find out whether there is anything to train."""
     await run.weights.publish(run.step)
     check_stop_request(run)
@@ -32,7 +32,7 @@ async def start(run: Run) -> None:
         run.ending = "finished"
 
 
-async def after_step(run: Run, groups: Sequence[Group], batch: Batch, result: UpdateResult, published: Metrics) -> None:
+async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, result: UpdateResult, published: Metrics) -> None:
     """Store the rollouts of the step; validate, end the run and save, where due; log the metrics."""
     recorded = bool(run.algorithm.recorded_data)
     with run.timer.span("storing"):
@@ -52,7 +52,7 @@ async def after_step(run: Run, groups: Sequence[Group], batch: Batch, result: Up
     run.tracker.log(run.step, {**run.last_metrics, **timing})
 
 
-async def finish_without_tasks(run: Run, left_over_groups: int) -> None:
+async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:
     """Validate, save and log as after the last step, because no tasks are left. Raises TooFewTasks if no step was trained.
 
     The checkpoint stores the stream's state from before the leftover tasks were started, so that a run with more epochs trains on them.
@@ -78,7 +78,7 @@ async def finish_without_tasks(run: Run, left_over_groups: int) -> None:
         run.tracker.log(run.step, validated)
 
 
-def make_step_records(run: Run, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
+def make_step_records(run: TrainingRun, groups: Sequence[Group], batch: Batch, old_outputs: Outputs) -> list[RolloutRecord]:
     """Make the records to store of this step's rollouts, including dropped ones; none for recorded data, which is stored already."""
     if run.algorithm.recorded_data:
         return []
@@ -94,7 +94,7 @@ def make_step_records(run: Run, groups: Sequence[Group], batch: Batch, old_outpu
     )
 
 
-async def validate_if_due(run: Run) -> dict[str, float]:
+async def validate_if_due(run: TrainingRun) -> dict[str, float]:
     """Validate the policy, if due after this step, and return the metrics; empty if not due."""
     options = run.options
     periodic = options.val_period and run.step % options.val_period == 0 and run.step >= options.val_start_at
@@ -104,7 +104,7 @@ async def validate_if_due(run: Run) -> dict[str, float]:
     return await run.evaluator.evaluate(run.step, run.tracker)
 
 
-def save_if_due(run: Run, stream: StreamState) -> None:
+def save_if_due(run: TrainingRun, stream: StreamState) -> None:
     """Save a checkpoint with this state of the stream, if due after this step or because the run ends."""
     period = run.options.save_period
     if run.checkpoints is None or not period or not (run.step % period == 0 or run.ending is not None):
@@ -116,7 +116,7 @@ def save_if_due(run: Run, stream: StreamState) -> None:
     run.tracker.note(f"checkpoint: {path}" if path.exists() else f"checkpoint, written in the background: {path}")
 
 
-def check_ending(run: Run, logged: Mapping[str, float]) -> None:
+def check_ending(run: TrainingRun, logged: Mapping[str, float]) -> None:
     """Set ``run.ending`` if this was the last step, if the metrics stop the run early or if a stop was requested, and log the reason."""
     check_stop_request(run)
     if run.step >= run.options.max_steps:
@@ -129,7 +129,7 @@ def check_ending(run: Run, logged: Mapping[str, float]) -> None:
         run.ending = "finished"
 
 
-def check_stop_request(run: Run) -> None:
+def check_stop_request(run: TrainingRun) -> None:
     """Stop the run if that was requested, and log it once. A run that is stopped is not validated as after its last step."""
     if not run.stop_noted and (reason := run.stop_request.check()) is not None:
         run.stop_noted = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from strop.monitoring.rollout_store.rollout_record import DropReason
-from strop.trainer.run import Run, TooManyDropped
+from strop.trainer.run import TooManyDropped, TrainingRun
 from strop.types import Group
 
 
-def drop_reason(run: Run, group: Group) -> DropReason | None:
+def drop_reason(run: TrainingRun, group: Group) -> DropReason | None:
     """Return why a group is dropped; None if it is trained on."""
     if group.errors:
         return "error"
@@ -16,7 +16,7 @@ def drop_reason(run: Run, group: Group) -> DropReason | None:
     return None if run.algorithm.keep(group) else "filtered"
 
 
-def check_drop_limits(run: Run, kept: int) -> None:
+def check_drop_limits(run: TrainingRun, kept: int) -> None:
     """Raise TooManyDropped if too many groups failed in a row, or too few of this step's groups passed the filter."""
     options = run.options
     if run.errors_in_a_row >= options.max_errors_in_a_row:
@@ -33,7 +33,7 @@ def check_drop_limits(run: Run, kept: int) -> None:
         )
 
 
-def describe_drops(run: Run) -> str:
+def describe_drops(run: TrainingRun) -> str:
     """Describe why groups of this step were dropped, one reason per line.
 
     First the last three distinct errors, then the number of groups that did not pass the filter, and of those that were too old.

@@ -98,6 +98,7 @@ class Evaluator:
     concurrent_tasks: int | None = None  # tasks sampled concurrently; None: all
     samples_to_print: int = 0  # samples to print at each evaluation
     last_groups: list[Group] = field(default_factory=list)  # the groups of the last evaluation, for display
+    last_tasks: list[dict[str, Any]] = field(default_factory=list)  # the same with their scores, as stored
 
     async def evaluate(self, step: int, tracker: Tracker | None = None) -> dict[str, float]:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
@@ -122,8 +123,9 @@ class Evaluator:
         for name in environments if len(environments) > 1 else ():
             means = summarize_results([result for result in results if result.environment == name], ks, voters)
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
+        self.last_tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
         if self.folder is not None:
-            self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics, groups, results)
+            self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics)
         if tracker is not None:
             self._print_samples(tracker, groups, results)
         metrics["seconds"] = time.perf_counter() - started
@@ -156,12 +158,11 @@ class Evaluator:
             seed=mix_seed(self.seed, _VALIDATION_SEED),
         )
 
-    def _write_samples(
-        self, path: Path, step: int, metrics: dict[str, float], groups: Sequence[Group], results: Sequence[TaskResult]
-    ) -> None:
-        tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
+    def _write_samples(self, path: Path, step: int, metrics: dict[str, float]) -> None:
         with atomic_write(path) as draft:
-            draft.write_text(json.dumps({"step": step, "metrics": metrics, "tasks": tasks}, ensure_ascii=False, indent=1))
+            draft.write_text(
+                json.dumps({"step": step, "metrics": metrics, "tasks": self.last_tasks}, ensure_ascii=False, indent=1)
+            )
 
     def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
         for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:

@@ -59,7 +59,7 @@ class TrainOptions:
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """The components and the state of a training run. ``step`` counts trained batches and is also the version of the weights."""
 
     options: TrainOptions

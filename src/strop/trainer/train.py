@@ -11,12 +11,12 @@ from strop.rollouts.stream import EndOfTasks
 from strop.trainer.cadence import after_step, finish_without_tasks, start
 from strop.trainer.dropped import check_drop_limits, drop_reason
 from strop.trainer.publish import publish, yield_device
-from strop.trainer.run import Run
+from strop.trainer.run import TrainingRun
 from strop.trainer.update import update
 from strop.types import Group
 
 
-async def train(run: Run) -> None:
+async def train(run: TrainingRun) -> None:
     """Train until the last step, the last task, early stopping or a stop request."""
     await start(run)
     while run.ending is None:
@@ -37,7 +37,7 @@ async def train(run: Run) -> None:
         await after_step(run, groups, batch, result, published)
 
 
-async def collect(run: Run) -> list[Group]:
+async def collect(run: TrainingRun) -> list[Group]:
     """Collect the groups of a step. Raises TooManyDropped.
 
     Groups that failed, are too old or do not pass the algorithm's filter are dropped, and their slots are released at once. There are fewer

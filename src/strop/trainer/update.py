@@ -10,7 +10,7 @@ from strop.algorithms.base import Outputs, TokenOutputs
 from strop.data.splitting import split_mini_batches
 from strop.learner.base import require_token_outputs
 from strop.trainer.mismatch import measure_mismatch
-from strop.trainer.run import Run
+from strop.trainer.run import TrainingRun
 from strop.trainer.step_metrics import batch_metrics
 from strop.types import Batch
 
@@ -23,7 +23,7 @@ class UpdateResult:
     metrics: Mapping[str, float]
 
 
-async def update(run: Run, batch: Batch) -> UpdateResult:
+async def update(run: TrainingRun, batch: Batch) -> UpdateResult:
     """Run ``update_epochs`` passes of ``steps_per_batch`` mini-batches, one optimizer step each, for every learner with a loss."""
     with run.timer.span("policy_training"):
         losses = run.algorithm.losses(run.step)
@@ -51,13 +51,13 @@ async def update(run: Run, batch: Batch) -> UpdateResult:
         return UpdateResult(old_outputs=old_outputs, metrics={**trained, **run.algorithm.report(batch), **measured, **mismatch})
 
 
-async def prepare_step(run: Run, batch: Batch) -> Batch:
+async def prepare_step(run: TrainingRun, batch: Batch) -> Batch:
     """Add the columns that depend on the whole optimizer step, before it is split into micro-batches."""
     outputs = await run.learners["policy"].score(batch) if run.algorithm.needs_step_outputs else None
     return run.algorithm.prepare_step(batch, None if outputs is None else require_token_outputs(outputs))
 
 
-def check_mismatch(run: Run, batch: Batch, old_outputs: Outputs) -> dict[str, float]:
+def check_mismatch(run: TrainingRun, batch: Batch, old_outputs: Outputs) -> dict[str, float]:
     """Compare the log-probabilities of sampler and learner; warn if they differ too much. Raises MismatchTooLarge."""
     if run.algorithm.recorded_data or not isinstance(old_outputs, TokenOutputs):
         return {}

@@ -278,7 +278,9 @@ def test_bfloat16_weights_with_float32_computation_are_refused() -> None:
     from pydantic import ValidationError
 
     from strop.config.schema.policy_config import PolicyConfig
+    from strop.models.tokenizer_config import TokenizerConfig
 
-    assert PolicyConfig(model_name="m", weights_dtype="bfloat16").precision == "bfloat16"
+    tokenizer = TokenizerConfig(name="m")
+    assert PolicyConfig(model_name="m", tokenizer=tokenizer, weights_dtype="bfloat16").precision == "bfloat16"
     with pytest.raises(ValidationError, match="set precision=bfloat16, or weights_dtype=float32"):
-        PolicyConfig(model_name="m", weights_dtype="bfloat16", precision="float32")
+        PolicyConfig(model_name="m", tokenizer=tokenizer, weights_dtype="bfloat16", precision="float32")

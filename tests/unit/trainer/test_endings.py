@@ -11,14 +11,14 @@ import pytest
 from loop.fakes import FakeCheckpoints, FakeLearner, Recorder, make_run
 from loop.tiny import tiny_tokenizer
 from strop.stopping import EarlyStop
-from strop.trainer.run import Run, TrainOptions
+from strop.trainer.run import TrainingRun, TrainOptions
 from strop.trainer.train import train
 
 TOKENIZER = tiny_tokenizer()
 NOTE = "SIGTERM: this run ends after step {}"
 
 
-def run_of(folder: Path, *, stop_in_step: int | None = None, **changes: Any) -> tuple[Run, Recorder]:
+def run_of(folder: Path, *, stop_in_step: int | None = None, **changes: Any) -> tuple[TrainingRun, Recorder]:
     """A run of four steps, which is told to stop at the optimizer step of ``stop_in_step``."""
     learner = FakeLearner()
     options = TrainOptions(max_steps=4, groups_per_step=3, val_at_end=True, save_period=100)

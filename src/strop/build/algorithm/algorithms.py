@@ -117,6 +117,40 @@ def infer_section(algorithm: Algorithm) -> str:
     return "distillation" if algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES} else "grpo"
 
 
+def find_section(name: str) -> str:
+    """Return the section (the kind of run) of the algorithm ``name``, or of a kind of run. Raises ValueError for an unknown name."""
+    if name in SECTION_DESCRIPTIONS:
+        return name
+    kind = find_algorithm(name)
+    try:
+        return infer_section(kind())
+    except TypeError:  # it has options without a default
+        return {"conversations": "sft", "preferences": "dpo", "judgements": "dpo"}.get(kind.recorded_data, "grpo")
+
+
+def name_options(algorithm: Algorithm) -> tuple[str, dict[str, Any]]:
+    """Return the name of an algorithm, and its options as a configuration writes them. Raises ValueError if these make another one."""
+    name = next((name for name, kind in all_algorithms().items() if kind is type(algorithm)), _dotted(type(algorithm)))
+    options = {item.name: _write_option(getattr(algorithm, item.name)) for item in fields(algorithm) if item.init}
+    if make_algorithm(name, options) != algorithm:
+        raise ValueError(f"{algorithm!r} has options that a configuration cannot hold; name it as file.py:Class instead")
+    return name, options
+
+
+def _write_option(value: Any) -> Any:
+    if isinstance(value, Part):
+        known = all_parts()
+        name = next((name for name, kind in known.items() if kind is type(value)), _dotted(type(value)))
+        return {"name": name, **{item.name: _write_option(getattr(value, item.name)) for item in fields(value)}}
+    if isinstance(value, Kl):
+        return {item.name: getattr(value, item.name) for item in fields(value)}
+    return [_write_option(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _dotted(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def check_section(name: str, algorithm: Algorithm, section: str) -> None:
     """Raise ValueError if an algorithm belongs to another kind of run."""
     if (expected := infer_section(algorithm)) != section:

@@ -44,13 +44,21 @@ class LoadedConfig(Generic[ConfigT]):
 
 
 def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), *, root: type[ConfigT], check: bool = True
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    root: type[ConfigT],
+    values: Mapping[str, Any] | None = None,
+    check: bool = True,
 ) -> LoadedConfig[ConfigT]:
-    """Load and validate a configuration. ``check=False`` skips the checks across keys, files and packages, to read a saved run.
+    """Load and validate a configuration: a file, then ``values`` (nested, from Python), then overrides.
+
+    ``check=False`` skips the checks across keys, files and packages, to read a saved run.
 
     Raises ConfigError, which lists every problem found.
     """
     source = ConfigSource() if path is None else read_config_file(Path(path))
+    source = source.overlay(ConfigSource.from_python(values or {}))
     source, problems = apply_overrides(source, overrides, root)
     source, contradictions = resolve_synonyms(source, root)
     source, warnings, unsupported = drop_unused_keys(source, root)

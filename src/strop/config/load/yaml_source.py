@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from strop.base_config import BaseConfig, get_at
 from strop.config.load import keys, yaml_text
-from strop.problems import COMMAND_LINE, ConfigError, Origin, Problem
+from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 
 KeyPath: TypeAlias = tuple[str, ...]
 
@@ -26,6 +26,10 @@ class ConfigSource:
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+
+    @classmethod
+    def from_python(cls, values: Mapping[str, Any]) -> ConfigSource:
+        return cls(values, dict.fromkeys(_paths_inside((), values), Origin(PYTHON)))
 
     def overlay(self, other: ConfigSource) -> ConfigSource:
         """Return this source with ``other`` on top: sections merge, other values are replaced."""
@@ -244,7 +248,7 @@ def _list_index(target: Any, name: str) -> int | None:
 
 
 def _paths_inside(path: KeyPath, value: Any) -> list[KeyPath]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     return [path_inside for key, inner in items for path_inside in [(*path, str(key)), *_paths_inside((*path, str(key)), inner)]]
 
 

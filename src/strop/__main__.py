@@ -1,0 +1,7 @@
+"""``python -m strop`` is ``strop``."""
+
+import sys
+
+from strop.cli import main
+
+sys.exit(main())

@@ -1,0 +1,258 @@
+"""Train and evaluate from Python: ``strop.train`` and ``strop.evaluate``, over the same configuration and objects as the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from strop.results import Evaluation, Run
+
+if TYPE_CHECKING:
+    import datasets
+
+    from strop.algorithms.base import Algorithm
+    from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
+    from strop.data.data_config import DataEntryConfig
+    from strop.environments.base import Environment
+    from strop.environments.environment_config import EnvironmentConfig
+
+Settings: TypeAlias = "Mapping[str, Any]"
+Data: TypeAlias = "str | Path | Sequence[Mapping[str, Any]] | datasets.Dataset | Settings"
+Reward: TypeAlias = "Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | Mapping[str, Any]"
+T = TypeVar("T")
+
+ALIAS = "task"  # of the environment that ``reward`` or ``environment`` describes
+
+
+def train(
+    algorithm: str | Algorithm = "grpo",
+    *,
+    model: str | Path | None = None,
+    data: Data | None = None,
+    validation: Data | None = None,
+    reward: Reward | None = None,
+    environment: str | type[Environment[Any]] | None = None,
+    folder: str | Path | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model, and return the finished run.
+
+    Works in scripts and in notebooks. The settings are those of the YAML files, by their dotted keys or as nested dicts::
+
+        strop.train("grpo", model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, reward=correct, **{"grpo.max_num_steps": 20})
+        strop.train("dpo", model=..., data="pairs.jsonl", policy={"optimizer": {"kwargs": {"lr": 1e-6}}})
+
+    Args:
+        algorithm: The name of an algorithm or of a kind of run, such as grpo, dapo, sft or kto; ``file.py:Class``; or an algorithm.
+        model: A hub name or a folder (``policy.model_name``).
+        data: What to train on: a file, the name of a dataset, a list of dicts, a ``datasets.Dataset``, or the keys of ``data.train``.
+        validation: What to validate on, in the same forms.
+        reward: A function ``(task, rollout) -> float | bool``, or ``(task, rollouts) -> list[float]`` for all completions of a prompt;
+            several as a list or by name; or ``file.py:function``.
+        environment: An ``Environment`` class, the name of one, or ``file.py:Class``.
+        folder: Where logs and checkpoints go. A folder that holds a run continues it. Default: a new folder in ``results``.
+        config: A YAML file with further settings, which the other arguments override.
+        settings: Any key of the configuration.
+
+    Raises ConfigError for settings that cannot work, and the errors of the run. RunStopped if a stop signal ends it.
+    """
+    from strop.build.algorithm.algorithms import find_section, name_options
+    from strop.build.training_run import train_as_configured
+    from strop.config import TRAINING_RUNS, load_config
+
+    name, options = (algorithm, {}) if isinstance(algorithm, str) else name_options(algorithm)
+    section = find_section(name)
+    own = {} if name in TRAINING_RUNS else {"algorithm": {"name": name}}
+    given = [own, {"algorithm": options}, _folder_settings(folder, name, config, settings), *_task_settings(reward, environment)]
+    given += [{"policy": {"model_name": str(model)}}] if model is not None else []
+    given += [_data_settings("train", data), _data_settings("validation", validation), _nest(settings)]
+    loaded: LoadedConfig[TrainingRunConfig] = load_config(config, root=TRAINING_RUNS[section], values=_merge(given))
+    _warn(loaded)
+    prepared = _with_objects(loaded.config, data, validation, reward)
+    _run(lambda: train_as_configured(prepared))
+    return Run(prepared.logger.log_dir)
+
+
+def evaluate(
+    model: str | Path | Run | None = None,
+    *,
+    data: Data | None = None,
+    reward: Reward | None = None,
+    environment: str | type[Environment[Any]] | None = None,
+    samples: int | None = None,
+    config: str | Path | None = None,
+    **settings: Any,
+) -> Evaluation:
+    """Sample a model on a set of tasks, and return its scores and samples.
+
+    Args:
+        model: A hub name, a folder, or a ``Run``, whose newest checkpoint is evaluated (``generation.model_name``).
+        data, reward, environment, config, settings: As for ``train``; ``data`` are the tasks.
+        samples: How many samples of each task (``eval.num_tests_per_prompt``).
+
+    Raises ConfigError for settings that cannot work, and the errors of the evaluation.
+    """
+    from strop.build.evaluate import evaluate_as_configured
+    from strop.config import EvalRunConfig, load_config
+
+    given = [*_task_settings(reward, environment), _data_settings(None, data)]
+    given += [_model_settings(model)] if model is not None else []
+    given += [{"eval": {"num_tests_per_prompt": samples}}] if samples is not None else []
+    loaded: LoadedConfig[EvalRunConfig] = load_config(config, root=EvalRunConfig, values=_merge([*given, _nest(settings)]))
+    _warn(loaded)
+    prepared = loaded.config
+    if _is_rows(data):
+        prepared = replace(prepared, data=prepared.data.with_rows(data))
+    prepared = replace(prepared, env=_with_reward(prepared.env, reward))
+    report = _run(lambda: evaluate_as_configured(prepared))
+    rows = [{"task": task["task"], **sample} for task in report.tasks for sample in task["samples"]]
+    return Evaluation({name.removeprefix("validation/"): value for name, value in report.metrics.items()}, rows)
+
+
+# --- settings -------------------------------------------------------------------------------------------------------------
+
+
+def _nest(settings: Settings) -> dict[str, Any]:
+    """Return settings with dotted keys as nested dicts."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = _merge([tree, value])
+    return tree
+
+
+def _merge(trees: Sequence[Settings]) -> dict[str, Any]:
+    from strop.config.load.yaml_source import merge_sections
+
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        merged = merge_sections(merged, tree)
+    return merged
+
+
+def _folder_settings(folder: str | Path | None, name: str, config: object, settings: Settings) -> Settings:
+    """Without a folder, use a new one: a changed cell of a notebook must not continue the run before it."""
+    given = _nest(settings)
+    named = "log_dir" in given.get("logger", {}) or "checkpoint_dir" in given.get("checkpointing", {})
+    if folder is None and (config is not None or named):
+        return {}
+    path = Path("results") / f"{name.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}" if folder is None else Path(folder)
+    while folder is None and path.exists():
+        path = path.with_name(f"{path.name}-again")
+    return {"logger": {"log_dir": str(path)}, "checkpointing": {"checkpoint_dir": str(path / "checkpoints")}}
+
+
+def _model_settings(model: str | Path | Run) -> Settings:
+    if isinstance(model, Run):
+        if model.model is None:
+            raise ValueError(f"{model.folder} has no checkpoint to evaluate (checkpointing.save_period)")
+        tokenizer = model.config["policy"]["tokenizer"]["name"]
+        return {"generation": {"model_name": str(model.model)}, "tokenizer": {"name": tokenizer}}
+    return {"generation": {"model_name": str(model)}}
+
+
+def _task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:
+    """Return the environment of the tasks. Functions take the place of their names after the configuration is loaded."""
+    if reward is not None and environment is not None:
+        raise ValueError("found a reward and an environment, which has rewards of its own; give one of them")
+    if reward is not None:
+        return [{"env": {ALIAS: {"reward": "python:reward"}}}]
+    if environment is not None:
+        name = environment if isinstance(environment, str) else f"{environment.__module__}:{environment.__qualname__}"
+        return [{"env": {ALIAS: {"type": name}}}]
+    return []
+
+
+def _data_settings(part: str | None, data: Data | None) -> Settings:
+    entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
+    if data is None:
+        return {}
+    return {"data": entry if part is None else {part: entry}}
+
+
+def _is_rows(data: Data | None) -> bool:
+    return data is not None and not isinstance(data, str | Path | Mapping)
+
+
+def _with_objects(
+    config: TrainingRunConfig, data: Data | None, validation: Data | None, reward: Reward | None
+) -> TrainingRunConfig:
+    """Put data in memory and functions, which no file can hold, into a loaded configuration."""
+    section = config.data
+    if _is_rows(data):
+        section = replace(section, train=_with_rows(section.train, data))
+    if _is_rows(validation):
+        section = replace(section, validation=_with_rows(section.validation or (), validation))
+    changes: dict[str, Any] = {"data": section}
+    if reward is not None:
+        changes["env"] = _with_reward(config.env, reward)  # type: ignore[attr-defined]
+    return replace(config, **changes)
+
+
+def _with_rows(entries: tuple[DataEntryConfig, ...], rows: Any) -> tuple[DataEntryConfig, ...]:
+    return (entries[0].with_rows(rows),)
+
+
+def _with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) -> dict[str, EnvironmentConfig]:
+    if reward is None:
+        return dict(env)
+    key = "reward" if callable(reward) or isinstance(reward, str) else "rewards"
+    options = {name: value for name, value in env[ALIAS].options.items() if name != "reward"}
+    return {**env, ALIAS: replace(env[ALIAS], options={**options, key: reward})}
+
+
+# --- running --------------------------------------------------------------------------------------------------------------
+
+
+def _warn(loaded: LoadedConfig[Any]) -> None:
+    for problem in loaded.warnings:
+        warnings.warn(str(problem), stacklevel=3)
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end, also where an event loop is running already, as in a notebook: there in another thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    value: T = _Background(work).result()
+    return value
+
+
+class _Background:
+    """A coroutine in the event loop of another thread. An interrupt cancels it, and is raised when it has ended."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self._work = work
+        self._outcome: Future[Any] = Future()
+        self._cancel: Callable[[], object] = lambda: None
+        threading.Thread(target=self._target, name="strop-run").start()
+
+    def _target(self) -> None:
+        try:
+            self._outcome.set_result(asyncio.run(self._main()))
+        except BaseException as error:
+            self._outcome.set_exception(error)
+
+    async def _main(self) -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+        return await self._work()
+
+    def result(self) -> Any:
+        try:
+            return self._outcome.result()
+        except KeyboardInterrupt:
+            self._cancel()
+            wait([self._outcome])  # the run closes its engines first
+            raise

@@ -1,0 +1,106 @@
+"""What a run left behind, as data: ``Run(folder)`` for training, ``Evaluation`` for an evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, read from its log folder, while it is running or afterwards. Everything is read again by a new ``Run``.
+
+    Raises FileNotFoundError if the folder holds no run.
+    """
+
+    folder: Path
+
+    def __init__(self, folder: str | Path) -> None:
+        object.__setattr__(self, "folder", Path(folder))
+        if not (self.folder / "config.yaml").is_file():
+            raise FileNotFoundError(
+                f"there is no run in {self.folder}: it has no config.yaml; give the log folder of a run (logger.log_dir)"
+            )
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the run, as nested dicts."""
+        from strop.config.load import yaml_text
+
+        values: Mapping[str, Any] = yaml_text.parse_value((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        return values
+
+    @cached_property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics, one row for each logged step and one column for each name; NaN where a step did not log a metric.
+
+        ``metrics["train/reward"][-1]`` is the last value that was logged.
+        """
+        from strop.monitoring.metrics_table import make_metrics_table
+        from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+
+        return make_metrics_table(read_metrics(self.folder / METRICS_FILE))
+
+    @cached_property
+    def rollouts(self) -> pandas.DataFrame:
+        """Every stored rollout, one row each, with its step, task, texts, rewards and log-probabilities. Empty if none are stored."""
+        import pandas
+
+        from strop.monitoring.rollout_store.rollout_store import RolloutStore
+
+        return pandas.DataFrame([vars(record) for record in RolloutStore(self.folder, "none").read_all()])
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged; 0 before the first."""
+        return int(self.metrics.index[-1]) if len(self.metrics) else 0
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints that are kept, the newest last."""
+        folder = Path(self.config["checkpointing"]["checkpoint_dir"])
+        steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*")}
+        return sorted((path for path, match in steps.items() if match), key=lambda path: int(path.name.removeprefix("step_")))
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint; None if there is none."""
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    @property
+    def model(self) -> Path | None:
+        """The trained weights in the newest checkpoint, a Hugging Face folder or PEFT adapters; None if there is no checkpoint."""
+        return None if self.checkpoint is None else self.checkpoint / "policy" / "weights"
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, step={self.step}, checkpoint={str(self.checkpoint) if self.checkpoint else None!r})"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of a model on a set of tasks, and its samples."""
+
+    metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, ...
+    rows: Sequence[Mapping[str, Any]]  # one for each sample
+
+    @cached_property
+    def samples(self) -> pandas.DataFrame:
+        """Every sample, one row each, with its task, text and rewards."""
+        import pandas
+
+        return pandas.DataFrame(list(self.rows))
+
+    @property
+    def accuracy(self) -> float:
+        return self.metrics["accuracy"]
+
+    def __repr__(self) -> str:
+        return f"Evaluation({json.dumps({name: round(value, 4) for name, value in self.metrics.items()})})"

@@ -1,0 +1,100 @@
+"""The README as written: ten lines of Python in a script and in a notebook, an environment and an algorithm in their files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import strop
+from loop.tiny import build_tiny
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+TEN_LINES = next(text for kind, text in BLOCKS if kind == "python" and "strop.train" in text)
+FILES = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python" and text.startswith("# ")}
+COMMAND = next(text for kind, text in BLOCKS if kind == "sh" and "larger.py" in text)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a tiny model has the name of the README's, beside 32 tasks: one step."""
+    build_tiny(tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    build_tiny(tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct")
+    rows = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(4) for b in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_ten_lines_are_the_same_on_every_page() -> None:
+    assert f"```python\n{TEN_LINES}```" in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert len([line for line in TEN_LINES.splitlines() if line]) <= 10
+
+
+def test_the_ten_lines_train_in_a_script(home: Path) -> None:
+    (home / "ten.py").write_text(TEN_LINES)
+    done = subprocess.run([sys.executable, "ten.py"], capture_output=True, text=True, timeout=280, env=environment())
+    assert done.returncode == 0, done.stderr
+    reward, checkpoint = done.stdout.splitlines()[-1].split()
+    (folder,) = (home / "results").iterdir()
+    run = strop.Run(folder)
+    assert 0 <= float(reward) <= 1 and float(reward) == run.metrics["train/reward"][-1]
+    assert Path(checkpoint) == run.checkpoint == Path("results") / folder.name / "checkpoints" / "step_1" or run.step == 1
+    assert len(run.rollouts) == 512 and {"reward", "step"} <= set(run.rollouts.columns)
+
+
+def test_the_ten_lines_train_in_a_notebook(home: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    head, _, last = TEN_LINES.rstrip().rpartition("\n")
+    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(head), nbformat.v4.new_code_cell(last)])
+    NotebookClient(notebook, timeout=280, kernel_name="python3", resources={"metadata": {"path": str(home)}}).execute()
+    (output,) = notebook.cells[1].outputs
+    assert re.fullmatch(r"[\d.]+ results/grpo-[\d-]+/checkpoints/step_1\n", output["text"])
+
+
+def test_a_trained_run_is_evaluated(home: Path) -> None:
+    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": "3"}]
+    small = {"grpo.num_prompts_per_step": 2, "grpo.num_generations_per_prompt": 2, "policy.max_total_sequence_length": 48}
+    model = home / "Qwen" / "Qwen2.5-0.5B-Instruct"
+    run = strop.train("grpo", model=model, data=rows, validation=rows, reward=correct, folder="run", **small)  # type: ignore[arg-type]
+    assert run.step == 1 and run.checkpoint == Path("run/checkpoints/step_1")
+    again = strop.train("grpo", model=model, data=rows, validation=rows, reward=correct, folder="run", **small)  # type: ignore[arg-type]
+    assert again.metrics.equals(run.metrics)
+    scores = strop.evaluate(
+        run, data=rows, reward=correct, samples=2, **{"generation.temperature": 1.0, "generation.max_new_tokens": 8}
+    )
+    assert set(scores.metrics) >= {"accuracy", "avg@2", "pass@2"} and len(scores.samples) == 4
+    assert scores.accuracy == scores.samples["accuracy"].mean()
+
+
+def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(home: Path) -> None:
+    assert set(FILES) == {"larger.py", "sign.py"}
+    for name, text in FILES.items():
+        (home / name).write_text(text)
+    short = "grpo.max_num_steps=2 grpo.val_at_start=false grpo.val_at_end=false policy.max_total_sequence_length=256"
+    command = COMMAND.partition(" # ")[0].replace("\\\n", " ").strip()
+    typed = f"{command} {short}".replace("strop", f"{sys.executable} -m strop.cli", 1)
+    done = subprocess.run(typed, shell=True, capture_output=True, text=True, timeout=280, env=environment())
+    assert done.returncode == 0, done.stderr
+    run = strop.Run("logs/larger")
+    assert run.step == 2 and run.checkpoint is not None and set(run.rollouts["advantage"].dropna()) <= {-1.0, 0.0, 1.0}
+
+
+def correct(task: strop.Task, rollout: strop.Rollout) -> bool:
+    return task.answer in rollout.text
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,185 @@
+"""The stable interface: its names, how arguments become settings, a running event loop, results as data frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import strop
+from strop.algorithms.catalogue import all_algorithms
+from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
+from strop.api import _run
+from strop.build import training_run
+from strop.build.algorithm.algorithms import find_section, make_algorithm, name_options
+from strop.build.algorithm.settings import collect_settings
+from strop.config import ConfigError, dump_config
+from strop.monitoring.metrics_table import make_metrics_table
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from support.each import each
+
+SURFACE = [
+    *("Algorithm", "Batch", "ConfigError", "DataSource", "Environment", "Evaluation", "Group", "Message", "Plan", "Rollout"),
+    *("Run", "RunStopped", "Task", "__version__", "evaluate", "load_config", "reward", "train"),
+]
+ROWS = [{"problem": "1+1", "answer": "2"}, {"problem": "1+2", "answer": "3"}]
+
+
+def correct(task: strop.Task, rollout: strop.Rollout) -> bool:
+    return task.answer in rollout.text
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The configurations that would be trained, in place of training."""
+    configs: list[Any] = []
+
+    async def train(config: Any) -> None:
+        configs.append(config)
+        folder = Path(config.logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_config(config))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_run, "train_as_configured", train)
+    return configs
+
+
+def test_the_stable_names_are_these_and_no_others() -> None:
+    assert sorted(strop.__all__) == sorted(SURFACE)
+    assert all(getattr(strop, name) is not None for name in SURFACE)
+    assert set(SURFACE) <= set(dir(strop))
+    with pytest.raises(AttributeError, match="no attribute 'tain'"):
+        strop.tain  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_page_documents_every_stable_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    assert [name for name in SURFACE if f"`strop.{name}`" not in page and name != "__version__"] == []
+
+
+def test_arguments_are_settings_and_settings_may_be_dotted_or_nested(trained: list[Any]) -> None:
+    run = strop.train(
+        "dapo", model="m", data=ROWS, reward=correct, folder="out", policy={"optimizer": {"kwargs": {"lr": 1e-6}}},
+        **{"grpo.max_num_steps": 3, "algorithm.objective.high": 0.3},
+    )  # fmt: skip
+    (config,) = trained
+    assert (config.section, config.algorithm.name, config.policy.model_name) == ("grpo", "dapo", "m")
+    assert (config.grpo.max_num_steps, config.policy.optimizer.kwargs["lr"]) == (3, 1e-6)
+    assert config.data.train[0].rows is ROWS and config.env["task"].options["reward"] is correct
+    assert config.algorithm.options == {"objective": {"high": 0.3}}
+    assert run.folder == Path("out") and config.checkpointing.checkpoint_dir == str(Path("out/checkpoints"))
+
+
+def test_a_run_without_a_folder_gets_a_new_one_each_time(trained: list[Any]) -> None:
+    folders = {str(strop.train("sft", model="m", data=[{"messages": []}]).folder) for _ in range(3)}
+    assert len(folders) == 3 and all(folder.startswith("results/sft-") for folder in folders)
+    strop.train("sft", model="m", data=ROWS, **{"logger.log_dir": "mine"})
+    assert trained[-1].logger.log_dir == "mine"
+
+
+def test_several_rewards_go_by_name_and_an_environment_by_its_class(trained: list[Any]) -> None:
+    strop.train("grpo", model="m", data=ROWS, reward={"correct": correct, "short": {"function": correct, "weight": 0.1}})
+    assert trained[-1].env["task"].options["rewards"]["short"]["weight"] == 0.1
+    strop.train("grpo", model="m", data=ROWS, environment="math")
+    assert trained[-1].env["task"].type == "math"
+    with pytest.raises(ValueError, match="give one of them"):
+        strop.train("grpo", model="m", data=ROWS, reward=correct, environment="math")
+
+
+def test_mistakes_are_refused_with_the_key_and_a_way_out(trained: list[Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Python: grpo\.max_num_stepz: there is no such key\s+Did you mean grpo\.max_num_steps"
+    ):
+        strop.train("grpo", model="m", data=ROWS, reward=correct, **{"grpo.max_num_stepz": 3})
+    with pytest.raises(ValueError, match=r"algorithm\.name: 'gpro' is neither .* did you mean 'gspo'"):
+        strop.train("gpro", model="m", data=ROWS, reward=correct)
+    assert not trained
+
+
+@each("name", sorted(all_algorithms()))
+def test_an_algorithm_object_is_the_same_as_its_name_and_options(name: str) -> None:
+    algorithm = all_algorithms()[name]()
+    found, options = name_options(algorithm)
+    assert found == name and make_algorithm(found, options) == algorithm
+    assert find_section(name) in ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
+
+
+def test_an_algorithm_object_arrives_with_its_options(trained: list[Any]) -> None:
+    strop.train(GRPO(objective=Clip(high=0.28), drop_constant_groups=True), model="m", data=ROWS, reward=correct)
+    config = trained[-1]
+    made = make_algorithm(config.algorithm.name, config.algorithm.kwargs, collect_settings(config))
+    assert made == GRPO(objective=Clip(high=0.28), drop_constant_groups=True)
+
+
+def test_a_running_event_loop_is_no_obstacle() -> None:
+    async def work() -> str:
+        await asyncio.sleep(0)
+        return threading.current_thread().name
+
+    async def notebook() -> str:
+        return _run(work)
+
+    assert _run(work) == "MainThread" and asyncio.run(notebook()) == "strop-run"
+
+
+def test_an_error_of_the_run_reaches_the_notebook() -> None:
+    async def work() -> None:
+        raise strop.RunStopped("SIGTERM")
+
+    async def notebook() -> None:
+        _run(work)
+
+    with pytest.raises(strop.RunStopped):
+        asyncio.run(notebook())
+
+
+def test_an_interrupt_in_a_notebook_cancels_the_run() -> None:
+    code = """
+import asyncio, os, signal, threading
+from strop.api import _run
+async def work():
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        print("cancelled")
+        raise
+async def notebook():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _run(work)
+try:
+    asyncio.run(notebook())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["cancelled", "interrupted"], done.stderr
+
+
+def test_metrics_are_a_data_frame_whose_columns_end_in_the_last_logged_value() -> None:
+    table = make_metrics_table([(1, {"a": 0.5}), (2, {"a": 0.75, "b": 3.0}), (3, {"a": 1.0}), (3, {"c": 1.0})])
+    assert list(table.index) == [1, 2, 3] and table["a"][-1] == 1.0 and table["b"][-1] == 3.0 and table["a"][2] == 0.75
+    assert math.isnan(table["b"][1]) and table["a"].mean() == 0.75 and table.loc[3, "c"] == 1.0
+    assert table[["a", "b"]].rolling(2).mean()["a"][-1] == 0.875
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no run in"):
+        strop.Run(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"checkpointing: {{checkpoint_dir: {tmp_path / 'steps'}}}\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "metrics": {"train/loss": 1 / s}}) + "\n" for s in (1, 2))
+    )
+    run = strop.Run(tmp_path)
+    assert run.checkpoint is None and run.model is None and len(run.rollouts) == 0
+    for step in (2, 10):
+        (tmp_path / "steps" / f"step_{step}").mkdir(parents=True)
+    assert run.checkpoint == tmp_path / "steps" / "step_10" and len(RolloutStore(tmp_path, "none").steps()) == 0
