@@ -64,7 +64,8 @@ def train(
 
     Raises ConfigError for settings that cannot work, and the errors of the run. RunStopped if a stop signal ends it.
     """
-    from strop.build.algorithm.algorithms import find_section, name_options
+    from strop.algorithm_factory import name_options
+    from strop.build.algorithm.sections import find_section
     from strop.build.training_run import train_as_configured
     from strop.config import TRAINING_RUNS, load_config
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import strop
+from strop.algorithm_factory import make_algorithm, name_options
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO, Clip
 from strop.api import _run
 from strop.build import training_run
-from strop.build.algorithm.algorithms import find_section, make_algorithm, name_options
+from strop.build.algorithm.sections import find_section
 from strop.build.algorithm.settings import collect_settings
 from strop.config import ConfigError, dump_config
 from strop.monitoring.metrics_table import make_metrics_table

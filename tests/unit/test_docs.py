@@ -24,8 +24,8 @@ from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_confi
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
-from strop.environments.user_code import import_attribute
 from strop.types import Group, Rollout, Task, Turn
+from strop.user_code import import_attribute
 from support.each import each
 from support.rollouts import pack_for
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
+from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run

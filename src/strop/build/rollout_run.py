@@ -6,8 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm, Plan
-from strop.build.algorithm.algorithms import check_algorithm, check_section, make_algorithm
+from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments

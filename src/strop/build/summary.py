@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.build.algorithm.algorithms import format_algorithm
+from strop.algorithm_factory import format_algorithm
 from strop.build.cluster.device_plan import format_placement
 from strop.build.models import resolve_device
 from strop.build.recorded_run import make_recorded_algorithm

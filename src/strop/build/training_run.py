@@ -11,7 +11,6 @@ from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run
 from strop.build.rollout_run import build_rollout_run
-from strop.build.stop_signal import SignalHandler, handle_stop_signals
 from strop.build.summary import summarize
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
@@ -19,6 +18,7 @@ from strop.generation.base import Generator
 from strop.monitoring.trackers.base import Tracker
 from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
+from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
 from strop.trainer.train import train
 
 

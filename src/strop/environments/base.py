@@ -25,9 +25,9 @@ from numbers import Real
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from strop.data.messages import make_prompt
-from strop.data.sources.records import suggest_names
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
+from strop.user_code import UserCodeError, import_attribute, suggest_names
 
 TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
@@ -42,6 +42,14 @@ class RewardError(Exception):
 
 class EnvironmentConfigError(ValueError):
     """An environment cannot be built as configured. The message says what to set instead."""
+
+
+def import_user_code(path: str) -> Any:
+    """Import ``module:name`` or ``path/to/file.py:name``. Raises EnvironmentConfigError."""
+    try:
+        return import_attribute(path)
+    except UserCodeError as error:
+        raise EnvironmentConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from strop.data.sources.records import suggest_names
 from strop.environments.base import (
     DatasetEnvironment,
     Environment,
     EnvironmentConfigError,
     RewardFunction,
     RewardMark,
+    import_user_code,
     is_finite,
     takes_rollouts,
 )
-from strop.environments.user_code import import_attribute
+from strop.user_code import suggest_names
 
 OPTIONS = ("function", "weight", "accuracy", "group")
 CALLS = (
@@ -94,7 +94,7 @@ def _make_reward(name: str | None, given: Any) -> tuple[str, RewardFunction, boo
     if isinstance(function, str):
         if ":" not in function:
             raise EnvironmentConfigError(f"the reward {function!r} is not a function; write file.py:name or module:name")
-        function = import_attribute(function)
+        function = import_user_code(function)
     if isinstance(function, type) and issubclass(function, Environment):
         raise EnvironmentConfigError(f"the reward {source} is an environment; set type to it in place of reward")
     if not callable(function) or isinstance(function, type):

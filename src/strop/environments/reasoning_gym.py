@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from strop.data.sources.records import DataError, suggest_names
+from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource
 from strop.data.sources.split import is_held_out
 from strop.environments.answers import extract_last_number
@@ -25,6 +25,7 @@ from strop.environments.base import (
 from strop.environments.sandbox.scoring_pool import ScoringResult, get_scoring_pool
 from strop.sampling import mix_seed
 from strop.types import Messages, Rollout
+from strop.user_code import suggest_names
 
 MAX_ATTEMPTS = 64  # draws until a question belongs to the requested split; each split has half of the questions
 _ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

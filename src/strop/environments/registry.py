@@ -8,9 +8,8 @@ from dataclasses import MISSING, fields
 from inspect import isroutine
 from typing import Any, get_type_hints
 
-from strop.data.sources.records import suggest_names
-from strop.environments.base import Environment, EnvironmentConfigError
-from strop.environments.user_code import import_attribute
+from strop.environments.base import Environment, EnvironmentConfigError, import_user_code
+from strop.user_code import suggest_names
 
 ENVIRONMENTS = {
     "arithmetic": "strop.environments.arithmetic:Arithmetic",
@@ -59,7 +58,7 @@ def environment_class(name: str) -> type[Environment[Any]]:
             f"there is no environment {name!r}{suggest_names(name, ENVIRONMENTS)}. Name your own as module:Class or file.py:Class, "
             "or set env.ALIAS.reward to a function, as file.py:function, and no type"
         )
-    kind = import_attribute(path)
+    kind = import_user_code(path)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         instead = f"; to use it as a reward, set env.ALIAS.reward={name} in place of the type" if isroutine(kind) else ""
         raise EnvironmentConfigError(f"{name} is {kind!r:.80}, not a subclass of strop.environments.base.Environment{instead}")

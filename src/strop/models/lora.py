@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.data.sources.records import suggest_names
 from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_model, load_tokenizer, quiet_transformers
 from strop.models.lora_config import LoraConfig
 from strop.models.value_network import get_score_layer
+from strop.user_code import suggest_names
 
 # Initialization of `down`; `up` is zero, so that the model initially equals its base.
 INITIALISERS: dict[str, Callable[..., Tensor]] = {

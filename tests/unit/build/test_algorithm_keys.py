@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from strop.algorithm_factory import make_algorithm
 from strop.algorithms.base import Algorithm
 from strop.base_config import option_set_by
-from strop.build.algorithm.algorithms import make_algorithm
 from strop.build.algorithm.settings import collect_settings
 from strop.config import TRAINING_RUNS, ConfigError, load_config
 from strop.config.load.keys import iter_keys

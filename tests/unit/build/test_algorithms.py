@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from strop.algorithm_factory import AlgorithmSetting, find_algorithm, format_algorithm, make_algorithm
 from strop.algorithms.base import Algorithm, Plan
 from strop.algorithms.catalogue import all_algorithms
 from strop.algorithms.critic.gae import Gae
@@ -34,14 +35,7 @@ from strop.algorithms.policy_gradient.top_entropy import TopEntropy
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.build.algorithm.algorithms import (
-    AlgorithmSetting,
-    check_algorithm,
-    find_algorithm,
-    format_algorithm,
-    infer_section,
-    make_algorithm,
-)
+from strop.build.algorithm.sections import check_algorithm, infer_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.recorded_run import make_recorded_algorithm
 from strop.build.rollout_run import make_rollout_algorithm

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.environments.user_code import import_attribute
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
 from strop.sampling import Sampling
+from strop.user_code import import_attribute
 from support.models import build
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "converters" / "convert_dcp_to_hf.py"

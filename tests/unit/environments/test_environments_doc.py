@@ -14,8 +14,8 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import compute_group_rewards, compute_rewards
 from strop.environments.mixture import Mixture
 from strop.environments.registry import make_environment
-from strop.environments.user_code import import_attribute
 from strop.types import Task
+from strop.user_code import import_attribute
 
 DOC = Path(__file__).parents[3] / "docs" / "environments.md"
 EXAMPLES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.algorithm_factory import AlgorithmSetting
 from strop.base_config import default_of, fields_of, iter_sections, option_set_by
-from strop.build.algorithm.algorithms import AlgorithmSetting
 from strop.config import TrainingRunConfig
 from strop.config.schema.grpo_config import LossConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, GrpoRunConfig, PpoRunConfig, RmRunConfig

@@ -14,9 +14,10 @@ from strop.data.prompt_template import PromptTemplate, parse_prompt_template, re
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
 from strop.data.sources.files import FILE_SUFFIXES, open_file
 from strop.data.sources.in_memory import open_rows
-from strop.data.sources.records import DataError, Record, Records, get_text, has_key, suggest_names
+from strop.data.sources.records import DataError, Record, Records, get_text, has_key
 from strop.data.sources.split import split_by_question
 from strop.types import Message
+from strop.user_code import suggest_names
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from strop.data.sources.records import suggest_names
+from strop.user_code import suggest_names
 
 # The arguments of each schedule besides those of the warm-up and total_steps.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {

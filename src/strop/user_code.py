@@ -1,29 +1,39 @@
-"""Import what a configuration names as ``module:name`` or ``path/to/file.py:name``."""
+"""Names that users write: import ``module:name`` or ``path/to/file.py:name``, and suggest the nearest known name."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from strop.data.sources.records import suggest_names
-from strop.environments.base import EnvironmentConfigError
+
+class UserCodeError(ValueError):
+    """A name that cannot be imported. The message says why."""
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'X'?" if a known name is close, and a list of the known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(names) or 'none'}"
 
 
 def import_attribute(path: str) -> Any:
-    """Import ``module:name`` or ``path/to/file.py:name``; the current folder is searched too. Raises EnvironmentConfigError."""
+    """Import ``module:name`` or ``path/to/file.py:name``; the current folder is searched too. Raises UserCodeError."""
     module_name, _, attribute = path.rpartition(":")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except Exception as error:  # user code may raise anything
-        raise EnvironmentConfigError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
-        raise EnvironmentConfigError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
+        raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")
     return getattr(module, attribute)
 
 

@@ -1,4 +1,4 @@
-"""Build an algorithm from a configuration: its name, its parts, and the flat keys that set fields of parts."""
+"""Make an algorithm from its name and options, as configurations write them, and the other way round."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from functools import partial
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from strop.algorithms.base import Algorithm, Plan
+from strop.algorithms.base import Algorithm
 from strop.algorithms.catalogue import all_algorithms, all_parts, part_name
-from strop.algorithms.critic.gae import VALUES
-from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
-from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
 from strop.algorithms.kl import Kl
 from strop.algorithms.policy_gradient.parts import Part
-from strop.data.sources.records import suggest_names
-from strop.environments.user_code import import_attribute
+from strop.user_code import import_attribute, suggest_names
 
 
 @dataclass(frozen=True)
@@ -98,36 +94,6 @@ def _format_part(part: Part | Kl) -> str:
     return f"{kind}({options})" if options else kind
 
 
-SECTION_DESCRIPTIONS: Mapping[str, str] = {  # section -> what algorithms of this kind of run learn from
-    "grpo": "learns from the rewards of rollouts",
-    "ppo": "learns from rollouts with a critic",
-    "distillation": "learns from rollouts with a teacher",
-    "sft": "learns from recorded conversations",
-    "dpo": "learns from recorded preferences, paired or unpaired",
-    "rm": "scores whole rollouts, as a reward model does",
-}
-
-
-def infer_section(algorithm: Algorithm) -> str:
-    """Return the section of the configuration (the kind of run) that provides what an algorithm needs."""
-    if algorithm.recorded_data:
-        return "rm" if algorithm.predict == "last_token" else "sft" if algorithm.recorded_data == "conversations" else "dpo"
-    if VALUES in algorithm.requires:
-        return "ppo"
-    return "distillation" if algorithm.requires & {TEACHER_LOGPROBS, TEACHER_CANDIDATES} else "grpo"
-
-
-def find_section(name: str) -> str:
-    """Return the section (the kind of run) of the algorithm ``name``, or of a kind of run. Raises ValueError for an unknown name."""
-    if name in SECTION_DESCRIPTIONS:
-        return name
-    kind = find_algorithm(name)
-    try:
-        return infer_section(kind())
-    except TypeError:  # it has options without a default
-        return {"conversations": "sft", "preferences": "dpo", "judgements": "dpo"}.get(kind.recorded_data, "grpo")
-
-
 def name_options(algorithm: Algorithm) -> tuple[str, dict[str, Any]]:
     """Return the name of an algorithm, and its options as a configuration writes them. Raises ValueError if these make another one."""
     name = next((name for name, kind in all_algorithms().items() if kind is type(algorithm)), _dotted(type(algorithm)))
@@ -149,21 +115,6 @@ def _write_option(value: Any) -> Any:
 
 def _dotted(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def check_section(name: str, algorithm: Algorithm, section: str) -> None:
-    """Raise ValueError if an algorithm belongs to another kind of run."""
-    if (expected := infer_section(algorithm)) != section:
-        raise ValueError(
-            f"algorithm.name: {name} {SECTION_DESCRIPTIONS[expected]}, so it belongs to strop {expected}; an algorithm of strop {section} "
-            f"{SECTION_DESCRIPTIONS[section]}. Choose another algorithm, or run strop {expected}"
-        )
-
-
-def check_algorithm(algorithm: Algorithm, plan: Plan) -> None:
-    """Raise ValueError with every problem that the algorithm finds in the plan of the run."""
-    if problems := list(algorithm.validate(plan)):
-        raise ValueError("the algorithm does not fit the run:\n  " + "\n  ".join(problems))
 
 
 def parse_option(annotation: Any, value: Any, where: str, default: Any = None) -> Any:
