@@ -19,7 +19,7 @@ PACKAGE = ROOT / "strop"
 
 # Who may import whom: a room imports from earlier lines only. (docs/architecture.md draws the same picture.)
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "metrics", "sampling", "stopping", "problems"),
+    ("types", "metrics", "sampling", "stopping", "problems", "packages"),
     ("base_config",),
     ("algorithms",),
     ("data",),

@@ -45,17 +45,12 @@ def make_teachers(
     """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
     columns = find_teacher_columns(config, algorithm)
     factories: dict[str, Callable[[str], ColumnSource]] = {}
-    for key, teacher in named_teachers(config).items():
+    for key, teacher in config.all_teachers.items():
         if teacher.model_name == "self":
             factories[key] = _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
         else:
             factories[key] = load_teacher(key, config, get_student_info(policy), columns, sampling)
     return {column: combine_teachers({key: make(column) for key, make in factories.items()}, config) for column in columns}
-
-
-def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
-    """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
-    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
 
 
 def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
@@ -76,7 +71,7 @@ def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: Distillatio
     """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
 
     Raises ValueError."""
-    sources = {key: (teacher, by_teacher[key]) for key, teacher in named_teachers(config).items()}
+    sources = {key: (teacher, by_teacher[key]) for key, teacher in config.all_teachers.items()}
     for key, (teacher, _) in sources.items():
         if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
             raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
@@ -101,7 +96,7 @@ def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
 ) -> Callable[[str], ColumnSource]:
     """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
-    teacher = named_teachers(config)[key]
+    teacher = config.all_teachers[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
     if teacher.demonstration is not None:
         raise ValueError(

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from strop import packages
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.checks import engine_checks, run_checks
 from strop.config.schema.run_config import SftRunConfig
+from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 
 RUN = [
     "policy.model_name=m",
@@ -25,7 +26,7 @@ G, C, W = "policy.generation.", "policy.generation.vllm_cfg.", "policy.generatio
 
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
 
 
 def warnings(*overrides: str, root: Any = GrpoRunConfig, base: list[str] = RUN) -> list[str]:
@@ -123,7 +124,7 @@ def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None
 
 
 def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     error = refusal(VLLM)
     assert "vLLM is not installed" in str(error) and "make setup-vllm" in str(error)
     with pytest.raises(ConfigError, match=r"generation\.backend: found vllm, but vLLM is not installed"):
@@ -131,7 +132,7 @@ def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest
 
 
 def test_a_run_on_recorded_data_needs_no_engine_and_says_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "data.validation.dataset_name=squad"]
     assert warnings(root=SftRunConfig, base=base) == []
     (warning,) = warnings(VLLM, f"{C}speculation.method=ngram", root=SftRunConfig, base=base)
@@ -147,4 +148,4 @@ def test_an_evaluation_is_sent_no_weights() -> None:
 
 def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() -> None:
     requests = pytest.importorskip("strop.generation.vllm.requests", reason="vLLM is not installed")
-    assert requests.MIN_TEMPERATURE == engine_checks.MIN_TEMPERATURE
+    assert requests.MIN_TEMPERATURE == MIN_TEMPERATURE

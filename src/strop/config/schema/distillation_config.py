@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, Device, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.problems import Problem
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 
@@ -93,3 +95,11 @@ class TeacherConfig(BaseConfig):
         description="With model_name self: the policy before training (initial), as it is (current), or its moving average "
         "(ema, with policy.ema).",
     )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.hosts and self.model_name == "self":
+            yield Problem(
+                f"{key}.hosts",
+                f"found {self.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
+                "Set it to 0, or name a model.",
+            )
