@@ -133,5 +133,5 @@ def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
     if algorithm.on_policy_ratio and plan.max_staleness:
         yield (
             "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older "
-            "weights, so the ratio is not 1; set it to false, or turn off asynchronous training (async_grpo.enabled=false)"
+            "weights, so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)"
         )

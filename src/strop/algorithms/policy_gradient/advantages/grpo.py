@@ -38,7 +38,7 @@ class GroupRelative(Advantage):
             reason, fix = "a group of one has no standard deviation to normalise by", "grpo.normalize_rewards=false"
         yield (
             f"the group size is {plan.group_size}, but {type(self).__name__} compares at least {self.min_group_size} rollouts of a "
-            f"group: {reason}; raise num_generations_per_prompt (grpo.num_generations_per_prompt) to 2 or more, or set {fix}"
+            f"group: {reason}; raise num_generations_per_prompt to 2 or more, or set {fix}"
         )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
