@@ -45,12 +45,17 @@ def make_teachers(
     """Make the sources of the teacher columns that the algorithm requires. Call it before a checkpoint is loaded. Raises ValueError."""
     columns = find_teacher_columns(config, algorithm)
     factories: dict[str, Callable[[str], ColumnSource]] = {}
-    for key, teacher in config.all_teachers.items():
+    for key, teacher in named_teachers(config).items():
         if teacher.model_name == "self":
-            factories[key] = _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
+            factories[key] = _make_self_teacher(teacher, config, policy, columns, sampling, learners)
         else:
             factories[key] = load_teacher(key, config, get_student_info(policy), columns, sampling)
     return {column: combine_teachers({key: make(column) for key, make in factories.items()}, config) for column in columns}
+
+
+def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
+    """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
+    return config.all_teachers
 
 
 def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
@@ -68,23 +73,13 @@ def get_student_info(policy: LoadedPolicy) -> StudentInfo:
 
 
 def combine_teachers(by_teacher: Mapping[str, ColumnSource], config: DistillationRunConfig) -> ColumnSource:
-    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
-
-    Raises ValueError."""
-    sources = {key: (teacher, by_teacher[key]) for key, teacher in config.all_teachers.items()}
-    for key, (teacher, _) in sources.items():
-        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
-            raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
+    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments."""
+    sources = {key: (teacher, by_teacher[key]) for key, teacher in named_teachers(config).items()}
     routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
     general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
     fallback: ColumnSource | None = None
     if general:
         weights = [weight for weight, _ in general]
-        if len(general) > 1 and config.algorithm.name == "topk_distillation":
-            raise ValueError(
-                "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its "
-                "environments (teachers.NAME.environments), or set algorithm.name=distillation"
-            )
         fallback = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
     if not routed:
         assert fallback is not None
@@ -96,12 +91,8 @@ def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
 ) -> Callable[[str], ColumnSource]:
     """Load a teacher model. Return a function from the name of a column to its source. Raises ModelNotFound, ValueError."""
-    teacher = config.all_teachers[key]
+    teacher = named_teachers(config)[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
-    if teacher.demonstration is not None:
-        raise ValueError(
-            f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
-        )
     teacher_policy = _load_teacher_model(teacher)
     network = teacher_policy.network
     vocab_size = shared_vocabulary_size(
@@ -118,7 +109,6 @@ def load_teacher(
 
 
 def _make_self_teacher(
-    key: str,
     teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: LoadedPolicy,
@@ -127,7 +117,7 @@ def _make_self_teacher(
     learners: Mapping[str, Learner],
 ) -> Callable[[str], ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
+    scorer = _make_self_scorer(teacher, policy, _unfiltered_sampling(sampling, columns), learners)
     assert teacher.demonstration is not None
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
     return lambda column: SelfTeacher(_make_source(column, scorer, config, None), prompt)
@@ -162,15 +152,9 @@ def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
 
 
 def _make_self_scorer(
-    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
+    teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, Learner]
 ) -> Teacher:
-    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights.
-
-    Raises ValueError without a demonstration: teacher and student would be the same."""
-    if teacher.demonstration is None:
-        raise ValueError(
-            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
-        )
+    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights."""
     learner = learners["policy"]
     budget = teacher.logprob_mb_tokens
     network: Any = policy.network
@@ -178,11 +162,8 @@ def _make_self_scorer(
         case "current":
             return Teacher(network=network, sampling=sampling, score_tokens=budget)
         case "ema":
-            average = learner.average if isinstance(learner, TorchLearner) else None
-            if average is None:
-                raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
-            assert isinstance(learner, TorchLearner)
-            parameters = learner.trainable_parameters
+            assert isinstance(learner, TorchLearner) and learner.average is not None
+            average, parameters = learner.average, learner.trainable_parameters
             return Teacher(network=network, sampling=sampling, score_tokens=budget, context=lambda: average.swap_in(parameters))
         case "initial":
             if lora_layers(network.model):

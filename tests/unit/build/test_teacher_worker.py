@@ -23,7 +23,7 @@ from strop.build.cluster.ray_backend import make_actor_options
 from strop.build.cluster.teacher_worker import TeacherSpec, TeacherWorker, spawn_teachers
 from strop.build.models import LoadedPolicy, load_training_policy
 from strop.build.scorers import make_learners
-from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers
+from strop.build.teachers import combine_teachers, find_teacher_columns, get_student_info, make_teachers, named_teachers
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.data.packing import pack
@@ -109,11 +109,11 @@ async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: A
     wanted = find_teacher_columns(config, algorithm_of(config))
     described = [
         TeacherSpec(key=key, config=config, student=get_student_info(policy), columns=wanted, sampling=SAMPLING)
-        for key in config.all_teachers
+        for key in named_teachers(config)
     ]
     options = {
         key: [ActorOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
-        for key, teacher in config.all_teachers.items()
+        for key, teacher in named_teachers(config).items()
     }
     (column,) = wanted
     made = await spawn_teachers(cluster, described, options)

@@ -290,10 +290,49 @@ def test_defaults_of_entries_are_checked_where_an_entry_takes_them() -> None:
 
 
 def test_rules_of_a_teacher_name_the_teacher() -> None:
-    teachers = ["teacher.model_name=t", "teachers.second.model_name=self", "teachers.second.hosts=1", "cluster.backend=ray"]
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*RUN[:3], *teachers, "distillation.val_period=0"], root=DistillationRunConfig)
-    assert [problem.key for problem in caught.value.problems] == ["teachers.second.hosts"]
+    assert teacher_problems("teachers.second.model_name=self", "algorithm.name=distillation") == ["teachers.second.demonstration"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["teacher.model_name=self"], "teacher.demonstration"),
+        (["teacher.demonstration=x"], "teacher.demonstration"),
+        (["teacher.environments=[arithmetic,arithmetics]"], "teacher.environments"),
+        (["teachers.second.model_name=t"], "teachers"),
+        (["teacher.model_name=self", "teacher.demonstration=x", "teacher.self_weights=ema"], "teacher.self_weights"),
+        (["teacher.model_name=self", "teacher.demonstration=x", "cluster.backend=ray"], "teacher.model_name"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused_before_a_model_is_loaded(overrides: list[str], key: str) -> None:
+    assert teacher_problems(*overrides) == [key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["teachers.second.model_name=t", "algorithm.name=distillation"],
+        ["teachers.second.model_name=t", "teacher.environments=[arithmetic]"],
+        [
+            "teacher.model_name=self",
+            "teacher.demonstration=x",
+            "teacher.self_weights=ema",
+            "policy.ema.enabled=true",
+        ],
+    ],
+)
+def test_teachers_that_can_are_not(overrides: list[str]) -> None:
+    assert teacher_problems(*overrides) == []
+
+
+def teacher_problems(*overrides: str) -> list[str]:
+    """The keys that a distillation is refused for."""
+    base = [*RUN[:3], "distillation.val_period=0", "teacher.model_name=t"]
+    try:
+        load_config(None, [*base, *overrides], root=DistillationRunConfig)
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
 
 
 def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engine() -> None:

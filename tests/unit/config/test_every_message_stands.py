@@ -88,6 +88,21 @@ REWORDED: dict[str, str] = {
     "found false, and generation would take all {} devices of each node, which leaves none to train": NONE_TRAINS,
     "Raise cluster.gpus_per_node (without GPUs, processes take their place), or lower "
     "policy.generation.colocated.resources.gpus_per_node.": NONE_TRAINS,
+    # Asked of the configuration, not only of a run whose models are loaded:
+    "{}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it": (
+        "found null, and without a demonstration the policy and its teacher are the same model"
+    ),
+    "{}.demonstration: only the policy as its own teacher uses it; set {}.model_name=self, or the demonstration to null": (
+        "only the policy as its own teacher uses it"
+    ),
+    "{}.environments: found {}, but env has {}": "found {}, but env has {}",
+    "{}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true": (
+        "found ema, but there is no moving average"
+    ),
+    "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its environments "
+    "(teachers.NAME.environments), or set algorithm.name=distillation": (
+        "several teachers are for all environments, and the top-k tokens of their mixture are unknown"
+    ),
     # The section's key is filled in:
     "Run pip install 'strop[lora]', or set {}.dtensor_cfg.lora_cfg.enabled=false.": (
         "Run pip install 'strop[lora]', or set {}.enabled=false."

@@ -27,7 +27,7 @@ from strop.build.cluster.device_plan import make_parallel_dims
 from strop.build.engines import make_sender_factory, write_model_folder
 from strop.build.lifecycle import seed_everything
 from strop.build.models import LoadedPolicy, load_reward_policy, load_training_policy, make_critic, make_learner
-from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher
+from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
 from strop.config import TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.learner.base import ColumnSource
@@ -240,7 +240,7 @@ class LearnerWorker:
     def _load_teachers(self, config: DistillationRunConfig, algorithm: Algorithm) -> None:
         """Load the teachers without separate processes, unsharded."""
         columns = find_teacher_columns(config, algorithm)
-        for key, teacher in config.all_teachers.items():
+        for key, teacher in named_teachers(config).items():
             if teacher.model_name == "self":
                 raise ValueError(
                     f"{key}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "

@@ -23,7 +23,7 @@ from strop.build.engines import GeneratorSpec, SyncedGenerator, make_pooled_gene
 from strop.build.models import PRECISIONS, LoadedPolicy, TokenizerBundle, make_torch_engine
 from strop.build.scorers import check_columns, make_stored_reference
 from strop.build.tasks import describe_environments
-from strop.build.teachers import StudentInfo, combine_teachers, find_teacher_columns
+from strop.build.teachers import StudentInfo, combine_teachers, find_teacher_columns, named_teachers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
 from strop.distributed.actor_group import ActorGroup
@@ -213,7 +213,7 @@ class RayBackend:
 
     async def _build_teachers(self, config: DistillationRunConfig) -> dict[str, ColumnSource]:
         """Build the sources of the teachers, each on the ranks or in separate processes."""
-        columns, teachers = find_teacher_columns(config, self._algorithm), config.all_teachers
+        columns, teachers = find_teacher_columns(config, self._algorithm), named_teachers(config)
         student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
         specs = [
             TeacherSpec(key=key, config=config, student=student, columns=columns, sampling=self._sampling)
@@ -237,7 +237,7 @@ class RayBackend:
         role, threads = config.cluster.roles.teacher, self._thread_env(config.policy.num_threads)
         options: dict[str, list[ActorOptions]] = {}
         counter = itertools.count()
-        for key, teacher in config.all_teachers.items():
+        for key, teacher in named_teachers(config).items():
             gpus = 0.0 if self.policy_info.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
             names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
             options[key] = [

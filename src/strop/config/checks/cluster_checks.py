@@ -48,9 +48,16 @@ def check_environment_hosts(config: TrainingRunConfig) -> Problems:
         )
 
 
-def check_teacher_hosts(config: DistillationRunConfig) -> Problems:
+def check_teacher_processes(config: DistillationRunConfig) -> Problems:
+    uses_ray = count_devices(config).uses_ray
     for key, teacher in config.all_teachers.items():
-        if teacher.hosts and not count_devices(config).uses_ray:
+        if teacher.model_name == "self" and uses_ray:
+            yield Problem(
+                f"{key}.model_name",
+                "found self, which works in one process only: ranks hold shards of the policy",
+                "Name a model, or set cluster.backend=local.",
+            )
+        if teacher.hosts and not uses_ray:
             yield Problem(
                 f"{key}.hosts",
                 f"found {teacher.hosts}, but teacher processes are Ray actors, and this run has no Ray",

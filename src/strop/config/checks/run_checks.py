@@ -63,6 +63,21 @@ def check_critic_batch(config: PpoRunConfig) -> Problems:
         )
 
 
+def check_teachers(config: DistillationRunConfig) -> Problems:
+    for key, teacher in config.all_teachers.items():
+        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
+            yield Problem(f"{key}.environments", f"found {unknown}, but env has {sorted(config.env)}", "Set it to some of these.")
+        if teacher.model_name == "self" and teacher.self_weights == "ema" and not config.policy.ema.enabled:
+            yield Problem(f"{key}.self_weights", "found ema, but there is no moving average", "Set policy.ema.enabled=true.")
+    general = [teacher for teacher in config.all_teachers.values() if teacher.environments is None]
+    if len(general) > 1 and config.algorithm.name == "topk_distillation":
+        yield Problem(
+            "teachers",
+            "several teachers are for all environments, and the top-k tokens of their mixture are unknown",
+            "Give each its environments (teachers.NAME.environments), or set algorithm.name=distillation.",
+        )
+
+
 def check_token_budget(config: TrainingRunConfig) -> Problems:
     total = config.policy.max_total_sequence_length
     for key, model in list_trained_models(config):
@@ -194,7 +209,7 @@ ERROR_CHECKS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
     (TrainingRunConfig, (check_training_data, check_token_budget, *cluster_checks.MACHINE_CHECKS)),
     (RolloutRunConfig, (check_global_batch, check_async_on_one_gpu)),
     (PpoRunConfig, (check_critic_batch,)),
-    (DistillationRunConfig, (cluster_checks.check_teacher_hosts,)),
+    (DistillationRunConfig, (check_teachers, cluster_checks.check_teacher_processes)),
     ((RolloutRunConfig, EvalRunConfig), (check_environments, check_lengths, cluster_checks.check_resources)),
     (EvalRunConfig, (check_eval_sampling,)),
 )

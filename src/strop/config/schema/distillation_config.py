@@ -97,6 +97,24 @@ class TeacherConfig(BaseConfig):
     )
 
     def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_hosts(key)
+        yield from self._check_demonstration(key)
+
+    def _check_demonstration(self, key: str) -> Iterator[Problem]:
+        if self.model_name == "self" and self.demonstration is None:
+            yield Problem(
+                f"{key}.demonstration",
+                "found null, and without a demonstration the policy and its teacher are the same model",
+                "Set it.",
+            )
+        elif self.model_name != "self" and self.demonstration is not None:
+            yield Problem(
+                f"{key}.demonstration",
+                "only the policy as its own teacher uses it",
+                f"Set {key}.model_name=self, or the demonstration to null.",
+            )
+
+    def _check_hosts(self, key: str) -> Iterator[Problem]:
         if self.hosts and self.model_name == "self":
             yield Problem(
                 f"{key}.hosts",
