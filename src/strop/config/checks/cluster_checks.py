@@ -109,6 +109,7 @@ def warn_idle_devices(config: EvalRunConfig) -> Problems:
 
 
 MACHINE_CHECKS = (check_parallel_sizes, check_torch_engine_devices, check_environment_hosts)
+ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 
 def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:

@@ -1,13 +1,13 @@
 """Everything that speaks against a configuration: the rules of its sections, and those that need more than one section.
 
 A rule that reads one section is a method of it (``BaseConfig.errors`` and ``warnings``). The others are functions here and in
-``cluster_checks``; the tables at the end say to which kinds of run they apply.
+``cluster_checks``; the annotation of ``config`` says to which kinds of run each applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 from strop.base_config import BaseConfig, iter_sections
 from strop.config.checks import cluster_checks
@@ -204,20 +204,25 @@ def warn_unused_kl_in_reward(config: GrpoRunConfig | PpoRunConfig) -> Problems:
 
 Check = Callable[[Any], Problems]
 
-# (kinds of run, checks): the checks of every kind that a configuration is an instance of apply.
-ERROR_CHECKS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
-    (TrainingRunConfig, (check_training_data, check_token_budget, *cluster_checks.MACHINE_CHECKS)),
-    (RolloutRunConfig, (check_global_batch, check_async_on_one_gpu)),
-    (PpoRunConfig, (check_critic_batch,)),
-    (DistillationRunConfig, (check_teachers, cluster_checks.check_teacher_processes)),
-    ((RolloutRunConfig, EvalRunConfig), (check_environments, check_lengths, cluster_checks.check_resources)),
-    (EvalRunConfig, (check_eval_sampling,)),
+ERROR_CHECKS: tuple[Check, ...] = (
+    check_training_data,
+    check_global_batch,
+    check_critic_batch,
+    check_async_on_one_gpu,
+    check_teachers,
+    check_token_budget,
+    check_lengths,
+    check_environments,
+    check_eval_sampling,
+    *cluster_checks.ERROR_CHECKS,
 )
-WARNING_CHECKS: tuple[tuple[Any, tuple[Check, ...]], ...] = (
-    (TrainingRunConfig, (warn_no_validation_data, warn_unranked_checkpoints, cluster_checks.warn_unused_roles)),
-    (RolloutRunConfig, (warn_unused_recomputation,)),
-    ((GrpoRunConfig, PpoRunConfig), (warn_unused_kl_in_reward,)),
-    (EvalRunConfig, (cluster_checks.warn_idle_devices,)),
+WARNING_CHECKS: tuple[Check, ...] = (
+    warn_no_validation_data,
+    warn_unranked_checkpoints,
+    warn_unused_recomputation,
+    warn_unused_kl_in_reward,
+    cluster_checks.warn_unused_roles,
+    cluster_checks.warn_idle_devices,
 )
 
 
@@ -231,6 +236,6 @@ def find_warnings(config: BaseConfig) -> list[Problem]:
     return [problem for key, section in iter_sections(config) for problem in section.warnings(key)] + _run(WARNING_CHECKS, config)
 
 
-def _run(checks: tuple[tuple[Any, tuple[Check, ...]], ...], config: BaseConfig) -> list[Problem]:
-    applicable = [check for kinds, group in checks if isinstance(config, kinds) for check in group]
+def _run(checks: tuple[Check, ...], config: BaseConfig) -> list[Problem]:
+    applicable = [check for check in checks if isinstance(config, get_type_hints(check)["config"])]
     return [problem for check in applicable for problem in check(config)]
