@@ -86,8 +86,6 @@ def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSp
         engine = make_torch_engine(policy, options, config.max_total_sequence_length)
         return SyncedGenerator(generator=engine, weights=InProcessWeights([engine]))
     on_cpu = policy.network.device.type == "cpu"
-    if spec.max_staleness > 0:
-        raise_problems(options.async_errors("policy.generation", policy.network.device.type))
     adapters = options.weight_sync.adapters_alone and bool(lora_layers(policy.network.model))
     folder = write_model_folder(policy, spec.output_folder / "model")
     engines = make_vllm_engines(

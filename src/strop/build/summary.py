@@ -11,11 +11,13 @@ from strop.build.recorded_run import make_recorded_algorithm
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.checks.run_checks import check_engine_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.data.data_config import DataEntryConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.problems import raise_problems
 from strop.trainer.training_config import AsyncConfig
 
 
@@ -85,6 +87,8 @@ def _format_folders(config: TrainingRunConfig) -> str:
 
 def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> str:
     training, policy = config.rollout_training, config.policy
+    if not devices.is_distributed:
+        raise_problems(check_engine_device(config, resolve_device(policy.device).type))
     global_batch = policy.train_global_batch_size or training.rollouts_per_step
     steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"

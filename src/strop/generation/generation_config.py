@@ -183,8 +183,8 @@ class GenerationConfig(BaseConfig):
             )
 
     def async_errors(self, key: str, device: str) -> Iterator[Problem]:
-        """Yield what cannot work in asynchronous training with the learner on ``device`` (``auto``: not known yet)."""
-        if self.backend == "vllm" and self.colocated.enabled and device.startswith("cuda"):
+        """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
+        if self.colocated.enabled and device.startswith("cuda"):
             yield Problem(
                 f"{key}.colocated.enabled",
                 "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps "

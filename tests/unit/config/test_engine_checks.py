@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from strop import packages
+from strop.build import summary
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.schema.run_config import SftRunConfig
 from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
@@ -91,6 +93,24 @@ def test_what_vllm_can_do_is_accepted_without_a_word(overrides: list[str]) -> No
 def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], reason: str) -> None:
     error = refusal(VLLM, *overrides)
     assert reason in str(error) and len(error.problems) == 1 and error.problems[0].fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "reason"),
+    [
+        ([AHEAD], "cuda", "sleeps meanwhile"),
+        ([f"{W}transport=broadcast"], "cuda", "NCCL does not connect two processes on one GPU"),
+        ([f"{W}transport=cuda_ipc"], "cpu", "no GPU memory to share"),
+    ],
+)
+def test_what_the_device_of_this_machine_cannot_do_is_refused_by_a_dry_run(
+    overrides: list[str], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "resolve_device", lambda _: torch.device(device))
+    config = load_config(None, [*RUN, VLLM, *overrides], root=GrpoRunConfig).config
+    assert config.policy.device == "auto"
+    with pytest.raises(ValueError, match=reason):
+        summary.summarize(config)
 
 
 @pytest.mark.parametrize(

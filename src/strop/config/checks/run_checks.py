@@ -46,9 +46,13 @@ def check_global_batch(config: RolloutRunConfig) -> Problems:
     )
 
 
-def check_async_on_one_gpu(config: RolloutRunConfig) -> Problems:
-    if config.rollout_training.max_staleness > 0:
-        yield from config.policy.generation.async_errors("policy.generation", config.policy.device)
+def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> Problems:
+    """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
+    generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
+    if generation.backend == "vllm":
+        yield from generation.transport_errors(key, device)
+        if config.rollout_training.max_staleness > 0:
+            yield from generation.async_errors(key, device)
 
 
 def check_critic_batch(config: PpoRunConfig) -> Problems:
@@ -208,7 +212,7 @@ ERROR_CHECKS: tuple[Check, ...] = (
     check_training_data,
     check_global_batch,
     check_critic_batch,
-    check_async_on_one_gpu,
+    check_engine_device,
     check_teachers,
     check_token_budget,
     check_lengths,

@@ -34,8 +34,6 @@ class PolicyConfig(ModelConfig):
         yield from super().errors(key)
         yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
         yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
-        if self.generation.backend == "vllm":
-            yield from self.generation.transport_errors(f"{key}.generation", self.device)
 
     def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
         lora = self.dtensor_cfg.lora_cfg
