@@ -269,7 +269,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
     """Train with Strop's own loop, returning the turn after each logged step."""
     from strop.base_config import to_tree
     from strop.build.lifecycle import make_tracker, seed_everything
-    from strop.build.rollout_run import build_rollout_run
+    from strop.build.training_run import build_run
     from strop.generation.torch.torch_engine import TorchEngine
     from strop.models.chat_template import ChatTemplate
     from strop.monitoring.trackers.base import NullTracker
@@ -390,7 +390,7 @@ def strop_side(settings: Settings, baton: Connection) -> None:
 
     tracker = make_tracker(config)
     seed_everything(config.grpo.seed)
-    run, generator = asyncio.run(build_rollout_run(config, Turns()))
+    run, generator = asyncio.run(build_run(config, Turns()))
     run.stream, run.weights = Stream(run.stream), Weights(run.weights)
     run.learners = {"policy": Learner(run.learners["policy"])}
     assert isinstance(generator, TorchEngine)

@@ -116,12 +116,25 @@ def option_set_by(field: FieldInfo) -> str | None:
 
 
 def iter_sections(section: BaseConfig, key: str = "") -> Iterator[tuple[str, BaseConfig]]:
-    """Yield (dotted key, section) of a section and every section inside it, outermost first; the root's key is ""."""
+    """Yield (dotted key, section) of a section and every section inside it, outermost first; the root's key is "".
+
+    Entries of mappings and lists count: ``teachers.NAME``, ``data.train.0``, or ``data.train`` for the only entry of a list.
+    """
     yield key, section
     for field in fields(cast("Any", section)):
-        value = getattr(section, field.name)
-        if isinstance(value, BaseConfig):
-            yield from iter_sections(value, f"{key}.{field.name}" if key else field.name)
+        inner_key = f"{key}.{field.name}" if key else field.name
+        for entry_key, value in _entries(inner_key, getattr(section, field.name)):
+            if isinstance(value, BaseConfig):
+                yield from iter_sections(value, entry_key)
+
+
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{key}.{name}", entry) for name, entry in value.items())
+    elif isinstance(value, tuple) and len(value) > 1:
+        yield from ((f"{key}.{index}", entry) for index, entry in enumerate(value))
+    else:
+        yield key, value[0] if isinstance(value, tuple) and value else value
 
 
 def changed_keys(key: str, section: BaseConfig, *, ignore: tuple[str, ...] = ()) -> list[str]:

@@ -6,7 +6,7 @@ ConfigError  all errors of a configuration
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,3 +51,9 @@ class ConfigError(Exception):
             return str(self.problems[0])
         listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
         return f"{len(self.problems)} problems in the configuration:\n{listed}"
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise ValueError with the problems, if there are any."""
+    if found := [str(problem) for problem in problems]:
+        raise ValueError("\n".join(found))

@@ -131,7 +131,8 @@ def test_a_configuration_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_group_of_one_cannot_be_normalised(refused):
-    assert "grpo.num_generations_per_prompt: found 1" in refused(2, **{"grpo.num_generations_per_prompt": 1})
+    said = refused(1, **{"grpo.num_generations_per_prompt": 1})
+    assert "the group size is 1" in said and "raise num_generations_per_prompt to 2 or more" in said
 
 
 def test_a_cache_that_holds_no_sequence_says_what_to_raise(refused):

@@ -200,14 +200,14 @@ def test_a_killed_run_with_a_teacher_ends_as_if_nothing_had_happened(tiny: Path,
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"teacher.model_name": "self"}, 1, "teacher.demonstration: found null"),
+        ({"teacher.model_name": "self"}, 2, "teacher.demonstration: found null"),
         (
             {"teacher.model_name": "self", "teacher.demonstration": "x", "teacher.self_weights": "ema"},
-            1,
+            2,
             "policy.ema.enabled=true",
         ),
-        ({"teacher.demonstration": "x"}, 1, "only the policy as its own teacher uses it"),
-        ({"teacher.environments": ["graded", "gradde"]}, 1, "teacher.environments: found ['gradde'], but env has"),
+        ({"teacher.demonstration": "x"}, 2, "only the policy as its own teacher uses it"),
+        ({"teacher.environments": ["graded", "gradde"]}, 2, "teacher.environments: found ['gradde'], but env has"),
         ({"teacher.model_name": "./nothing"}, 1, "./nothing"),
         ({"algorithm.name": "grpo"}, 1, "learns from the rewards of rollouts, so it belongs to strop grpo"),
         ({"loss_fn.kl_type": "backward"}, 2, "loss_fn.kl_type: found 'backward'"),

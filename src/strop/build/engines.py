@@ -25,6 +25,7 @@ from strop.learner.client import LearnerClient
 from strop.metrics import Metric, Metrics
 from strop.models.adapters import lora_layers
 from strop.models.chat_template import ChatTemplate
+from strop.problems import raise_problems
 from strop.sampling import Sampling
 from strop.types import Group, Rollout, Task, Turn, user
 from strop.weight_sync.base import CanarySample, Sender, UpdatableEngine, WeightSync
@@ -85,11 +86,6 @@ def make_generator(policy: LoadedPolicy, config: PolicyConfig, spec: GeneratorSp
         engine = make_torch_engine(policy, options, config.max_total_sequence_length)
         return SyncedGenerator(generator=engine, weights=InProcessWeights([engine]))
     on_cpu = policy.network.device.type == "cpu"
-    if spec.max_staleness > 0 and options.colocated.enabled and not on_cpu:
-        raise ValueError(
-            "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU must sleep while the "
-            "learner trains. Set it to false, with a GPU for each engine, or train synchronously"
-        )
     adapters = options.weight_sync.adapters_alone and bool(lora_layers(policy.network.model))
     folder = write_model_folder(policy, spec.output_folder / "model")
     engines = make_vllm_engines(
@@ -316,7 +312,8 @@ def make_sender_factory(
     config: GenerationConfig, device: torch.device, default_folder: Path, *, host: str = "127.0.0.1", same_machine: bool = True
 ) -> Callable[[int], Sender]:
     """Return a factory of senders for the configured transport. ``same_machine``: learner and engines are on one machine. ``host``: the
-    address of the sender's machine."""
+    address of the sender's machine. Raises ValueError for a transport that does not connect them."""
+    raise_problems(config.transport_errors("policy.generation", device.type, same_machine=same_machine))
     sync: WeightSyncConfig = config.weight_sync
     size: dict[str, Any] = {} if sync.bucket_mb is None else {"bucket_size": int(sync.bucket_mb * 2**20)}
     timeout = sync.timeout_seconds
@@ -332,11 +329,6 @@ def make_sender_factory(
         case "cuda_ipc":
             return lambda receivers: CudaIpcSender(receivers, device=device, timeout=timeout, **size)
         case "broadcast":
-            if device.type == "cuda" and config.colocated.enabled and same_machine:
-                raise ValueError(
-                    "policy.generation.weight_sync.transport is broadcast, and NCCL does not connect two processes on one GPU: set it to "
-                    "auto, or policy.generation.colocated.enabled=false"
-                )
             backend: Any = "nccl" if device.type == "cuda" and not config.colocated.enabled else "gloo"
             backend_device = device if backend == "nccl" else torch.device("cpu")
             return lambda receivers: BroadcastSender(

@@ -90,9 +90,10 @@ class RecordedExamples:
         return [group for group in groups if not group.errors]
 
 
-async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluster: Cluster | None = None) -> TrainingRun:
+async def build_recorded_run(
+    config: RecordedRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
+) -> TrainingRun:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
-    algorithm = make_recorded_algorithm(config)
     backend = await make_backend(config, cluster, tracker)
     rules = make_recorded_rules(config, backend.bundle)
     examples = make_training_examples(config, algorithm, backend.bundle, rules)

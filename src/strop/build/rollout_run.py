@@ -39,11 +39,10 @@ log = logging.getLogger(__name__)
 
 
 async def build_rollout_run(
-    config: RolloutRunConfig, tracker: Tracker, cluster: Cluster | None = None
+    config: RolloutRunConfig, algorithm: Algorithm, tracker: Tracker, cluster: Cluster | None = None
 ) -> tuple[TrainingRun, Generator]:
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
-    algorithm = make_rollout_algorithm(config)
     remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
     train_source = make_training_tasks(
         config.data.train,

@@ -5,23 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.algorithm_factory import format_algorithm
+from strop.algorithms.base import Algorithm
 from strop.build.cluster.device_plan import format_placement
 from strop.build.models import resolve_device
 from strop.build.recorded_run import make_recorded_algorithm
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.config import EvalRunConfig, RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
+from strop.config.checks.run_checks import check_engine_device
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.data.data_config import DataEntryConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.problems import raise_problems
 from strop.trainer.training_config import AsyncConfig
 
 
-def summarize(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None = None) -> str:
+def summarize(
+    config: TrainingRunConfig | EvalRunConfig, algorithm: Algorithm | None = None, *, on_cpu: bool | None = None
+) -> str:
     """Return the summary of a run.
 
+    ``algorithm``: the configuration's, if it has been made.
     ``on_cpu``: whether devices are processes on CPUs, as the cluster reports it; None: decided by the devices of this machine.
 
     Raises ValueError for settings that do not go together, PlacementError for a layout that does not fit the devices."""
@@ -29,9 +35,9 @@ def summarize(config: TrainingRunConfig | EvalRunConfig, *, on_cpu: bool | None 
         return _summarize_evaluation(config)
     devices = _find_devices(config, on_cpu)
     if isinstance(config, RolloutRunConfig):
-        return _summarize_rollouts(config, devices)
+        return _summarize_rollouts(config, algorithm or make_rollout_algorithm(config), devices)
     if isinstance(config, RecordedRunConfig):
-        return _summarize_recorded(config, devices)
+        return _summarize_recorded(config, algorithm or make_recorded_algorithm(config), devices)
     raise TypeError(f"{type(config).__name__} is not the configuration of a run")
 
 
@@ -63,12 +69,12 @@ def _find_devices(config: TrainingRunConfig, on_cpu: bool | None) -> RunDevices:
     return RunDevices(tuple(format_placement(config, on_cpu=on_cpu)), on_cpu)
 
 
-def _summarize_recorded(config: RecordedRunConfig, devices: RunDevices) -> str:
+def _summarize_recorded(config: RecordedRunConfig, algorithm: Algorithm, devices: RunDevices) -> str:
     policy = config.policy
     examples = policy.train_global_batch_size or "at most 32"
     lines = [
         f"policy      {_format_model(policy, devices)}",
-        f"algorithm   {format_algorithm(config.algorithm.name, make_recorded_algorithm(config))}",
+        f"algorithm   {format_algorithm(config.algorithm.name, algorithm)}",
         f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
         f"data        {', '.join(str(entry.data_name) for entry in config.data.train) or 'none'}",
         *devices.lines,
@@ -83,13 +89,15 @@ def _format_folders(config: TrainingRunConfig) -> str:
     return f"folders     logs in {config.logger.log_dir}, checkpoints {where}"
 
 
-def _summarize_rollouts(config: RolloutRunConfig, devices: RunDevices) -> str:
+def _summarize_rollouts(config: RolloutRunConfig, algorithm: Algorithm, devices: RunDevices) -> str:
     training, policy = config.rollout_training, config.policy
+    if not devices.is_distributed:
+        raise_problems(check_engine_device(config, resolve_device(policy.device).type))
     global_batch = policy.train_global_batch_size or training.rollouts_per_step
     steps_per_batch = training.rollouts_per_step // global_batch * training.epochs_per_batch
     ahead = _format_staleness(training.async_config) if training.max_staleness else "synchronous"
     lines = [
-        f"algorithm   {format_algorithm(config.algorithm.name, make_rollout_algorithm(config))}",
+        f"algorithm   {format_algorithm(config.algorithm.name, algorithm)}",
         f"policy      {_format_model(policy, devices)}",
         *_format_other_models(config, devices),
         f"generation  {_format_engine(policy.generation, devices)}, {ahead}",

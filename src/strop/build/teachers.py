@@ -48,16 +48,11 @@ def make_teachers(
     """Make the sources of the teachers' columns, by teacher key and column. Call it before a checkpoint is loaded. Raises ValueError."""
     student = get_student_info(policy)
     return {
-        key: _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
+        key: _make_self_teacher(teacher, config, policy, columns, sampling, learners)
         if teacher.model_name == "self"
         else load_teacher(key, config, student, columns, sampling)
-        for key, teacher in named_teachers(config).items()
+        for key, teacher in config.all_teachers.items()
     }
-
-
-def named_teachers(config: DistillationRunConfig) -> dict[str, TeacherConfig]:
-    """Return every teacher by its key: ``teacher``, ``teachers.NAME``."""
-    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
 
 
 def find_teacher_columns(config: DistillationRunConfig, algorithm: Algorithm) -> frozenset[str]:
@@ -75,23 +70,13 @@ def get_student_info(policy: LoadedPolicy) -> StudentInfo:
 
 
 def combine_teachers(by_teacher: Mapping[str, AsyncColumnSource], config: DistillationRunConfig) -> AsyncColumnSource:
-    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments.
-
-    Raises ValueError."""
-    sources = {key: (teacher, by_teacher[key]) for key, teacher in named_teachers(config).items()}
-    for key, (teacher, _) in sources.items():
-        if unknown := sorted(set(teacher.environments or ()) - set(config.env)):
-            raise ValueError(f"{key}.environments: found {unknown}, but env has {sorted(config.env)}")
+    """Combine the sources of teachers, by key, into one: route by environment, and mix teachers that have no environments."""
+    sources = {key: (teacher, by_teacher[key]) for key, teacher in config.all_teachers.items()}
     routed = {name: source for teacher, source in sources.values() for name in teacher.environments or ()}
     general = [(teacher.weight, source) for teacher, source in sources.values() if teacher.environments is None]
     fallback: AsyncColumnSource | None = None
     if general:
         weights = [weight for weight, _ in general]
-        if len(general) > 1 and config.algorithm.name == "topk_distillation":
-            raise ValueError(
-                "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its "
-                "environments (teachers.NAME.environments), or set algorithm.name=distillation"
-            )
         fallback = general[0][1] if len(general) == 1 else MixedTeachers([source for _, source in general], weights)
     if not routed:
         assert fallback is not None
@@ -103,12 +88,8 @@ def load_teacher(
     key: str, config: DistillationRunConfig, student: StudentInfo, columns: Collection[str], sampling: Sampling
 ) -> dict[str, ColumnSource]:
     """Load a teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
-    teacher = named_teachers(config)[key]
+    teacher = config.all_teachers[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
-    if teacher.demonstration is not None:
-        raise ValueError(
-            f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
-        )
     teacher_policy = _load_teacher_model(teacher)
     network = teacher_policy.network
     vocab_size = shared_vocabulary_size(
@@ -121,7 +102,6 @@ def load_teacher(
 
 
 def _make_self_teacher(
-    key: str,
     teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: LoadedPolicy,
@@ -130,7 +110,7 @@ def _make_self_teacher(
     learners: Mapping[str, TorchLearner],
 ) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
+    scorer = _make_self_scorer(teacher, policy, _unfiltered_sampling(sampling, columns), learners)
     assert teacher.demonstration is not None
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
     return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
@@ -165,22 +145,16 @@ def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
 
 
 def _make_self_scorer(
-    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, TorchLearner]
+    teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, TorchLearner]
 ) -> NetworkScorer:
-    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights.
-
-    Raises ValueError without a demonstration: teacher and student would be the same."""
-    if teacher.demonstration is None:
-        raise ValueError(
-            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
-        )
+    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights."""
     learner, network, tokens = learners["policy"], policy.network, teacher.logprob_mb_tokens
     match teacher.self_weights:
         case "current":
             return NetworkScorer(network, sampling, tokens)
         case "ema":
-            if (average := learner.average) is None:
-                raise ValueError(f"{key}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true")
+            average = learner.average
+            assert average is not None  # a rule of the configuration
             return NetworkScorer(network, sampling, tokens, context=lambda: average.swap_in(learner.trainable_parameters))
         case "initial":
             if lora_layers(network.model):

@@ -6,11 +6,12 @@ import asyncio
 from contextlib import suppress
 from functools import partial
 
+from strop.algorithms.base import Algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
 from strop.build.exit_codes import run_command
 from strop.build.lifecycle import make_tracker, seed_everything, watch_run
-from strop.build.recorded_run import build_recorded_run
-from strop.build.rollout_run import build_rollout_run
+from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
+from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
 from strop.build.summary import summarize
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
@@ -29,19 +30,28 @@ def run_training(config: TrainingRunConfig) -> int:
 
 async def train_as_configured(config: TrainingRunConfig) -> None:
     """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
+    algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
     tracker = make_tracker(config)
     try:
         with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
-            await run_with_restarts(config, watched, partial(_run_attempt, config, watched, signals))
+            await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
     finally:
         tracker.close()
 
 
-async def _run_attempt(config: TrainingRunConfig, tracker: Tracker, signals: SignalHandler) -> None:
+def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
+    """Make the algorithm of a run. Raises ValueError if the algorithm, its parts and the run do not go together."""
+    if isinstance(config, RolloutRunConfig):
+        return make_rollout_algorithm(config)
+    assert isinstance(config, RecordedRunConfig)
+    return make_recorded_algorithm(config)
+
+
+async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> None:
     """Run one attempt: from the newest checkpoint to the end of the run. Raises RunStopped if a stop signal ends it."""
     async with open_cluster(config, tracker) as cluster:
         signals.install()
-        run, generator = await build_run(config, tracker, cluster)
+        run, generator = await build_run(config, tracker, cluster, algorithm)
         run.stop_request = signals.stop_request
         try:
             await train(run)
@@ -60,14 +70,15 @@ async def _run_attempt(config: TrainingRunConfig, tracker: Tracker, signals: Sig
 
 
 async def build_run(
-    config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None
+    config: TrainingRunConfig, tracker: Tracker, cluster: Cluster | None = None, algorithm: Algorithm | None = None
 ) -> tuple[TrainingRun, Generator | None]:
     """Build a run, in this process or on ``cluster``, restored from its newest checkpoint if there is one. Return it with its generator,
-    or None for a run on recorded data."""
+    or None for a run on recorded data. ``algorithm``: the configuration's, if it has been made."""
+    algorithm = algorithm or make_run_algorithm(config)
     seed_everything(config.training.seed)
-    for line in summarize(config, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
+    for line in summarize(config, algorithm, on_cpu=None if cluster is None else cluster.on_cpu).splitlines():
         tracker.note(line)
     if isinstance(config, RolloutRunConfig):
-        return await build_rollout_run(config, tracker, cluster)
+        return await build_rollout_run(config, algorithm, tracker, cluster)
     assert isinstance(config, RecordedRunConfig)
-    return await build_recorded_run(config, tracker, cluster), None
+    return await build_recorded_run(config, algorithm, tracker, cluster), None

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import ClassVar
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig
+from strop.problems import Problem
+
+# Metrics that metric_name may name after train:. A name with a slash is a metric of an environment or algorithm.
+TRAIN_METRICS = (
+    "reward",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl_penalty",
+    "token_mult_prob_error",
+    "gen_kl_error",
+    "mean_gen_tokens_per_sample",
+)
 
 
 class CheckpointingConfig(BaseConfig):
     """What is saved and when, and which checkpoints are kept."""
+
+    validation_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "reward", "avg_length")
 
     enabled: bool = Field(True, description="Save checkpoints.")
     checkpoint_dir: str = Field("results/grpo", min_length=1, description="Folder of the step_N folders.")
@@ -52,9 +70,39 @@ class CheckpointingConfig(BaseConfig):
         """Whether the run saves checkpoints."""
         return self.enabled and self.save_period > 0
 
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_metric(key)
+        yield from self._check_deadline(key)
+
+    def _check_metric(self, key: str) -> Iterator[Problem]:
+        if not self.enabled or self.metric_name is None:
+            return
+        kind, _, metric = self.metric_name.partition(":")
+        metrics = {"train": TRAIN_METRICS, "val": self.validation_metrics}
+        if not metric or kind not in metrics or (metric not in metrics[kind] and "/" not in metric):
+            choices = ", ".join(f"{kind}:{name}" for kind, names in metrics.items() for name in names)
+            yield Problem(
+                f"{key}.metric_name",
+                f"found {self.metric_name!r}, which is not the name of a metric",
+                f"Set null (keep the newest), train:group/name, val:group/name, or one of {choices}.",
+            )
+
+    def _check_deadline(self, key: str) -> Iterator[Problem]:
+        if self.checkpoint_must_save_by is None or self.saving_enabled:
+            return
+        off = "enabled" if not self.enabled else "save_period"
+        yield Problem(
+            f"{key}.checkpoint_must_save_by",
+            f"found {self.checkpoint_must_save_by}, but no checkpoints are saved: checkpointing.{off} is {getattr(self, off)}",
+            f"Set it to null, or set checkpointing.{off} so that checkpoints are saved.",
+        )
+
 
 class RecordedCheckpointingConfig(CheckpointingConfig):
     """Defaults of runs on recorded data, which a loss measures."""
+
+    # val_loss and validation-default_loss are NeMo-RL's names of loss.
+    validation_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "nll", "val_loss", "validation-default_loss")
 
     checkpoint_dir: str = Field("results/recorded", min_length=1, description="Folder of the step_N folders.")
     metric_name: str | None = Field(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_serializer, model_validator
 
 from strop.base_config import BaseConfig, default_of, fields_of, follows, subsection, to_tree
 from strop.data.sources.files import FILE_SUFFIXES
+from strop.problems import Problem
 
 
 class DataEntryConfig(BaseConfig):
@@ -82,6 +84,32 @@ class DataEntryConfig(BaseConfig):
     def is_file(self) -> bool:
         return self.dataset_name is not None and self.dataset_name.endswith(FILE_SUFFIXES)
 
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_files(key)
+        yield from self._check_system_prompt(key)
+
+    def _check_files(self, key: str) -> Iterator[Problem]:
+        for name in ("prompt_file", "system_prompt_file", *(("dataset_name",) if self.is_file else ())):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
+                yield Problem(
+                    f"{key}.{name}",
+                    f"there is no file {path}{where}",
+                    "Set the path of an existing file, absolute or relative to the working directory.",
+                )
+
+    def _check_system_prompt(self, key: str) -> Iterator[Problem]:
+        if self.system_prompt is not None and self.system_prompt_file is not None:
+            yield Problem(f"{key}.system_prompt", "both system_prompt and system_prompt_file are set", "Set one of them to null.")
+
+
+class DefaultEntryConfig(DataEntryConfig):
+    """Keys for the entries of train and validation that do not set them. The rules are asked of those entries."""
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        return iter(())
+
 
 Entries = Annotated[tuple[DataEntryConfig, ...], Field(strict=False)]
 
@@ -103,7 +131,7 @@ class DataConfig(BaseConfig):
     validation: Entries | None = Field(
         None, description="One entry, or a list of entries; null is what split_validation_size holds out of train, if anything."
     )
-    default: DataEntryConfig = subsection(DataEntryConfig)
+    default: DefaultEntryConfig = subsection(DefaultEntryConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
+from strop.problems import Problem
 
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -73,3 +75,42 @@ class ClusterConfig(BaseConfig):
         False, description="Continue with the remaining engines when those of a lost node cannot be restarted."
     )
     roles: RolesConfig = subsection(RolesConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_backend(key)
+        yield from self._check_training_device(key)
+        yield from self._check_role_gpus(key)
+        yield from self._check_segments(key)
+
+    def _check_backend(self, key: str) -> Iterator[Problem]:
+        if self.backend == "local" and self.num_nodes > 1:
+            yield Problem(
+                f"{key}.backend",
+                f"found local with cluster.num_nodes = {self.num_nodes}, but one process runs on one node",
+                "Set it to auto or ray.",
+            )
+
+    def _check_training_device(self, key: str) -> Iterator[Problem]:
+        if self.gpus_per_node < 1:
+            yield Problem(
+                f"{key}.gpus_per_node",
+                "found 0, which leaves no device to train",
+                "Set it to 1 or more; policy.device=cpu needs no GPU.",
+            )
+
+    def _check_role_gpus(self, key: str) -> Iterator[Problem]:
+        for name, role in (("learner", self.roles.learner), ("generator", self.roles.generator)):
+            if role.num_gpus is not None:
+                yield Problem(
+                    f"{key}.roles.{name}.num_gpus",
+                    f"found {role.num_gpus:g}, but its processes use the GPUs of the run (cluster.gpus_per_node)",
+                    "Remove it.",
+                )
+
+    def _check_segments(self, key: str) -> Iterator[Problem]:
+        if self.segment_size is not None and self.num_nodes % self.segment_size:
+            yield Problem(
+                f"{key}.segment_size",
+                f"found {self.segment_size}, which does not divide cluster.num_nodes = {self.num_nodes}; all segments have the same size",
+                "Set it to a divisor of cluster.num_nodes, or to null.",
+            )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, follows, subsection
+from strop import packages
+from strop.base_config import BaseConfig, changed_keys, follows, subsection
 from strop.generation.torch.torch_config import TorchGenerationConfig
-from strop.generation.vllm.vllm_config import VllmConfig
+from strop.generation.vllm.vllm_config import MIN_TEMPERATURE, VllmConfig
+from strop.problems import Problem
 from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
@@ -127,3 +130,146 @@ class GenerationConfig(BaseConfig):
             "stop_token_ids": self.stop_token_ids or (),
             "stop_strings": self.stop_strings or (),
         }
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_supported(key)
+        if self.backend == "vllm":
+            yield from self._check_vllm_installed(key)
+            yield from self._check_min_temperature(key)
+            yield from self._check_min_p(key)
+            yield from self.vllm_cfg.vllm_errors(f"{key}.vllm_cfg")
+
+    def _check_supported(self, key: str) -> Iterator[Problem]:
+        """Yield what is not in this version. The weight readback does not yet distinguish the layers of pipeline stages."""
+        names = {"sglang": "SGLang", "megatron": "Megatron"}
+        if self.backend in names:
+            yield Problem(
+                f"{key}.backend",
+                f"found {self.backend}, but the {names[self.backend]} generation backend is not in this version",
+                f"Set {key}.backend to vllm, or to torch, the engine built into Strop.",
+            )
+        if self.backend == "vllm" and (size := self.vllm_cfg.pipeline_parallel_size) > 1:
+            yield Problem(
+                f"{key}.vllm_cfg.pipeline_parallel_size",
+                f"found {size}, but this version does not have engines with pipeline parallelism: it cannot verify their weights",
+                f"Set it to 1, and {key}.vllm_cfg.tensor_parallel_size for a model that needs several GPUs.",
+            )
+
+    def _check_vllm_installed(self, key: str) -> Iterator[Problem]:
+        if not packages.is_installed("vllm"):
+            yield Problem(
+                f"{key}.backend",
+                "found vllm, but vLLM is not installed",
+                f"`make setup-vllm` installs it, `pip install vllm` on a machine with a GPU; or set {key}.backend=torch.",
+            )
+
+    def _check_min_temperature(self, key: str) -> Iterator[Problem]:
+        for name in ("temperature", "val_temperature"):
+            value, is_training = getattr(self, name), name == "temperature"
+            if 0 < value < MIN_TEMPERATURE and (is_training or value != self.temperature):
+                yield Problem(
+                    f"{key}.{name}",
+                    f"found {value}, but vLLM raises temperatures between 0 and {MIN_TEMPERATURE} to {MIN_TEMPERATURE}, and reports other "
+                    "log-probabilities",
+                    f"Set it to 0 (greedy), or to {MIN_TEMPERATURE} or more.",
+                )
+
+    def _check_min_p(self, key: str) -> Iterator[Problem]:
+        if self.vllm_cfg.speculation.method is not None and self.min_p > 0:
+            yield Problem(
+                f"{key}.min_p",
+                f"found {self.min_p}, but vLLM ignores min_p in speculative decoding",
+                f"Set it to 0, or {key}.vllm_cfg.speculation.method=null.",
+            )
+
+    def async_errors(self, key: str, device: str) -> Iterator[Problem]:
+        """Yield what cannot work in asynchronous training with vLLM engines and the learner on ``device`` (``auto``: not known yet)."""
+        if self.colocated.enabled and device.startswith("cuda"):
+            yield Problem(
+                f"{key}.colocated.enabled",
+                "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps "
+                "meanwhile",
+                "Set it to false, with a GPU for each engine, or train synchronously.",
+            )
+
+    def transport_errors(self, key: str, device: str, *, same_machine: bool = True) -> Iterator[Problem]:
+        """Yield why weights cannot reach engines in other processes from a learner on ``device`` (``auto``: not known yet).
+
+        ``same_machine``: the learner and the engines are on one machine.
+        """
+        transport, transport_key = self.weight_sync.transport, f"{key}.weight_sync.transport"
+        if transport == "cuda_ipc" and device == "cpu":
+            yield Problem(
+                transport_key,
+                "found cuda_ipc, but policy.device is cpu, and there is no GPU memory to share",
+                "Set it to auto or memory.",
+            )
+        elif transport == "cuda_ipc" and not self.colocated.enabled:
+            yield Problem(
+                transport_key,
+                f"found cuda_ipc, but {key}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
+                "Set it to auto, broadcast, memory or folder.",
+            )
+        elif transport == "cuda_ipc" and self.vllm_cfg.num_local_engines > 1:
+            yield Problem(
+                transport_key,
+                f"found cuda_ipc, but only the first of {self.vllm_cfg.num_local_engines} engines is on the learner's GPU; the others "
+                "cannot map its memory",
+                f"Set it to memory or folder, or {key}.vllm_cfg.num_engines=1.",
+            )
+        elif transport == "broadcast" and self.colocated.enabled and device.startswith("cuda") and same_machine:
+            yield Problem(
+                transport_key,
+                f"found broadcast, but {key}.colocated.enabled is true: NCCL does not connect two processes on one GPU",
+                f"Set it to auto or cuda_ipc, or {key}.colocated.enabled=false.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self._warn_unused_engine_options(key)
+        yield from self._warn_unused_resources(key)
+        if self.backend == "vllm":
+            yield from self.vllm_cfg.vllm_warnings(f"{key}.vllm_cfg")
+            yield from self._warn_weight_sync(key)
+
+    def _warn_unused_engine_options(self, key: str) -> Iterator[Problem]:
+        if self.backend == "vllm":
+            unused, engine, other = changed_keys(f"{key}.torch_cfg", self.torch_cfg), "vLLM", "torch"
+        else:
+            ignore = ("gpu_memory_utilization", "enforce_eager", "async_engine")
+            unused = changed_keys(f"{key}.vllm_cfg", self.vllm_cfg, ignore=ignore)
+            unused += [f"{key}.vllm_kwargs"] if self.vllm_kwargs else []
+            unused += changed_keys(f"{key}.weight_sync", self.weight_sync)
+            engine, other = "the torch engine", "vllm"
+        if unused:
+            yield Problem(
+                unused[0],
+                f"{engine} does not read {', '.join(unused)}",
+                f"{'They are' if len(unused) > 1 else 'It is'} for {key}.backend={other}.",
+            )
+
+    def _warn_unused_resources(self, key: str) -> Iterator[Problem]:
+        changed = changed_keys(f"{key}.colocated.resources", self.colocated.resources)
+        if changed and self.colocated.enabled:
+            yield Problem(
+                changed[0], f"it has no effect: {key}.colocated.enabled is true, so generation shares the devices that train"
+            )
+
+    def _warn_weight_sync(self, key: str) -> Iterator[Problem]:
+        if self.vllm_cfg.expert_parallel_size > 1:
+            yield Problem(
+                f"{key}.vllm_cfg.expert_parallel_size",
+                "the weights of experts are not read back from the engine: only what the engine received and the canary verify them",
+                f"{key}.weight_sync.proof=always samples the canary after every publish.",
+            )
+        yield from self.weight_sync.vllm_warnings(f"{key}.weight_sync")
+
+
+class UnusedGenerationConfig(GenerationConfig):
+    """The inference engine, in a run on recorded data, which does not sample."""
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_supported(key)
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if unused := changed_keys(key, self):
+            yield Problem(unused[0], f"a run on recorded data does not sample, and does not read {', '.join(unused)}")

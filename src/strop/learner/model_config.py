@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,6 +13,7 @@ from strop.learner.megatron_config import MegatronConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.torch.optimizer_config import EmaConfig, OptimizerConfig, SchedulerConfig
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.problems import Problem
 
 
 class ModelConfig(BaseConfig):
@@ -77,3 +79,32 @@ class ModelConfig(BaseConfig):
                 "with bfloat16 weights nothing is computed in float32; set precision=bfloat16, or weights_dtype=float32"
             )
         return weights_dtype
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_megatron(key)
+        yield from self._check_learner(key)
+        yield from self._check_dynamic_batching(key)
+
+    def _check_megatron(self, key: str) -> Iterator[Problem]:
+        if self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.megatron_cfg.enabled",
+                "found true, but the Megatron Core learner backend is not in this version",
+                f"Set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true for the torch learner.",
+            )
+
+    def _check_learner(self, key: str) -> Iterator[Problem]:
+        if not self.dtensor_cfg.enabled and not self.megatron_cfg.enabled:
+            yield Problem(
+                f"{key}.dtensor_cfg.enabled",
+                f"found false, and {key}.megatron_cfg.enabled is false too, which leaves no learner",
+                f"Set {key}.dtensor_cfg.enabled=true.",
+            )
+
+    def _check_dynamic_batching(self, key: str) -> Iterator[Problem]:
+        if self.dynamic_batching.enabled:
+            yield Problem(
+                f"{key}.dynamic_batching.enabled",
+                "found true, but padded dynamic batching is not in this version",
+                f"Set it to false and {key}.sequence_packing.enabled=true, which has token budgets without padding.",
+            )

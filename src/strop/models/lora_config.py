@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from strop import packages
 from strop.base_config import BaseConfig
+from strop.problems import Problem
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -53,3 +56,11 @@ class LoraConfig(BaseConfig):
                 "match_all_linear=false without target_modules selects no layer; set target_modules, or match_all_linear=true"
             )
         return self
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.enabled and not packages.is_installed("peft"):
+            yield Problem(
+                f"{key}.enabled",
+                "found true, but the package peft is not installed",
+                f"Run pip install 'strop[lora]', or set {key}.enabled=false.",
+            )

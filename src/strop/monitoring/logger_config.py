@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from strop import packages
 from strop.base_config import BaseConfig, subsection
+from strop.problems import Problem
 
 
 class WandbConfig(BaseConfig):
@@ -37,3 +40,12 @@ class LoggerConfig(BaseConfig):
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
     wandb: WandbConfig = subsection(WandbConfig)
     tensorboard: TensorboardConfig = subsection(TensorboardConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, f"{name}_enabled") and not packages.is_installed(name):
+                yield Problem(
+                    f"{key}.{name}_enabled",
+                    f"found true, but the package {name} is not installed",
+                    f"Run pip install 'strop[{name}]', or set {key}.{name}_enabled=false.",
+                )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig
+from strop.problems import Problem
 
 
 class RewardScalingConfig(BaseConfig):
@@ -20,3 +23,11 @@ class RewardScalingConfig(BaseConfig):
         clipped = min(max(reward, self.source_min), self.source_max)
         fraction = (clipped - self.source_min) / (self.source_max - self.source_min)
         return self.target_min + fraction * (self.target_max - self.target_min)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.enabled and self.source_min >= self.source_max:
+            yield Problem(
+                f"{key}.source_max",
+                f"found {self.source_max}, which is not above source_min = {self.source_min}",
+                "Set it above source_min.",
+            )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from strop.base_config import BaseConfig, follows, sets, subsection, validate_section
+from strop.problems import Problem
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 
 
@@ -39,6 +41,18 @@ class TrainingConfig(BaseConfig):
     def last_step(self) -> int:
         """The step after which training stops; a very large number if it never does."""
         return self.max_num_steps if self.max_num_steps >= 0 else 1 << 60
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_early_stop(f"{key}.stop_at_validation")
+
+    def _check_early_stop(self, key: str) -> Iterator[Problem]:
+        ends = [name for name in ("threshold", "patience") if getattr(self, f"stop_at_validation_{name}") is not None]
+        if self.stop_at_validation_metric is None and ends:
+            yield Problem(f"{key}_metric", f"found null, but {key}_{ends[0]} is set", "Set both, or both to null.")
+        elif self.stop_at_validation_metric is not None and not ends:
+            yield Problem(
+                f"{key}_threshold", f"found null, but {key}_metric is set", f"Set it, or {key}_patience, or all three to null."
+            )
 
 
 class RewardShapingConfig(BaseConfig):
@@ -149,6 +163,81 @@ class RolloutTrainingConfig(TrainingConfig):
     def epochs_per_batch(self) -> int:
         """Optimizer passes over one batch of rollouts."""
         return 1
+
+    @property
+    def max_slots(self) -> int:
+        """The most groups that may be in flight without one getting too old."""
+        return (self.async_config.max_trajectory_age_steps + 1) * self.num_prompts_per_step
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from super().errors(key)
+        yield from self._check_window(f"{key}.async_{key}")
+        yield from self._check_slots(f"{key}.async_{key}")
+
+    def _check_window(self, key: str) -> Iterator[Problem]:
+        section = self.async_config
+        if section.window is not None and section.order != "windowed":
+            yield Problem(
+                f"{key}.window",
+                f"found {section.window}, but {key}.order is {section.order}, which has no window",
+                f"Set {key}.order=windowed, or {key}.window=null.",
+            )
+
+    def _check_slots(self, key: str) -> Iterator[Problem]:
+        section, least, most = self.async_config, self.num_prompts_per_step, self.max_slots
+        if section.slots is not None and section.slots < least:
+            yield Problem(
+                f"{key}.slots",
+                f"found {section.slots}, but a step has {least} groups, which all occupy slots until it is trained",
+                f"Set it to {least} or more, above {least} to sample while the learner trains, or to null.",
+            )
+        if section.slots is not None and section.slots > most and section.order != "drop_too_old":
+            yield Problem(
+                f"{key}.slots",
+                f"found {section.slots}, but with {key}.order={section.order} the run would train on rollouts older than "
+                f"{key}.max_trajectory_age_steps={section.max_trajectory_age_steps}",
+                f"Set it to {most} or less, or to null; or {key}.order=drop_too_old, which drops groups that are too old.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        async_key = f"{key}.async_{key}"
+        if self.async_config.enabled and self.max_staleness == 0:
+            yield Problem(
+                f"{async_key}.enabled", f"it has no effect: {async_key}.max_trajectory_age_steps=0 is synchronous training"
+            )
+        elif self.async_config.enabled:
+            yield from self._warn_unused_recomputation(async_key)
+            yield from self._warn_unused_window(async_key)
+            yield from self._warn_unused_order(async_key)
+
+    def _warn_unused_recomputation(self, key: str) -> Iterator[Problem]:
+        section = self.async_config
+        if section.recompute_kv_cache_after_weight_updates and not section.in_flight_weight_updates:
+            yield Problem(
+                f"{key}.recompute_kv_cache_after_weight_updates",
+                f"it has no effect: with {key}.in_flight_weight_updates=false no rollout is running when weights are published",
+            )
+
+    def _warn_unused_window(self, key: str) -> Iterator[Problem]:
+        section = self.async_config
+        full = section.slots is None or section.slots >= self.max_slots
+        if section.order == "windowed" and full and not self.use_dynamic_sampling:
+            yield Problem(
+                f"{key}.slots",
+                f"found {section.slots or 'null'}: with all slots in use each group is due when its turn comes, so that none can be "
+                "overtaken unless others were dropped, and windowed is the same as fifo",
+                f"Set it lower, for instance to {max(self.max_slots - self.num_prompts_per_step // 2, 1)}.",
+            )
+
+    def _warn_unused_order(self, key: str) -> Iterator[Problem]:
+        section = self.async_config
+        if section.order != "fifo" and not section.in_flight_weight_updates:
+            yield Problem(
+                f"{key}.order",
+                f"found {section.order}, which saves little time: with {key}.in_flight_weight_updates=false all groups in flight, also "
+                "slow ones, finish before weights are published",
+                f"Set {key}.in_flight_weight_updates=true, or {key}.order=fifo, which makes runs reproducible.",
+            )
 
 
 class RecordedTrainingConfig(TrainingConfig):

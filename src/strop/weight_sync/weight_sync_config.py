@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig
+from strop.base_config import BaseConfig, default_of
+from strop.problems import Problem
 
 
 class WeightSyncConfig(BaseConfig):
@@ -40,3 +42,16 @@ class WeightSyncConfig(BaseConfig):
         description="Largest mean difference between the engine's and the learner's log-probabilities of the canary's "
         "tokens; null is 0.002 in float32 and 0.1 in bfloat16 (nats).",
     )
+
+    def vllm_warnings(self, key: str) -> Iterator[Problem]:
+        """Yield which options have no effect in a run with vLLM engines."""
+        if self.proof != "every_n" and self.proof_every != default_of(self, "proof_every"):
+            yield Problem(f"{key}.proof_every", f"it has no effect: {key}.proof is {self.proof}, and it is the period of every_n")
+        if self.folder is not None and self.transport != "folder":
+            yield Problem(
+                f"{key}.folder",
+                f"it has no effect: {key}.transport is {self.transport}, which writes no files",
+                f"Set {key}.transport=folder to use it.",
+            )
+        if self.transport == "folder" and self.bucket_mb != default_of(self, "bucket_mb"):
+            yield Problem(f"{key}.bucket_mb", f"it has no effect: {key}.transport=folder chooses the size of its files")

@@ -40,6 +40,7 @@ from strop.build.algorithm.settings import collect_settings
 from strop.build.recorded_run import make_recorded_algorithm
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.build.summary import summarize
+from strop.build.training_run import run_training
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 
@@ -559,6 +560,12 @@ def test_everything_that_speaks_against_an_algorithm_is_said_at_once() -> None:
     with pytest.raises(ValueError) as caught:
         check_algorithm(algorithm, Plan(group_size=1))
     assert len(str(caught.value).splitlines()) == 4
+
+
+def test_a_run_is_refused_before_anything_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [f"logger.log_dir={tmp_path / 'logs'}", f"checkpointing.checkpoint_dir={tmp_path / 'saved'}"]
+    assert run_training(config("grpo", "grpo.num_generations_per_prompt=1", "cluster.backend=ray", *logs)) == 1
+    assert "always 0, so there is nothing to learn" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", all_algorithms())

@@ -78,7 +78,7 @@ def test_more_engines_than_fit_are_refused() -> None:
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not divide the 3 training devices"):
+    with pytest.raises(ValueError, match="these 2 ranks do not divide 3 devices that train"):
         make_parallel_dims(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
 
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.checks import run_checks
-from strop.config.schema.run_config import PpoRunConfig
+from strop import packages
+from strop.build.summary import summarize
+from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, TrainingRunConfig, load_config
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, SftRunConfig
 
 RUN = [
     "policy.model_name=m",
@@ -24,6 +25,14 @@ def refusal(*overrides: str) -> ConfigError:
     return caught.value
 
 
+def dry_run_refusal(*overrides: str, root: type[TrainingRunConfig] = GrpoRunConfig) -> str:
+    """What ``--dry-run``, and the run itself, say against a configuration whose sections have nothing against it."""
+    config = load_config(None, [*RUN[:3], "policy.device=cpu", *overrides], root=root).config
+    with pytest.raises(ValueError) as caught:
+        summarize(config)
+    return str(caught.value)
+
+
 def accepted(*overrides: str) -> list[str]:
     """The warnings of a configuration that is accepted."""
     return [str(problem) for problem in load_config(None, [*RUN, *overrides], root=GrpoRunConfig).warnings]
@@ -32,14 +41,30 @@ def accepted(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ([], "always 0"),
+        ([], "always 0, so there is nothing to learn; raise num_generations_per_prompt"),
         (["grpo.use_leave_one_out_baseline=true"], "leave-one-out"),
+        (["grpo.use_leave_one_out_baseline=true"], "or set grpo.use_leave_one_out_baseline=false"),
         (["grpo.minus_baseline=false"], "standard deviation"),
         (["grpo.minus_baseline=false", "grpo.normalize_rewards=false", "grpo.use_dynamic_sampling=true"], "dynamic sampling"),
     ],
 )
 def test_a_group_of_one_cannot_be_compared_with_itself(overrides: list[str], reason: str) -> None:
-    assert reason in str(refusal("grpo.num_generations_per_prompt=1", *overrides))
+    assert reason in dry_run_refusal("grpo.num_generations_per_prompt=1", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["loss_fn.aggregation=constant_length"], "divides by constant_length, which is not set"),
+        (["loss_fn.sequence_level_importance_ratios=true"], "token_level_loss=false"),
+        (
+            ["grpo.advantage_clip_low=1", "grpo.advantage_clip_high=0"],
+            "advantage_clip_low below advantage_clip_high, or one of them",
+        ),
+    ],
+)
+def test_a_loss_without_meaning_is_refused(overrides: list[str], reason: str) -> None:
+    assert reason in dry_run_refusal(*overrides)
 
 
 def test_a_group_of_one_is_fine_without_baseline_and_normalisation() -> None:
@@ -68,8 +93,6 @@ def test_a_batch_that_cuts_groups_or_leaves_a_rest_is_refused_with_the_sizes_tha
         ("policy.sequence_packing.train_mb_tokens=100", "a single rollout may have"),
         ("checkpointing.metric_name=val:acuracy", "which is not the name of a metric"),
         ("checkpointing.metric_name=accuracy", "which is not the name of a metric"),
-        ("loss_fn.aggregation=constant_length", "divides by it"),
-        ("loss_fn.sequence_level_importance_ratios=true", "token_level_loss=false"),
         ("grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold"),
         ("policy.optimizer.kwargs={weight_decay: 0}", "it has no lr"),
         ("data.train.env_name=chess", "env has arithmetic"),
@@ -101,19 +124,21 @@ def test_what_cannot_work_is_refused(override: str, reason: str) -> None:
 
 def test_an_on_policy_ratio_needs_one_step_per_batch_on_fresh_rollouts() -> None:
     assert accepted("loss_fn.force_on_policy_ratio=true") == []
-    assert "several optimizer steps" in str(refusal("loss_fn.force_on_policy_ratio=true", "grpo.update_epochs=2"))
-    assert "older weights" in str(refusal("loss_fn.force_on_policy_ratio=true", "grpo.async_grpo.enabled=true"))
+    for override in ("loss_fn.force_on_policy_ratio=true", "algorithm.on_policy_ratio=true"):
+        said = dry_run_refusal(override, "grpo.update_epochs=2")
+        assert "loss_fn.force_on_policy_ratio" in said and "there are 2 optimizer steps per batch" in said
+        assert "older weights" in dry_run_refusal(override, "grpo.async_grpo.enabled=true")
+    ppo = ["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=2"]
+    assert "there are 2 optimizer steps per batch" in dry_run_refusal(*ppo, root=PpoRunConfig)
 
 
 def test_all_refusals_are_reported_together() -> None:
-    assert (
-        len(refusal("cluster.segment_size=2", "policy.generation.backend=sglang", "grpo.num_generations_per_prompt=1").problems)
-        == 3
-    )
+    said = refusal("cluster.segment_size=2", "policy.generation.backend=sglang", "grpo.stop_at_validation_metric=accuracy")
+    assert len(said.problems) == 3
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: False)
+    monkeypatch.setattr(packages, "is_installed", lambda package: False)
     assert "wandb is not installed" in str(refusal("logger.wandb_enabled=true"))
     assert "tensorboard is not installed" in str(refusal("logger.tensorboard_enabled=true"))
 
@@ -121,7 +146,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = "policy.dtensor_cfg.lora_cfg.enabled=true"
     assert accepted(asked) == []
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "peft")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "peft")
     assert "the package peft is not installed" in str(refusal(asked)) and "pip install 'strop[lora]'" in str(refusal(asked))
 
 
@@ -135,7 +160,6 @@ def test_adapters_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
             ["value.sequence_packing.train_mb_tokens=100"],
             "value.sequence_packing.train_mb_tokens: found 100, but a single rollout may have",
         ),
-        (["loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=2"], "several optimizer steps"),
         (["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dropout=0.1"], "sampled without dropout"),
     ],
 )
@@ -169,7 +193,7 @@ def test_a_kl_term_of_weight_zero_is_said_to_change_nothing(overrides: list[str]
 def test_a_mere_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "strop_no_such_package").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not run_checks.is_installed("strop_no_such_package") and run_checks.is_installed("pydantic")
+    assert not packages.is_installed("strop_no_such_package") and packages.is_installed("pydantic")
 
 
 @pytest.mark.parametrize(
@@ -248,3 +272,74 @@ def test_a_window_has_something_to_do_where_groups_are_dropped() -> None:
 
 def test_asynchronous_keys_of_a_synchronous_run_are_not_warned_about() -> None:
     assert accepted("grpo.async_grpo.order=windowed", "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true") == []
+
+
+def test_rules_of_entries_name_the_entry_as_it_was_written() -> None:
+    one, two = (
+        "data.train=[{env_name: arithmetic, prompt_file: no.txt}]",
+        "data.train=[{prompt_file: no.txt}, {prompt_file: no.md}]",
+    )
+    assert [problem.key for problem in refusal(one).problems] == ["data.train.prompt_file"]
+    assert [problem.key for problem in refusal(two).problems] == ["data.train.0.prompt_file", "data.train.1.prompt_file"]
+
+
+def test_defaults_of_entries_are_checked_where_an_entry_takes_them() -> None:
+    asked = "data.default.prompt_file=no.txt"
+    assert [problem.key for problem in refusal(asked).problems] == ["data.train.prompt_file"]
+    assert accepted(asked, f"data.train.prompt_file={__file__}") == []
+
+
+def test_rules_of_a_teacher_name_the_teacher() -> None:
+    assert teacher_problems("teachers.second.model_name=self", "algorithm.name=distillation") == ["teachers.second.demonstration"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["teacher.model_name=self"], "teacher.demonstration"),
+        (["teacher.demonstration=x"], "teacher.demonstration"),
+        (["teacher.environments=[arithmetic,arithmetics]"], "teacher.environments"),
+        (["teachers.second.model_name=t"], "teachers"),
+        (["teacher.model_name=self", "teacher.demonstration=x", "teacher.self_weights=ema"], "teacher.self_weights"),
+        (["teacher.model_name=self", "teacher.demonstration=x", "cluster.backend=ray"], "teacher.model_name"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused_before_a_model_is_loaded(overrides: list[str], key: str) -> None:
+    assert teacher_problems(*overrides) == [key]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["teachers.second.model_name=t", "algorithm.name=distillation"],
+        ["teachers.second.model_name=t", "teacher.environments=[arithmetic]"],
+        [
+            "teacher.model_name=self",
+            "teacher.demonstration=x",
+            "teacher.self_weights=ema",
+            "policy.ema.enabled=true",
+        ],
+    ],
+)
+def test_teachers_that_can_are_not(overrides: list[str]) -> None:
+    assert teacher_problems(*overrides) == []
+
+
+def teacher_problems(*overrides: str) -> list[str]:
+    """The keys that a distillation is refused for."""
+    base = [*RUN[:3], "distillation.val_period=0", "teacher.model_name=t"]
+    try:
+        load_config(None, [*base, *overrides], root=DistillationRunConfig)
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
+
+
+def test_a_run_on_recorded_data_has_its_own_metrics_and_asks_nothing_of_an_engine() -> None:
+    base = ["policy.model_name=m", "data.train.dataset_name=squad", "sft.val_period=0", "policy.generation.temperature=0.001"]
+    warned = load_config(None, [*base, "checkpointing.metric_name=val:nll"], root=SftRunConfig).warnings
+    assert any("does not read policy.generation.temperature" in str(problem) for problem in warned)
+    with pytest.raises(ConfigError, match=r"or one of .*val:nll"):
+        load_config(None, [*base, "checkpointing.metric_name=val:reward"], root=SftRunConfig)
+    with pytest.raises(ConfigError, match="SGLang generation backend is not in this version"):
+        load_config(None, [*base, "policy.generation.backend=sglang"], root=SftRunConfig)

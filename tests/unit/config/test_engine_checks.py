@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from strop import packages
+from strop.build import summary
 from strop.config import ConfigError, EvalRunConfig, GrpoRunConfig, load_config
-from strop.config.checks import engine_checks, run_checks
 from strop.config.schema.run_config import SftRunConfig
+from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 
 RUN = [
     "policy.model_name=m",
@@ -25,7 +28,7 @@ G, C, W = "policy.generation.", "policy.generation.vllm_cfg.", "policy.generatio
 
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
 
 
 def warnings(*overrides: str, root: Any = GrpoRunConfig, base: list[str] = RUN) -> list[str]:
@@ -93,6 +96,24 @@ def test_what_vllm_cannot_do_is_refused_with_the_way_out(overrides: list[str], r
 
 
 @pytest.mark.parametrize(
+    ("overrides", "device", "reason"),
+    [
+        ([AHEAD], "cuda", "sleeps meanwhile"),
+        ([f"{W}transport=broadcast"], "cuda", "NCCL does not connect two processes on one GPU"),
+        ([f"{W}transport=cuda_ipc"], "cpu", "no GPU memory to share"),
+    ],
+)
+def test_what_the_device_of_this_machine_cannot_do_is_refused_by_a_dry_run(
+    overrides: list[str], device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "resolve_device", lambda _: torch.device(device))
+    config = load_config(None, [*RUN, VLLM, *overrides], root=GrpoRunConfig).config
+    assert config.policy.device == "auto"
+    with pytest.raises(ValueError, match=reason):
+        summary.summarize(config)
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         ([f"{G}torch_cfg.max_num_seqs=8", f"{G}torch_cfg.cuda_graphs=false"], ["vLLM does not read policy.generation.torch_cfg"]),
@@ -123,7 +144,7 @@ def test_options_of_vllm_are_not_read_by_the_torch_engine(override: str) -> None
 
 
 def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     error = refusal(VLLM)
     assert "vLLM is not installed" in str(error) and "make setup-vllm" in str(error)
     with pytest.raises(ConfigError, match=r"generation\.backend: found vllm, but vLLM is not installed"):
@@ -131,7 +152,7 @@ def test_vllm_has_to_be_installed_where_something_is_sampled(monkeypatch: pytest
 
 
 def test_a_run_on_recorded_data_needs_no_engine_and_says_what_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "vllm")
     base = ["policy.model_name=m", "data.train.dataset_name=squad", "data.validation.dataset_name=squad"]
     assert warnings(root=SftRunConfig, base=base) == []
     (warning,) = warnings(VLLM, f"{C}speculation.method=ngram", root=SftRunConfig, base=base)
@@ -147,4 +168,4 @@ def test_an_evaluation_is_sent_no_weights() -> None:
 
 def test_the_coldest_temperature_is_the_one_that_requests_are_refused_below() -> None:
     requests = pytest.importorskip("strop.generation.vllm.requests", reason="vLLM is not installed")
-    assert requests.MIN_TEMPERATURE == engine_checks.MIN_TEMPERATURE
+    assert requests.MIN_TEMPERATURE == MIN_TEMPERATURE

@@ -27,7 +27,7 @@ MEGATRON = {"policy.megatron_cfg.enabled"}
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths in the examples are relative to the repository's root; what they need is installed."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("strop.config.checks.run_checks.is_installed", lambda package: True)
+    monkeypatch.setattr("strop.packages.is_installed", lambda package: True)
 
 
 def section_of(path: Path) -> str:

@@ -56,16 +56,18 @@ class Composition(Algorithm):
             )
         yield from _check_rewards(self)
         yield from _check_aggregation(self)
-        yield from _check_kl(self)
         yield from _check_ratio(self, plan)
         if self.drop_constant_groups and plan.group_size < 2 and not self.advantage.greedy_baseline:
             yield (
                 "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards; raise "
-                "num_generations_per_prompt"
+                "num_generations_per_prompt, or set use_dynamic_sampling=false"
             )
         low, high = self.advantage_low, self.advantage_high
         if low is not None and high is not None and low > high:
-            yield f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high"
+            yield (
+                f"advantages are clipped to [{low}, {high}], which is empty; set advantage_clip_low below advantage_clip_high, or one of "
+                "them to null"
+            )
         if self.entropy_target is not None and not self.entropy_bonus:
             yield "entropy_target is set, but entropy_bonus is 0, so it has no effect; set both"
 
@@ -78,6 +80,11 @@ def _check_rewards(algorithm: Composition) -> Iterator[str]:
             "separately: remove the shaping, or make it a reward of the environment"
         )
     in_reward = kl is not None and bool(kl.weight) and kl.place == "reward"
+    if in_reward and (advantage.greedy_baseline or advantage.needs_named_rewards):
+        yield (
+            f"{type(advantage).__name__} defines no baseline for a KL term in the rollout's reward; "
+            "put the KL term in the loss, or in token_reward"
+        )
     if advantage.divides_by_mean and (algorithm.shaping is not None or in_reward):
         source = "the KL term in the reward" if in_reward else f"the shaping {type(algorithm.shaping).__name__}"
         yield (
@@ -88,22 +95,14 @@ def _check_rewards(algorithm: Composition) -> Iterator[str]:
 
 def _check_aggregation(algorithm: Composition) -> Iterator[str]:
     if algorithm.aggregation == "constant_length" and not algorithm.constant_length:
-        yield "aggregation constant_length divides by constant_length, which is not set; set it, for instance to max_new_tokens"
+        yield (
+            "aggregation constant_length divides by constant_length, which is not set; set it (loss_fn.constant_length), for instance "
+            "to ${policy.generation.max_new_tokens}"
+        )
     if algorithm.objective.sequence_level and algorithm.aggregation == "token_mean":
         yield (
             f"{type(algorithm.objective).__name__} has one ratio per rollout, so a mean over tokens gives long rollouts more weight; "
-            "set aggregation sequence_mean"
-        )
-
-
-def _check_kl(algorithm: Composition) -> Iterator[str]:
-    kl = algorithm.kl
-    if kl is None or not kl.weight or kl.place != "reward":
-        return
-    if algorithm.advantage.greedy_baseline or algorithm.advantage.needs_named_rewards:
-        yield (
-            f"{type(algorithm.advantage).__name__} defines no baseline for a KL term in the rollout's reward; "
-            "put the KL term in the loss, or in token_reward"
+            "set aggregation sequence_mean (loss_fn.token_level_loss=false, as GSPO does)"
         )
 
 
@@ -137,6 +136,11 @@ def _check_ratio(algorithm: Composition, plan: Plan) -> Iterator[str]:
         )
     if algorithm.on_policy_ratio and plan.optimizer_steps > 1:
         yield (
-            f"on_policy_ratio sets the ratio to 1, but there are {plan.optimizer_steps} optimizer steps per batch, and from the "
-            "second on the ratio is not 1; set it to false, or run one optimizer step per batch"
+            f"on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but there are {plan.optimizer_steps} optimizer steps "
+            "per batch, and from the second on the ratio is not 1; set it to false, or run one optimizer step per batch"
+        )
+    if algorithm.on_policy_ratio and plan.max_staleness:
+        yield (
+            "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older "
+            "weights, so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)"
         )

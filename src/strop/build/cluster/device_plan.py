@@ -8,6 +8,7 @@ from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
+from strop.problems import raise_problems
 
 
 def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
@@ -27,12 +28,8 @@ def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
 
 def make_parallel_dims(config: DtensorConfig, world: int) -> ParallelDims:
     """Return the parallel dimensions of ``world`` ranks. Raises ValueError if they do not divide ``world``."""
+    raise_problems(config.size_errors("dtensor_cfg", world, uses_ray=True))
     tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
-    if world % (tensor * context * copies):
-        raise ValueError(
-            f"tensor_parallel_size {tensor} x context_parallel_size {context} x dp_replicate_size {copies} do not divide the {world} "
-            "training devices; lower them, or change cluster.gpus_per_node or cluster.num_nodes"
-        )
     return ParallelDims(
         replicate=copies,
         shard=world // (tensor * context * copies),

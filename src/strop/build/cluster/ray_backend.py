@@ -30,7 +30,7 @@ from strop.build.engines import (
 )
 from strop.build.models import PRECISIONS, TokenizerBundle
 from strop.build.tasks import describe_environments
-from strop.build.teachers import StudentInfo, load_teacher, named_teachers
+from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroup
@@ -107,7 +107,7 @@ class RayBackend:
     ) -> dict[str, Mapping[str, AsyncColumnSource]]:
         """Return the sources of the teachers, each on the ranks or in separate processes."""
         student = StudentInfo(self.policy_info.vocab_size, self.bundle.tokenizer)
-        teachers = named_teachers(config)
+        teachers = config.all_teachers
         builds = {
             key: partial(load_teacher, key, config, student, columns, self._sampling)
             for key, teacher in teachers.items()
@@ -125,7 +125,7 @@ class RayBackend:
         role, threads = config.cluster.roles.teacher, self._thread_env(config.policy.num_threads)
         options: dict[str, list[ActorOptions]] = {}
         counter = itertools.count()
-        for key, teacher in named_teachers(config).items():
+        for key, teacher in config.all_teachers.items():
             gpus = 0.0 if self.policy_info.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
             names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
             options[key] = [

@@ -24,7 +24,7 @@ from strop.build.models import (
     make_torch_engine,
     prepare_device,
 )
-from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher, named_teachers
+from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
@@ -157,12 +157,7 @@ def _load_rank_teachers(
     """Load the teachers without separate processes, unsharded."""
     columns = find_teacher_columns(config, algorithm)
     sources: dict[tuple[str, str], ColumnSource] = {}
-    for key, teacher in named_teachers(config).items():
-        if teacher.model_name == "self":
-            raise ValueError(
-                f"{key}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
-                "cluster.backend=local"
-            )
+    for key, teacher in config.all_teachers.items():
         if not teacher.hosts:
             loaded = load_teacher(key, config, get_student_info(policy), columns, sampling)
             sources.update({(key, column): source for column, source in loaded.items()})

@@ -1,86 +1,31 @@
-"""Checks of the machines and of parallelism: settings that cannot work, and settings without effect."""
+"""Rules about devices and processes that need more than one section: do the sizes fit, is there Ray, are there unused devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from strop.base_config import changed_keys
-from strop.config.checks.device_counts import DeviceCounts, count_devices
-from strop.config.schema.distillation_config import TeacherConfig
+from strop.base_config import changed_keys, iter_sections
+from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import (
     DistillationRunConfig,
     EvalRunConfig,
     RolloutRunConfig,
     TrainingRunConfig,
+    generation_section,
     list_trained_models,
 )
+from strop.distributed.cluster_config import ClusterConfig
+from strop.generation.generation_config import GenerationConfig
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import Problem
 
 Problems = Iterator[Problem]
 
 
-def check_devices(config: TrainingRunConfig) -> Problems:
-    counts = count_devices(config)
-    if counts.uses_ray and counts.learner_devices < 1:
-        yield Problem(
-            "policy.generation.colocated.enabled",
-            f"found false, and generation would take all {config.cluster.gpus_per_node} devices of each node, which leaves none to train",
-            "Raise cluster.gpus_per_node (without GPUs, processes take their place), or lower "
-            "policy.generation.colocated.resources.gpus_per_node.",
-        )
-    if config.cluster.backend == "local" and config.cluster.num_nodes > 1:
-        yield Problem(
-            "cluster.backend",
-            f"found local with cluster.num_nodes = {config.cluster.num_nodes}, but one process runs on one node",
-            "Set it to auto or ray.",
-        )
-    if config.cluster.gpus_per_node < 1:
-        yield Problem(
-            "cluster.gpus_per_node",
-            "found 0, which leaves no device to train",
-            "Set it to 1 or more; policy.device=cpu needs no GPU.",
-        )
-
-
 def check_parallel_sizes(config: TrainingRunConfig) -> Problems:
     counts = count_devices(config)
     for key, model in list_trained_models(config):
-        yield from _check_model_sizes(f"{key}.dtensor_cfg", model.dtensor_cfg, counts)
-
-
-def _check_model_sizes(key: str, sizes: DtensorConfig, counts: DeviceCounts) -> Problems:
-    tensor, context, copies = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.dp_replicate_size
-    product = tensor * context * copies
-    if counts.learner_devices % product:
-        where = f"{counts.learner_devices} devices that train" if counts.uses_ray else "the one device of this process"
-        yield Problem(
-            f"{key}.tensor_parallel_size",
-            f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
-            f"divide {where}",
-            f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
-        )
-    if sizes.sequence_parallel and tensor == 1:
-        yield Problem(
-            f"{key}.sequence_parallel",
-            "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over",
-            "Set it to false, or raise tensor_parallel_size.",
-        )
-    if (experts := sizes.expert_parallel_size) > 1:
-        one_copy = max(1, counts.learner_devices // copies)
-        if experts % tensor or one_copy % experts:
-            yield Problem(
-                f"{key}.expert_parallel_size",
-                f"found {experts}; it must be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one copy "
-                "of the model",
-                f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
-            )
-    if sizes.cpu_offload and not counts.uses_ray:
-        yield Problem(
-            f"{key}.cpu_offload",
-            "found true, but only a learner on several ranks offloads its parameters, and this run has one",
-            "Set it to false, or cluster.backend=ray; policy.reference.offload=true frees the reference policy's memory.",
-        )
+        yield from model.dtensor_cfg.size_errors(f"{key}.dtensor_cfg", counts.learner_devices, uses_ray=counts.uses_ray)
 
 
 def check_torch_engine_devices(config: TrainingRunConfig) -> Problems:
@@ -103,85 +48,82 @@ def check_environment_hosts(config: TrainingRunConfig) -> Problems:
         )
 
 
-def check_teacher_hosts(config: DistillationRunConfig) -> Problems:
-    for key, teacher in _list_teachers(config).items():
-        if teacher.hosts and not count_devices(config).uses_ray:
+def check_teacher_processes(config: DistillationRunConfig) -> Problems:
+    uses_ray = count_devices(config).uses_ray
+    for key, teacher in config.all_teachers.items():
+        if teacher.model_name == "self" and uses_ray:
+            yield Problem(
+                f"{key}.model_name",
+                "found self, which works in one process only: ranks hold shards of the policy",
+                "Name a model, or set cluster.backend=local.",
+            )
+        if teacher.hosts and not uses_ray:
             yield Problem(
                 f"{key}.hosts",
                 f"found {teacher.hosts}, but teacher processes are Ray actors, and this run has no Ray",
                 "Set cluster.backend=ray, or set it to 0.",
             )
-        if teacher.hosts and teacher.model_name == "self":
-            yield Problem(
-                f"{key}.hosts",
-                f"found {teacher.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
-                "Set it to 0, or name a model.",
-            )
 
 
-def _list_teachers(config: DistillationRunConfig) -> Mapping[str, TeacherConfig]:
-    return {"teacher": config.teacher, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
-
-
-def check_role_gpus(config: TrainingRunConfig) -> Problems:
-    for name, role in (("learner", config.cluster.roles.learner), ("generator", config.cluster.roles.generator)):
-        if role.num_gpus is not None:
-            yield Problem(
-                f"cluster.roles.{name}.num_gpus",
-                f"found {role.num_gpus:g}, but its processes use the GPUs of the run (cluster.gpus_per_node)",
-                "Remove it.",
-            )
-
-
-def check_segments(config: TrainingRunConfig) -> Problems:
-    size, nodes = config.cluster.segment_size, config.cluster.num_nodes
-    if size is not None and nodes % size:
+def check_resources(config: RolloutRunConfig | EvalRunConfig) -> Problems:
+    """Check the GPUs of generation, which follow from the number of engines and their size."""
+    key, generation = generation_section(config)
+    resources, options = generation.colocated.resources, generation.vllm_cfg
+    if generation.colocated.enabled or generation.backend != "vllm":
+        return
+    if isinstance(config, RolloutRunConfig) and count_devices(config).uses_ray:
+        return  # devices are planned once the cluster is known (strop.distributed.placement)
+    size = options.tensor_parallel_size
+    needed = options.num_local_engines * size
+    if resources.gpus_per_node not in (None, needed):
+        fitting = [f"{key}.vllm_cfg.num_engines={resources.gpus_per_node // size}"] if resources.gpus_per_node % size == 0 else []
         yield Problem(
-            "cluster.segment_size",
-            f"found {size}, which does not divide cluster.num_nodes = {nodes}; all segments have the same size",
-            "Set it to a divisor of cluster.num_nodes, or to null.",
+            f"{key}.colocated.resources.gpus_per_node",
+            f"found {resources.gpus_per_node}, but {options.num_local_engines} engines of {size} ranks use {needed} GPUs",
+            f"Set {' or '.join([*fitting, f'it to {needed} or null'])}.",
         )
-
-
-def check_single_machine(config: EvalRunConfig) -> Problems:
-    if config.cluster.num_nodes > 1 or config.cluster.backend == "ray":
+    if (resources.num_nodes or 1) > 1:
         yield Problem(
-            "cluster.num_nodes",
-            f"found {config.cluster.num_nodes} with cluster.backend = {config.cluster.backend}, but an evaluation runs on one machine, "
-            "without Ray, in this version",
-            "Set cluster.num_nodes=1 and cluster.backend=auto.",
+            f"{key}.colocated.resources.num_nodes",
+            f"found {resources.num_nodes}, but this run uses one machine",
+            "Set it to 1 or null, or raise cluster.num_nodes.",
         )
 
 
 def warn_unused_roles(config: TrainingRunConfig) -> Problems:
-    if count_devices(config).uses_ray:
-        return
-    for key in changed_keys("cluster.roles", config.cluster.roles):
-        yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
+    roles, uses_ray = config.cluster.roles, count_devices(config).uses_ray
+    teachers = config.all_teachers.values() if isinstance(config, DistillationRunConfig) else ()
+    if not uses_ray:
+        for key in changed_keys("cluster.roles", roles):
+            yield Problem(key, "it has no effect: this run is one process, without Ray (cluster.backend)")
+    elif not any(teacher.hosts for teacher in teachers):
+        for key in changed_keys("cluster.roles.teacher", roles.teacher):
+            yield Problem(key, "it has no effect: no teacher has its own processes (teacher.hosts)")
 
 
-def warn_unused_teacher_role(config: TrainingRunConfig) -> Problems:
-    if not count_devices(config).uses_ray or (
-        isinstance(config, DistillationRunConfig) and any(teacher.hosts for teacher in _list_teachers(config).values())
-    ):
-        return
-    for key in changed_keys("cluster.roles.teacher", config.cluster.roles.teacher):
-        yield Problem(key, "it has no effect: no teacher has its own processes (teacher.hosts)")
+def warn_idle_devices(config: EvalRunConfig) -> Problems:
+    configured, used = config.cluster.gpus_per_node, count_gpus(config.generation)
+    if configured > max(1, used):
+        devices = "one device" if used <= 1 else f"{used} devices with these engines"
+        yield Problem("cluster.gpus_per_node", f"found {configured}, but this version uses {devices}; the others stay idle")
 
 
-def warn_unused_parallel_plan(config: TrainingRunConfig) -> Problems:
-    for key, model in list_trained_models(config):
-        if model.dtensor_cfg.custom_parallel_plan is not None and model.dtensor_cfg.tensor_parallel_size == 1:
-            yield Problem(f"{key}.dtensor_cfg.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
+MACHINE_CHECKS = (check_parallel_sizes, check_torch_engine_devices, check_environment_hosts)
+ERROR_CHECKS = (*MACHINE_CHECKS, check_teacher_processes, check_resources)
 
 
-CLUSTER_ERROR_CHECKS = (
-    check_devices,
-    check_parallel_sizes,
-    check_torch_engine_devices,
-    check_environment_hosts,
-    check_role_gpus,
-    check_segments,
-)
-DISTILLATION_ERROR_CHECKS = (check_teacher_hosts,)
-CLUSTER_WARNING_CHECKS = (warn_unused_roles, warn_unused_teacher_role, warn_unused_parallel_plan)
+def find_machine_errors(config: TrainingRunConfig) -> list[Problem]:
+    """Return the errors that concern the machines alone."""
+    sections = [pair for pair in iter_sections(config) if isinstance(pair[1], ClusterConfig | DtensorConfig)]
+    return [
+        *(problem for key, section in sections for problem in section.errors(key)),
+        *(problem for check in MACHINE_CHECKS for problem in check(config)),
+    ]
+
+
+def count_gpus(generation: GenerationConfig) -> int:
+    """Return the number of GPUs of a run with one learner rank."""
+    if generation.backend != "vllm":
+        return 1
+    engines = generation.vllm_cfg.num_local_engines * generation.vllm_cfg.tensor_parallel_size
+    return engines if generation.colocated.enabled else engines + 1

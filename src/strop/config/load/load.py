@@ -267,7 +267,7 @@ def load_any_kind(path: Path | None, overrides: Sequence[str] = ()) -> LoadedCon
         [] if any(override.startswith(f"{MODEL_KEY}=") for override in overrides) else [f"{MODEL_KEY}={PLACEHOLDER_MODEL}"]
     )
     loaded = load_config(None, [*overrides, *placeholder], root=root, check=False)
-    problems = [problem for check in cluster_checks.CLUSTER_ERROR_CHECKS for problem in check(loaded.config)]
+    problems = cluster_checks.find_machine_errors(loaded.config)
     if problems:
         raise ConfigError(problems)
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from strop.base_config import BaseConfig, Device, Precision, follows, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.problems import Problem
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 
@@ -93,3 +95,29 @@ class TeacherConfig(BaseConfig):
         description="With model_name self: the policy before training (initial), as it is (current), or its moving average "
         "(ema, with policy.ema).",
     )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from self._check_hosts(key)
+        yield from self._check_demonstration(key)
+
+    def _check_demonstration(self, key: str) -> Iterator[Problem]:
+        if self.model_name == "self" and self.demonstration is None:
+            yield Problem(
+                f"{key}.demonstration",
+                "found null, and without a demonstration the policy and its teacher are the same model",
+                "Set it.",
+            )
+        elif self.model_name != "self" and self.demonstration is not None:
+            yield Problem(
+                f"{key}.demonstration",
+                "only the policy as its own teacher uses it",
+                f"Set {key}.model_name=self, or the demonstration to null.",
+            )
+
+    def _check_hosts(self, key: str) -> Iterator[Problem]:
+        if self.hosts and self.model_name == "self":
+            yield Problem(
+                f"{key}.hosts",
+                f"found {self.hosts}, but model_name is self, and a policy that teaches itself runs in the learner",
+                "Set it to 0, or name a model.",
+            )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from strop.base_config import BaseConfig, Device, Precision, follows
+from strop.base_config import BaseConfig, Device, Precision, changed_keys, follows
+from strop.distributed.cluster_config import ClusterConfig
 from strop.generation.generation_config import GenerationConfig, Temperature, TopK
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.problems import Problem
 
 
 class EvalConfig(BaseConfig):
@@ -22,6 +25,14 @@ class EvalConfig(BaseConfig):
     k_value: int = Field(1, ge=1, description="k of pass@k and cons@k (samples).")
     seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
     save_path: str | None = Field(None, description="Folder for a JSON file with every sample; null does not save.")
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.k_value > self.num_tests_per_prompt:
+            yield Problem(
+                f"{key}.k_value",
+                f"found {self.k_value}, but there are only eval.num_tests_per_prompt = {self.num_tests_per_prompt} samples of a task",
+                "Lower it, or raise eval.num_tests_per_prompt.",
+            )
 
 
 class EvalTokenizerConfig(TokenizerConfig):
@@ -48,3 +59,22 @@ class EvalGenerationConfig(GenerationConfig):
     def max_total_sequence_length(self) -> int:
         """Longest prompt and completion together, whatever the backend (tokens)."""
         return self.vllm_cfg.max_model_len
+
+    def _warn_weight_sync(self, key: str) -> Iterator[Problem]:
+        if unused := changed_keys(f"{key}.weight_sync", self.weight_sync):
+            yield Problem(
+                unused[0], f"it has no effect: an evaluation reads its weights from {self.model_name}, and no weights are sent"
+            )
+
+
+class EvalClusterConfig(ClusterConfig):
+    """The machine of an evaluation."""
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.num_nodes > 1 or self.backend == "ray":
+            yield Problem(
+                f"{key}.num_nodes",
+                f"found {self.num_nodes} with cluster.backend = {self.backend}, but an evaluation runs on one machine, without Ray, in "
+                "this version",
+                "Set cluster.num_nodes=1 and cluster.backend=auto.",
+            )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
-from strop.generation.generation_config import GenerationConfig
+from strop.generation.generation_config import GenerationConfig, UnusedGenerationConfig
 from strop.learner.model_config import ModelConfig
+from strop.problems import Problem
 
 
 class ReferenceConfig(BaseConfig):
@@ -26,3 +29,59 @@ class PolicyConfig(ModelConfig):
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from super().errors(key)
+        yield from self._check_adapter_dropout(f"{key}.dtensor_cfg.lora_cfg.dropout")
+        yield from self._check_engine_length(f"{key}.generation.vllm_cfg.max_model_len")
+
+    def _check_adapter_dropout(self, key: str) -> Iterator[Problem]:
+        lora = self.dtensor_cfg.lora_cfg
+        if lora.enabled and lora.dropout:
+            yield Problem(
+                key,
+                f"found {lora.dropout}, but rollouts are sampled without dropout, so the trained policy would differ from the one that "
+                "sampled, with other masks at every step",
+                "Set it to 0; adapter dropout is for recorded data (strop sft, dpo and rm).",
+            )
+
+    def _check_engine_length(self, key: str) -> Iterator[Problem]:
+        length, total = self.generation.vllm_cfg.max_model_len, self.max_total_sequence_length
+        if self.generation.backend == "vllm" and length < total:
+            yield Problem(
+                key,
+                f"found {length}, but a rollout may have policy.max_total_sequence_length = {total} tokens, and the engine would truncate "
+                "it earlier",
+                f"Leave it unset, set it to {total} or more, or lower policy.max_total_sequence_length.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self._warn_unused_batch_size(key)
+        yield from self._warn_unused_sleep(f"{key}.generation.vllm_cfg.sleep_level")
+
+    def _warn_unused_batch_size(self, key: str) -> Iterator[Problem]:
+        if self.generation_batch_size is not None:
+            yield Problem(
+                f"{key}.generation_batch_size",
+                "it has no effect: the engine batches continuously",
+                "policy.generation.torch_cfg.max_num_seqs limits how many sequences run together.",
+            )
+
+    def _warn_unused_sleep(self, key: str) -> Iterator[Problem]:
+        if self.generation.backend == "vllm" and self.generation.vllm_cfg.sleep_level == 1:
+            if not self.generation.colocated.enabled:
+                yield Problem(key, "it has no effect: an engine with its own device never sleeps")
+            elif self.device == "cpu":
+                yield Problem(key, "it has no effect: an engine on a CPU frees no memory")
+
+
+class RecordedPolicyConfig(PolicyConfig):
+    """The policy of a run on recorded data, which samples nothing."""
+
+    generation: UnusedGenerationConfig = subsection(UnusedGenerationConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from ModelConfig.errors(self, key)
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        yield from self._warn_unused_batch_size(key)

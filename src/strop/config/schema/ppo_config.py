@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from strop.base_config import BaseConfig, follows, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.tokenizer_config import TokenizerConfig
+from strop.problems import Problem
 from strop.trainer.training_config import AsyncConfig, RolloutTrainingConfig
 
 
@@ -111,3 +113,12 @@ class ValueConfig(ModelConfig):
     max_total_sequence_length: int = follows(
         "..policy.max_total_sequence_length", standalone=512, ge=2, description="As the policy's (tokens)."
     )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        yield from super().errors(key)
+        if self.head_only and self.dtensor_cfg.lora_cfg.enabled:
+            yield Problem(
+                f"{key}.dtensor_cfg.lora_cfg.enabled",
+                "found true, but with value.head_only the critic is one linear layer, which has no adapters",
+                "Set it to false, or value.head_only=false.",
+            )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from strop.base_config import BaseConfig, sets, subsection
 from strop.config.schema.grpo_config import AlgorithmConfig
-from strop.config.schema.policy_config import PolicyConfig
+from strop.config.schema.policy_config import RecordedPolicyConfig
 from strop.trainer.training_config import RecordedTrainingConfig
 
 
@@ -98,7 +98,7 @@ class RewardModelConfig(BaseConfig):
     )
 
 
-class RmPolicyConfig(PolicyConfig):
+class RmPolicyConfig(RecordedPolicyConfig):
     """The model that becomes a reward model."""
 
     reward_model_cfg: RewardModelConfig = subsection(RewardModelConfig)

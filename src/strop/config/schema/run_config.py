@@ -15,9 +15,9 @@ from strop.config.schema.distillation_config import (
     DistillationLossConfig,
     TeacherConfig,
 )
-from strop.config.schema.evaluation_config import EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
+from strop.config.schema.evaluation_config import EvalClusterConfig, EvalConfig, EvalGenerationConfig, EvalTokenizerConfig
 from strop.config.schema.grpo_config import AlgorithmConfig, GrpoConfig, LossConfig
-from strop.config.schema.policy_config import PolicyConfig
+from strop.config.schema.policy_config import PolicyConfig, RecordedPolicyConfig
 from strop.config.schema.ppo_config import PpoAlgorithmConfig, PpoConfig, ValueConfig, ValueLossConfig
 from strop.config.schema.recorded_config import (
     DpoAlgorithmConfig,
@@ -83,6 +83,7 @@ class RecordedRunConfig(TrainingRunConfig):
     """A run on recorded data."""
 
     checkpointing: RecordedCheckpointingConfig = subsection(RecordedCheckpointingConfig)
+    policy: RecordedPolicyConfig
 
     @property
     def recorded_training(self) -> RecordedTrainingConfig:
@@ -119,6 +120,11 @@ class DistillationRunConfig(RolloutRunConfig):
     teacher: TeacherConfig
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict, description="More teachers, by name.")
 
+    @property
+    def all_teachers(self) -> dict[str, TeacherConfig]:
+        """Every teacher by its key: ``teacher``, ``teachers.NAME``."""
+        return {"teacher": self.teacher, **{f"teachers.{name}": teacher for name, teacher in self.teachers.items()}}
+
 
 class SftRunConfig(RecordedRunConfig):
     """Supervised fine-tuning on conversations."""
@@ -153,7 +159,7 @@ class EvalRunConfig(BaseConfig):
     tokenizer: EvalTokenizerConfig
     data: EvalDataConfig = subsection(EvalDataConfig)
     env: Environments = Field(default_factory=dict, description=ENVIRONMENTS_DOC)
-    cluster: ClusterConfig = subsection(ClusterConfig)
+    cluster: EvalClusterConfig = subsection(EvalClusterConfig)
 
 
 TRAINING_RUNS: Mapping[str, type[TrainingRunConfig]] = {

@@ -11,10 +11,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from strop.generation.base import Completion
+from strop.generation.vllm.vllm_config import MIN_TEMPERATURE
 from strop.sampling import Sampling, pad_kept_tokens
-
-# vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match.
-MIN_TEMPERATURE = 0.01
 
 
 class RequestInterrupted(RuntimeError):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from strop.base_config import BaseConfig, Precision, follows, subsection
+from strop.base_config import BaseConfig, Precision, default_of, follows, subsection
+from strop.problems import Problem
+
+# vLLM silently samples at this temperature instead of a lower one, and reports log-probabilities that do not match.
+MIN_TEMPERATURE = 0.01
 
 
 class SpeculationConfig(BaseConfig):
@@ -30,6 +35,26 @@ class SpeculationConfig(BaseConfig):
         if info.data.get("method") == "draft_model" and value is None:
             raise ValueError("method draft_model needs a draft: set model_name to a small model with the policy's vocabulary")
         return value
+
+    def vllm_errors(self, key: str) -> Iterator[Problem]:
+        """Yield what cannot work where vLLM is the engine."""
+        if self.method == "ngram" and self.prompt_lookup_min > self.prompt_lookup_max:
+            yield Problem(
+                f"{key}.prompt_lookup_min",
+                f"found {self.prompt_lookup_min}, above prompt_lookup_max = {self.prompt_lookup_max}: no match has such a length",
+                f"Set it to {self.prompt_lookup_max} or less.",
+            )
+
+    def vllm_warnings(self, key: str) -> Iterator[Problem]:
+        """Yield which options the method does not read."""
+        unused: Mapping[str | None, Sequence[str]] = {
+            None: ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model_name"),
+            "ngram": ("model_name",),
+            "draft_model": ("prompt_lookup_min", "prompt_lookup_max"),
+        }
+        for name in unused[self.method]:
+            if getattr(self, name) != default_of(self, name):
+                yield Problem(f"{key}.{name}", f"it has no effect: {key}.method is {self.method or 'null'}")
 
 
 class VllmConfig(BaseConfig):
@@ -88,3 +113,25 @@ class VllmConfig(BaseConfig):
     def num_local_engines(self) -> int:
         """The number of engines of a run in one process, where null is 1."""
         return self.num_engines or 1
+
+    def vllm_errors(self, key: str) -> Iterator[Problem]:
+        """Yield what cannot work where vLLM is the engine."""
+        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+            yield Problem(
+                f"{key}.expert_parallel_size",
+                f"found {self.expert_parallel_size}, but an engine shards its experts over its tensor-parallel ranks, and "
+                f"{key}.tensor_parallel_size is {self.tensor_parallel_size}",
+                f"Set it to 1, or both to {self.expert_parallel_size}.",
+            )
+        yield from self.speculation.vllm_errors(f"{key}.speculation")
+
+    def vllm_warnings(self, key: str) -> Iterator[Problem]:
+        """Yield what works where vLLM is the engine, but perhaps not as intended."""
+        if self.kv_cache_dtype not in ("auto", self.precision):
+            yield Problem(
+                f"{key}.kv_cache_dtype",
+                f"found {self.kv_cache_dtype}: rounded keys and values change the sampling distribution, and the learner computes another "
+                "one",
+                "Watch train/token_mult_prob_error and choose a correction (docs/algorithms/corrections.md), or set auto.",
+            )
+        yield from self.speculation.vllm_warnings(f"{key}.speculation")

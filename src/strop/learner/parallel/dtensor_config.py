@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from strop.base_config import BaseConfig, subsection
 from strop.models.lora_config import LoraConfig
+from strop.problems import Problem
 
 
 class DtensorConfig(BaseConfig):
@@ -37,3 +40,43 @@ class DtensorConfig(BaseConfig):
         "null is the model's own.",
     )
     lora_cfg: LoraConfig = subsection(LoraConfig)
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            yield Problem(
+                f"{key}.sequence_parallel",
+                "found true with tensor_parallel_size = 1: there are no ranks to shard the sequence over",
+                "Set it to false, or raise tensor_parallel_size.",
+            )
+
+    def warnings(self, key: str) -> Iterator[Problem]:
+        if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
+            yield Problem(f"{key}.custom_parallel_plan", "it has no effect: tensor_parallel_size is 1")
+
+    def size_errors(self, key: str, devices: int, *, uses_ray: bool) -> Iterator[Problem]:
+        """Yield what cannot work on ``devices`` devices that train."""
+        tensor, context, copies = self.tensor_parallel_size, self.context_parallel_size, self.dp_replicate_size
+        product = tensor * context * copies
+        if devices % product:
+            where = f"{devices} devices that train" if uses_ray else "the one device of this process"
+            yield Problem(
+                f"{key}.tensor_parallel_size",
+                f"found {tensor}, with context_parallel_size = {context} and dp_replicate_size = {copies}: these {product} ranks do not "
+                f"divide {where}",
+                f"Raise cluster.gpus_per_node or cluster.num_nodes (a multiple of {product} devices must train), or lower the sizes.",
+            )
+        if (experts := self.expert_parallel_size) > 1:
+            one_copy = max(1, devices // copies)
+            if experts % tensor or one_copy % experts:
+                yield Problem(
+                    f"{key}.expert_parallel_size",
+                    f"found {experts}; it must be a multiple of tensor_parallel_size = {tensor} and divide the {one_copy} ranks of one "
+                    "copy of the model",
+                    f"Set it to 1, or to such a number, for instance {one_copy}." if one_copy % tensor == 0 else "Set it to 1.",
+                )
+        if self.cpu_offload and not uses_ray:
+            yield Problem(
+                f"{key}.cpu_offload",
+                "found true, but only a learner on several ranks offloads its parameters, and this run has one",
+                "Set it to false, or cluster.backend=ray; policy.reference.offload=true frees the reference policy's memory.",
+            )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, model_serializer, model_validator
 
 from strop.base_config import BaseConfig
+from strop.problems import Problem
 
 
 class OptimizerGroupConfig(BaseConfig):
@@ -51,6 +52,14 @@ class OptimizerConfig(BaseConfig):
         description="Entries {match: [pattern, ...], lr, weight_decay}. The first entry that matches a parameter applies; "
         "no_decay comes before all.",
     )
+
+    def errors(self, key: str) -> Iterator[Problem]:
+        if "lr" not in self.kwargs:
+            yield Problem(
+                f"{key}.kwargs",
+                "it has no lr, and the optimizer's default is far too large or missing",
+                f"Set {key}.kwargs.lr, for instance to 5e-6.",
+            )
 
 
 class ScheduleStageConfig(BaseConfig):

@@ -28,7 +28,6 @@ from strop.build.teachers import (
     get_student_info,
     load_teacher,
     make_teachers,
-    named_teachers,
 )
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
@@ -117,12 +116,10 @@ def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: lis
 
 async def hosted(config: DistillationRunConfig, policy: LoadedPolicy, cluster: Any) -> AsyncColumnSource:
     wanted = find_teacher_columns(config, algorithm_of(config))
-    builds = {
-        key: partial(load_teacher, key, config, get_student_info(policy), wanted, SAMPLING) for key in named_teachers(config)
-    }
+    builds = {key: partial(load_teacher, key, config, get_student_info(policy), wanted, SAMPLING) for key in config.all_teachers}
     options = {
         key: [ActorOptions(name=f"{key}-{number}") for number in range(teacher.hosts)]
-        for key, teacher in named_teachers(config).items()
+        for key, teacher in config.all_teachers.items()
     }
     (column,) = wanted
     made = await spawn_teachers(cluster, builds, wanted, options)

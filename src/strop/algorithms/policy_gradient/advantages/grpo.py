@@ -26,8 +26,20 @@ class GroupRelative(Advantage):
     normalize: bool = True  # divide by the deviation
 
     def validate(self, plan: Plan) -> Iterator[str]:
-        if self.baseline or self.normalize:
-            yield from super().validate(plan)
+        if plan.group_size >= self.min_group_size or not (self.baseline or self.leave_one_out or self.normalize):
+            return
+        if self.leave_one_out:
+            reason = "a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none"
+            fix = "grpo.use_leave_one_out_baseline=false"
+        elif self.baseline:
+            reason = "a reward minus the mean of a group of one is always 0, so there is nothing to learn"
+            fix = "grpo.minus_baseline=false and grpo.normalize_rewards=false"
+        else:
+            reason, fix = "a group of one has no standard deviation to normalise by", "grpo.normalize_rewards=false"
+        yield (
+            f"the group size is {plan.group_size}, but {type(self).__name__} compares at least {self.min_group_size} rollouts of a "
+            f"group: {reason}; raise num_generations_per_prompt to 2 or more, or set {fix}"
+        )
 
     def rollout_advantages(self, group: GroupRewards) -> Tensor:
         return group_advantages(group.rewards, baseline=self.baseline, leave_one_out=self.leave_one_out, normalize=self.normalize)

@@ -1,0 +1,213 @@
+"""No message to the user is lost: those of ``tests/golden/messages.txt`` still occur in the source, or a table here says why not.
+
+A message is a string in ``raise X(...)``, ``Problem(...)`` or ``ValueError(...)``, or a string that is yielded, with ``{}`` for what an
+f-string fills in. ``python tests/unit/config/test_every_message_stands.py src/strop > tests/golden/messages.txt`` lists those of a tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
+
+# A rule about an algorithm has one owner, its ``validate``, which says what a check of the configuration said a second time.
+ON_POLICY = (
+    "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but there are {} optimizer steps per batch, and from the second "
+    "on the ratio is not 1; set it to false, or run one optimizer step per batch"
+)
+CLIP = (
+    "advantages are clipped to [{}, {}], which is empty; set advantage_clip_low below advantage_clip_high, or one of them to null"
+)
+CONSTANT_LENGTH = (
+    "aggregation constant_length divides by constant_length, which is not set; set it (loss_fn.constant_length), for instance to "
+    "${policy.generation.max_new_tokens}"
+)
+SEQUENCE_LEVEL = (
+    "{} has one ratio per rollout, so a mean over tokens gives long rollouts more weight; set aggregation sequence_mean "
+    "(loss_fn.token_level_loss=false, as GSPO does)"
+)
+ASYNCHRONOUS = (
+    "on_policy_ratio (loss_fn.force_on_policy_ratio) sets the ratio to 1, but training is asynchronous: rollouts come from older weights, "
+    "so the ratio is not 1; set it to false, or train synchronously (async_grpo.enabled=false, async_ppo.enabled=false)"
+)
+# The rule is the section's; it is asked with the configured device, and by a run with the one it has.
+SLEEPS = (
+    "found true, but asynchronous training samples while the learner trains, and an engine on the learner's GPU sleeps meanwhile"
+)
+NCCL = "found broadcast, but {}.colocated.enabled is true: NCCL does not connect two processes on one GPU"
+NOT_DIVIDED = "found {}, with context_parallel_size = {} and dp_replicate_size = {}: these {} ranks do not divide {}"
+NONE_TRAINS = (
+    "policy.generation.colocated.enabled is false, and generation takes {} of cluster.gpus_per_node {}: none is left to train. Raise "
+    "cluster.gpus_per_node, lower {}.gpus_per_node, set {}.num_nodes if there are several nodes, or set colocated.enabled=true"
+)
+
+# The old message -> what says it now.
+REWORDED: dict[str, str] = {
+    "{} has no adapters to disable, so it cannot be its own reference; use a FrozenScorer with a copy": (
+        "{} has no adapters to disable, so it cannot be its own reference; use a frozen copy (copy_frozen)"
+    ),
+    "{}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
+    "cluster.backend=local": "found self, which works in one process only: ranks hold shards of the policy",
+    "{}: its process died while generating{}": "{}: its process died {}{}",
+    "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none": (
+        "a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none"
+    ),
+    "found 1, but a reward minus the mean of a group of one is always 0, so there is nothing to learn": (
+        "a reward minus the mean of a group of one is always 0, so there is nothing to learn"
+    ),
+    "found 1, but a group of one has no standard deviation to normalise by": (
+        "a group of one has no standard deviation to normalise by"
+    ),
+    "Set it to 2 or more, or grpo.minus_baseline=false and grpo.normalize_rewards=false.": (
+        "grpo.minus_baseline=false and grpo.normalize_rewards=false"
+    ),
+    "Set it to 2 or more, or grpo.normalize_rewards=false.": "grpo.normalize_rewards=false",
+    "Set it to 2 or more, or grpo.use_leave_one_out_baseline=false.": "grpo.use_leave_one_out_baseline=false",
+    "found 1, but dynamic sampling drops groups with equal rewards: every group of one": (
+        "dynamic sampling drops groups with equal rewards, and a group of one always has equal rewards"
+    ),
+    "Set it to 2 or more, or grpo.use_dynamic_sampling=false.": "raise num_generations_per_prompt, or set use_dynamic_sampling=false",
+    "found {}, above advantage_clip_high = {}": CLIP,
+    "Lower it, or set one of them to null.": CLIP,
+    "found null, but loss_fn.aggregation is constant_length, which divides by it": CONSTANT_LENGTH,
+    "aggregation constant_length divides by constant_length, which is not set; set it, for instance to max_new_tokens": CONSTANT_LENGTH,
+    "Set it, for instance to ${policy.generation.max_new_tokens}.": CONSTANT_LENGTH,
+    "found true, but a ratio per sequence and a mean over tokens weigh long sequences twice": SEQUENCE_LEVEL,
+    "Set loss_fn.token_level_loss=false (GSPO).": SEQUENCE_LEVEL,
+    "found true, but a batch makes several optimizer steps, and from the second on the ratio is not 1": ON_POLICY,
+    "on_policy_ratio sets the ratio to 1, but there are {} optimizer steps per batch, and from the second on the ratio is not 1; set it to "
+    "false, or run one optimizer step per batch": ON_POLICY,
+    "found true, but with {}.async_{} rollouts come from older weights, so the ratio is not 1": ASYNCHRONOUS,
+    "Set loss_fn.force_on_policy_ratio=false, or {}.async_{}.enabled=false.": ASYNCHRONOUS,
+    "found true, but {}.async_{} samples while the learner trains, and an engine on the learner's GPU sleeps meanwhile": SLEEPS,
+    "policy.generation.colocated.enabled is true and training is asynchronous: an engine on the learner's GPU must sleep while the learner "
+    "trains. Set it to false, with a GPU for each engine, or train synchronously": SLEEPS,
+    "found broadcast, but policy.generation.colocated.enabled is true: NCCL does not connect two processes on one GPU": NCCL,
+    "policy.generation.weight_sync.transport is broadcast, and NCCL does not connect two processes on one GPU: set it to auto, or "
+    "policy.generation.colocated.enabled=false": NCCL,
+    "tensor_parallel_size {} x context_parallel_size {} x dp_replicate_size {} do not divide the {} training devices; lower them, or "
+    "change cluster.gpus_per_node or cluster.num_nodes": NOT_DIVIDED,
+    "found false, and generation would take all {} devices of each node, which leaves none to train": NONE_TRAINS,
+    "Raise cluster.gpus_per_node (without GPUs, processes take their place), or lower "
+    "policy.generation.colocated.resources.gpus_per_node.": NONE_TRAINS,
+    # Asked of the configuration, not only of a run whose models are loaded:
+    "{}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it": (
+        "found null, and without a demonstration the policy and its teacher are the same model"
+    ),
+    "{}.demonstration: only the policy as its own teacher uses it; set {}.model_name=self, or the demonstration to null": (
+        "only the policy as its own teacher uses it"
+    ),
+    "{}.environments: found {}, but env has {}": "found {}, but env has {}",
+    "{}.self_weights: found ema, but there is no moving average; set policy.ema.enabled=true": (
+        "found ema, but there is no moving average"
+    ),
+    "teachers: several teachers are for all environments, and the top-k tokens of their mixture are unknown; give each its environments "
+    "(teachers.NAME.environments), or set algorithm.name=distillation": (
+        "several teachers are for all environments, and the top-k tokens of their mixture are unknown"
+    ),
+    # The section's key is filled in:
+    "Run pip install 'strop[lora]', or set {}.dtensor_cfg.lora_cfg.enabled=false.": (
+        "Run pip install 'strop[lora]', or set {}.enabled=false."
+    ),
+    "Run pip install 'strop[{}]', or set logger.{}_enabled=false.": "Run pip install 'strop[{}]', or set {}.{}_enabled=false.",
+    "Set it to auto or cuda_ipc, or policy.generation.colocated.enabled=false.": (
+        "Set it to auto or cuda_ipc, or {}.colocated.enabled=false."
+    ),
+    "Set it to memory or folder, or policy.generation.vllm_cfg.num_engines=1.": (
+        "Set it to memory or folder, or {}.vllm_cfg.num_engines=1."
+    ),
+    "Set {}.optimizer.kwargs.lr, for instance to 5e-6.": "Set {}.kwargs.lr, for instance to 5e-6.",
+    "found cuda_ipc, but policy.generation.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory": (
+        "found cuda_ipc, but {}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory"
+    ),
+    "found {}, but an engine shards its experts over its tensor-parallel ranks, and {}.vllm_cfg.tensor_parallel_size is {}": (
+        "found {}, but an engine shards its experts over its tensor-parallel ranks, and {}.tensor_parallel_size is {}"
+    ),
+    "it has no effect: {}.vllm_cfg.speculation.method is {}": "it has no effect: {}.method is {}",
+    "policy.generation.weight_sync.proof=always samples the canary after every publish.": (
+        "{}.weight_sync.proof=always samples the canary after every publish."
+    ),
+    # One reader of Parquet and Arrow:
+    "{} cannot be read as Parquet ({})": "{} cannot be read as {} ({})",
+}
+
+# The old message -> why nothing says it any more.
+DROPPED: dict[str, str] = {
+    "a batch that is only scored has no loss": "a batch that is only scored is packed without an algorithm",
+    "a coroutine of a rank suspended; local learners must not await anything": "learners are no coroutines",
+    "dtensor_cfg.lora_cfg.lora_A_init: {} is unknown{}": "the section's type says which values there are",
+    "dtensor_cfg.lora_cfg: found dim = {}, alpha = {}, dropout = {}; dim must be at least 1, alpha above 0, dropout at least 0 and "
+    "below 1": ("the section's limits say it, key by key"),
+}
+
+
+def templates(node: ast.AST) -> Iterator[str]:
+    """Every string below a node as a template, with single spaces; not the strings inside the placeholders of another."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        yield " ".join("".join(parts).split())
+    elif isinstance(node, ast.Constant):
+        if isinstance(node.value, str):
+            yield " ".join(node.value.split())
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from templates(child)
+
+
+def find_messages(tree: ast.AST) -> set[str]:
+    """The messages of a file: templates of several words."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.AST() as said) | ast.Yield(value=ast.JoinedStr() | ast.Constant() as said):
+                found.update(templates(said))
+            case ast.Call(func=ast.Name(id="Problem" | "ValueError")):
+                found.update(templates(node))
+    return {template for template in found if " " in template}
+
+
+def parse(folder: Path) -> list[ast.Module]:
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+
+
+def missing(wanted: list[str]) -> list[str]:
+    """The messages that stand in no string of the source."""
+    text = "\n".join({template for tree in parse(ROOT / "src" / "strop") for template in templates(tree)})
+    return [message for message in wanted if message not in text]
+
+
+def old_messages() -> list[str]:
+    return GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_message_stands_or_a_table_says_why_not() -> None:
+    assert len(old_messages()) > 700
+    lost = [message for message in missing(old_messages()) if message not in REWORDED and message not in DROPPED]
+    assert not lost, "\n".join(lost)
+
+
+def test_what_was_reworded_is_said_in_the_new_words() -> None:
+    assert missing(list(REWORDED.values())) == []
+
+
+def test_the_tables_name_old_messages_that_are_gone() -> None:
+    assert set(REWORDED) | set(DROPPED) <= set(old_messages()) and not set(REWORDED) & set(DROPPED)
+    assert sorted(missing([*REWORDED, *DROPPED])) == sorted([*REWORDED, *DROPPED])
+
+
+def test_messages_are_found_in_every_form() -> None:
+    code = """
+def f(x):
+    yield f"a {x:g} b"
+    yield Problem("a.key", "found " "this", f"Set {', '.join(x)} or {x!r}.")
+    raise ValueError("one thing" if x else f"other {x}") from None
+"""
+    assert find_messages(ast.parse(code)) == {"a {} b", "found this", "Set {} or {}.", "one thing", "other {}"}
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(set().union(*(find_messages(tree) for tree in parse(Path(sys.argv[1])))))))
