@@ -17,18 +17,11 @@ from strop.build.cluster.worker_builders import (
     ExportOptions,
     build_rank_models,
     build_torch_engine,
-    build_vllm_engine,
     load_rank_policy,
     make_rank_exporter,
 )
-from strop.build.engines import (
-    GeneratorSpec,
-    SyncedGenerator,
-    make_pooled_generator,
-    make_vllm_options,
-    write_model_folder,
-)
-from strop.build.models import PRECISIONS, TokenizerBundle
+from strop.build.engines import GeneratorSpec, pool_engines
+from strop.build.models import PRECISIONS, TokenizerBundle, write_model_folder
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher, named_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -44,6 +37,9 @@ from strop.distributed.workers.remote_engine import RemoteEngine
 from strop.distributed.workers.remote_learner import RankCaller, RemoteExporter, RemoteLearner
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.environments.remote import RemoteEnvironment
+from strop.generation.synced_generator import SyncedGenerator
+from strop.generation.vllm.engine_args import VllmLaunch
+from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.learner.client import (
     AsyncColumnSource,
     ColumnClient,
@@ -54,6 +50,7 @@ from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
 from strop.sampling import Sampling
+from strop.weight_sync.transports.choose import EngineLocations
 
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
@@ -148,53 +145,51 @@ class RayBackend:
             dtype=PRECISIONS[get_engine_precision(self.config)],
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
-            same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
+            engines=EngineLocations(
+                count=len(slots),
+                colocated=options.colocated.enabled,
+                same_machine=all(slot.node == self.device_plan.training[0].node for slot in slots),
+                host=self.group.actors[0].address,
+            ),
             folder=(spec.output_folder / "weights").resolve(),
-            host=self.group.actors[0].address,
         )
         await self.group.call_all("open_export", partial(make_rank_exporter, self.config.policy, export_options))
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
-        return make_pooled_generator(
+        return pool_engines(
             engines,
             RemoteExporter(self.group),
             self.bundle,
-            options,
+            self.config.policy,
             spec,
-            precision=options.vllm_cfg.precision if uses_vllm else self.config.policy.precision,
-            length=options.vllm_cfg.max_model_len if uses_vllm else self.config.policy.max_total_sequence_length,
             adapters=adapters,
             allow_shrink=self.config.cluster.shrink_on_lost_node,
         )
 
     def _make_vllm_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
         config = self.config.policy
-        options = make_vllm_options(
-            str(folder),
-            config.generation,
+        launch = VllmLaunch(
+            config=config.generation,
+            model=str(folder),
             on_cpu=self.policy_info.on_cpu,
             max_lora_rank=config.dtensor_cfg.lora_cfg.dim if adapters else None,
-            load_weights=False,
-            output=outputs / f"engine_{number}.log",
-            environment={
-                **self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
-                **config.generation.vllm_cfg.env_vars,
-            },
+            environment=self._thread_env(config.generation.vllm_cfg.num_threads, generates=True),
+            output_file=outputs / f"engine_{number}.log",
         )
-        arguments = (f"engine {number}", options, self.bundle.tokenizer, self.bundle.stop_ids)
-        size = config.generation.vllm_cfg.tensor_parallel_size * config.generation.vllm_cfg.pipeline_parallel_size
-        return self._make_engine(number, slot, size, build_vllm_engine, arguments)
+        make = partial(VllmEngine, f"engine {number}", launch, self.bundle.tokenizer, stop_ids=self.bundle.stop_ids)
+        return self._make_engine(number, slot, launch.receivers, make)
 
     def _make_torch_engine(self, number: int, slot: DeviceSlot, folder: Path, outputs: Path, adapters: bool) -> RemoteEngine:
-        arguments = (f"engine {number}", self.config.policy, folder, self.bundle.tokenizer, self.bundle.stop_ids, self.packed)
-        return self._make_engine(number, slot, 1, build_torch_engine, arguments)
+        bundle = self.bundle
+        make = partial(
+            build_torch_engine, f"engine {number}", self.config.policy, folder, bundle.tokenizer, bundle.stop_ids, self.packed
+        )
+        return self._make_engine(number, slot, 1, make)
 
-    def _make_engine(
-        self, number: int, slot: DeviceSlot, receivers: int, make: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> RemoteEngine:
+    def _make_engine(self, number: int, slot: DeviceSlot, receivers: int, make: Callable[[], Any]) -> RemoteEngine:
         threads = self._thread_env(self.config.policy.num_threads, generates=True)
         options = make_actor_options(f"engine-{number}", slot, self.config.cluster.roles.generator, threads, kind="async")
-        return RemoteEngine(f"engine {number}", receivers, RestartableActor(self.cluster, options, make, *arguments))
+        return RemoteEngine(f"engine {number}", receivers, RestartableActor(self.cluster, options, make))
 
     def _thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
         time_shared = is_time_shared(self.config, self.device_plan)
