@@ -60,7 +60,7 @@ class VllmLaunch:
 
     @property
     def sleep_level(self) -> int:
-        """What the engine frees when it sleeps. At most level 1 under adapters: level 2 would drop the base weights, which are sent once."""
+        """What the engine frees when it sleeps. At most level 1 with adapters: level 2 drops the base weights, which are sent once."""
         if self.on_cpu:
             return 0
         level = self.config.vllm_cfg.sleep_level
