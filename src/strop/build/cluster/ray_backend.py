@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
-from strop.build.cluster.device_plan import make_device_plan
 from strop.build.cluster.worker_builders import (
     ExportOptions,
     build_rank_models,
@@ -25,11 +22,11 @@ from strop.build.models import PRECISIONS, TokenizerBundle, write_model_folder
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher, named_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
+from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroup
-from strop.distributed.base import ActorOptions, Cluster, RemoteActor
-from strop.distributed.cluster_config import RoleConfig
-from strop.distributed.placement import DevicePlan, DeviceSlot
+from strop.distributed.base import ActorOptions, Cluster, RemoteActor, spread_over_nodes
+from strop.distributed.placement import DevicePlan, DeviceSlot, make_thread_env, plan_devices
 from strop.distributed.restartable_actor import RestartableActor
 from strop.distributed.workers.environment_process import spawn_environments
 from strop.distributed.workers.learner_worker import LearnerWorker, PolicyInfo
@@ -117,18 +114,14 @@ class RayBackend:
         }
 
     def _teacher_options(self, config: DistillationRunConfig) -> dict[str, list[ActorOptions]]:
-        """Return the actor options of each process by teacher key. Processes are spread over the nodes; one with a GPU goes to any node
-        that has a GPU besides those of the run."""
+        """Return the actor options of each process by teacher key."""
         role, threads = config.cluster.roles.teacher, self._thread_env(config.policy.num_threads)
         options: dict[str, list[ActorOptions]] = {}
-        counter = itertools.count()
         for key, teacher in named_teachers(config).items():
             gpus = 0.0 if self.policy_info.on_cpu or teacher.device == "cpu" else 1.0 if role.num_gpus is None else role.num_gpus
             names = [f"{key.replace('.', '-')}-{number}" for number in range(teacher.hosts)]
-            options[key] = [
-                make_actor_options(name, DeviceSlot(next(counter) % self.cluster.num_nodes, ()), role, threads, gpus=gpus)
-                for name in names
-            ]
+            first = sum(map(len, options.values()))
+            options[key] = spread_over_nodes(names, self.cluster.num_nodes, role, threads, num_gpus=gpus, first=first)
         return options
 
     def _caller(self, name: str | tuple[str, str]) -> RankCaller:
@@ -188,45 +181,20 @@ class RayBackend:
 
     def _make_engine(self, number: int, slot: DeviceSlot, receivers: int, make: Callable[[], Any]) -> RemoteEngine:
         threads = self._thread_env(self.config.policy.num_threads, generates=True)
-        options = make_actor_options(f"engine-{number}", slot, self.config.cluster.roles.generator, threads, kind="async")
+        options = ActorOptions(
+            name=f"engine-{number}",
+            role=self.config.cluster.roles.generator,
+            node=slot.node,
+            devices=slot.devices,
+            kind="async",
+            environment=threads,
+        )
         return RemoteEngine(f"engine {number}", receivers, RestartableActor(self.cluster, options, make))
 
     def _thread_env(self, threads: int | None, *, generates: bool = False) -> dict[str, str]:
         time_shared = is_time_shared(self.config, self.device_plan)
-        return make_thread_env(threads, self.policy_info.on_cpu, self.device_plan, generates=generates, time_shared=time_shared)
-
-
-def make_actor_options(
-    name: str, slot: DeviceSlot, role: RoleConfig, threads: Mapping[str, str], *, gpus: float = 0.0, **changes: Any
-) -> ActorOptions:
-    """Make the options of an actor. ``gpus``: GPUs besides those of the run; Ray then chooses the node."""
-    return ActorOptions(
-        name=name,
-        node=None if gpus else slot.node,
-        devices=slot.devices,
-        num_cpus=role.num_cpus,
-        num_gpus=gpus,
-        resources=role.resources,
-        environment={**threads, **role.env_vars},
-        packages=role.pip,
-        python=role.python,
-        **changes,
-    )
-
-
-def make_thread_env(
-    threads: int | None, on_cpu: bool, plan: DevicePlan, *, generates: bool = False, time_shared: bool = False
-) -> dict[str, str]:
-    """Return the environment variables that set the CPU threads of a process: ``threads``, or on CPU an equal share of the cores.
-
-    Assumes that every machine has as many cores as this one. ``time_shared``: ranks and engines never compute at the same time, so the
-    processes of each kind share all cores."""
-    if threads is None and not on_cpu:
-        return {}
-    same_role = plan.generation if generates else plan.training
-    concurrent = same_role if time_shared else (*plan.training, *plan.generation)
-    per_node = max(1, sum(slot.node == same_role[0].node for slot in concurrent))
-    return {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // per_node))}
+        on_cpu = self.policy_info.on_cpu
+        return make_thread_env(threads, self.device_plan, on_cpu=on_cpu, generates=generates, time_shared=time_shared)
 
 
 def get_engine_precision(config: TrainingRunConfig) -> str:
@@ -242,16 +210,16 @@ def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:
 
 async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker: Tracker) -> RayBackend:
     """Start the ranks and load the policy on them. Raises ModelNotFound, ValueError, ActorGroupDied."""
-    device_plan = make_device_plan(config, on_cpu=cluster.on_cpu)
-    on_cpu = cluster.on_cpu
+    device_plan = plan_devices(count_devices(config), on_cpu=cluster.on_cpu)
     role, world, device = config.cluster.roles.learner, len(device_plan.training), config.policy.device
-    threads = make_thread_env(config.policy.num_threads, on_cpu, device_plan, time_shared=is_time_shared(config, device_plan))
-    actors = await asyncio.gather(
-        *(
-            cluster.spawn(make_actor_options(f"learner-{rank}", slot, role, threads), LearnerWorker, device, rank, world)
-            for rank, slot in enumerate(device_plan.training)
-        )
+    threads = make_thread_env(
+        config.policy.num_threads, device_plan, on_cpu=cluster.on_cpu, time_shared=is_time_shared(config, device_plan)
     )
+    options = [
+        ActorOptions(name=f"learner-{rank}", role=role, node=slot.node, devices=slot.devices, environment=threads)
+        for rank, slot in enumerate(device_plan.training)
+    ]
+    actors = await asyncio.gather(*(cluster.spawn(each, LearnerWorker, device, rank, world) for rank, each in enumerate(options)))
     group = ActorGroup("learner", actors)
     address = actors[0].address
     port = await group.call_one(0, "open_store", address)
@@ -273,16 +241,13 @@ def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict
     threads = {"OMP_NUM_THREADS": "1"}
     gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
     options = {
-        alias: tuple(
-            make_actor_options(
-                f"environment-{alias}-{number}",
-                DeviceSlot(number % cluster.num_nodes, ()),
-                role,
-                threads,
-                gpus=gpus,
-                kind="async",
-            )
-            for number in range(count)
+        alias: spread_over_nodes(
+            [f"environment-{alias}-{number}" for number in range(count)],
+            cluster.num_nodes,
+            role,
+            threads,
+            num_gpus=gpus,
+            kind="async",
         )
         for alias in descriptions
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from strop.base_config import changed_keys
-from strop.config.checks.device_counts import DeviceCounts, count_devices
+from strop.config.checks.device_counts import count_devices
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import (
     DistillationRunConfig,
@@ -14,6 +14,7 @@ from strop.config.schema.run_config import (
     TrainingRunConfig,
     list_trained_models,
 )
+from strop.distributed.placement import DeviceCounts
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.problems import Problem
 

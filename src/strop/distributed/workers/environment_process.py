@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ class EnvironmentProcess:
 
 
 def spawn_environments(
-    cluster: Cluster, descriptions: Mapping[str, EnvironmentDescription], options: Mapping[str, tuple[ActorOptions, ...]]
+    cluster: Cluster, descriptions: Mapping[str, EnvironmentDescription], options: Mapping[str, Sequence[ActorOptions]]
 ) -> dict[str, RemoteEnvironment]:
     """Start environments in their processes and return them by alias. ``options``: of each process. Raises what making an environment
     raises."""
