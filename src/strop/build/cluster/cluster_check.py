@@ -27,11 +27,10 @@ def check_cluster(config: TrainingRunConfig) -> int:
 
 
 async def _check(config: TrainingRunConfig) -> int:
-    cluster = config.cluster
+    cluster = replace(config.cluster, wait_seconds=min(config.cluster.wait_seconds, NODE_WAIT_SECONDS))
     try:
         from strop.distributed.survey import connect_to_inspect, survey_cluster
 
-        patient = replace(cluster, wait_seconds=min(cluster.wait_seconds, NODE_WAIT_SECONDS))
         needs = RunNeeds(
             devices=cluster.gpus_per_node,
             packages=_required_packages(config),
@@ -40,7 +39,7 @@ async def _check(config: TrainingRunConfig) -> int:
             environment=cluster.roles.learner.env_vars,
         )
         cpus = compute_reserved_cpus(config)
-        async with connect_to_inspect(patient, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
+        async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
             survey = await survey_cluster(connected, needs)
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)

@@ -232,26 +232,12 @@ async def make_ray_backend(config: TrainingRunConfig, cluster: Cluster, tracker:
 
 
 def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict[str, RemoteEnvironment]:
-    """Start the environments in separate processes, spread over the nodes. Return them by alias; empty if
-    ``cluster.environment_hosts`` is 0."""
-    count, role = config.cluster.environment_hosts, config.cluster.roles.environment
+    """Start the environments in separate processes. Return them by alias; empty if ``cluster.environment_hosts`` is 0."""
+    count = config.cluster.environment_hosts
     if not count:
         return {}
     descriptions = describe_environments(config.data.train, config.data.validation, config.env, seed=config.rollout_training.seed)
-    threads = {"OMP_NUM_THREADS": "1"}
-    gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
-    options = {
-        alias: spread_over_nodes(
-            [f"environment-{alias}-{number}" for number in range(count)],
-            cluster.num_nodes,
-            role,
-            threads,
-            num_gpus=gpus,
-            kind="async",
-        )
-        for alias in descriptions
-    }
-    return spawn_environments(cluster, descriptions, options)
+    return spawn_environments(cluster, descriptions, count, config.cluster.roles.environment)
 
 
 def _format_pids(actors: Sequence[RemoteActor]) -> str:
