@@ -18,7 +18,7 @@ from strop.build.cluster.worker_builders import (
     make_rank_exporter,
 )
 from strop.build.engines import GeneratorSpec, pool_engines
-from strop.build.models import PRECISIONS, TokenizerBundle, write_model_folder
+from strop.build.models import TokenizerBundle, write_model_folder
 from strop.build.tasks import describe_environments
 from strop.build.teachers import StudentInfo, load_teacher, named_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -37,12 +37,7 @@ from strop.environments.remote import RemoteEnvironment
 from strop.generation.synced_generator import SyncedGenerator
 from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
-from strop.learner.client import (
-    AsyncColumnSource,
-    ColumnClient,
-    LearnerClient,
-    ScorerClient,
-)
+from strop.learner.client import AsyncColumnSource, ColumnClient, LearnerClient, ScorerClient
 from strop.models.chat_template import ChatTemplate
 from strop.models.loading import load_tokenizer
 from strop.monitoring.trackers.base import Tracker
@@ -135,7 +130,6 @@ class RayBackend:
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(0, "call_with_policy", partial(write_model_folder, folder=folder))
         export_options = ExportOptions(
-            dtype=PRECISIONS[get_engine_precision(self.config)],
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
             engines=EngineLocations(
@@ -195,12 +189,6 @@ class RayBackend:
         time_shared = is_time_shared(self.config, self.device_plan)
         on_cpu = self.policy_info.on_cpu
         return make_thread_env(threads, self.device_plan, on_cpu=on_cpu, generates=generates, time_shared=time_shared)
-
-
-def get_engine_precision(config: TrainingRunConfig) -> str:
-    """Return the precision of an engine's weights: vLLM's own setting, or for the torch engine the learner's."""
-    generation = config.policy.generation
-    return generation.vllm_cfg.precision if generation.backend == "vllm" else config.policy.weights_dtype
 
 
 def is_time_shared(config: TrainingRunConfig, plan: DevicePlan) -> bool:

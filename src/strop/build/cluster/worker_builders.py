@@ -172,7 +172,6 @@ def _load_rank_teachers(
 class ExportOptions:
     """How the learner exports weights to engines."""
 
-    dtype: torch.dtype
     keep_snapshot: bool
     adapters: bool
     engines: EngineLocations  # seen from rank 0
@@ -183,10 +182,12 @@ def make_rank_exporter(
     config: PolicyConfig, options: ExportOptions, policy: LoadedPolicy, parallelism: Sharded, rank: int
 ) -> BlockingExporter:
     """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work."""
+    generation = config.generation
+    precision = generation.vllm_cfg.precision if generation.backend == "vllm" else config.weights_dtype
     return BlockingExporter(
         lambda: iter_sharded_weights(parallelism),
-        make_sender_factory(config.generation.weight_sync, policy.network.device, options.engines, options.folder),
-        dtype=options.dtype,
+        make_sender_factory(generation.weight_sync, policy.network.device, options.engines, options.folder),
+        dtype=PRECISIONS[precision],
         keep_snapshot=options.keep_snapshot,
         adapters=ShardedAdapterSource(parallelism) if options.adapters else None,
         is_sender=rank == 0,
