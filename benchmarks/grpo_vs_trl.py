@@ -441,9 +441,10 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.build.models import load_training_policy, make_torch_engine
+    from strop.build.models import load_training_policy
     from strop.build.rollout_run import make_episode_rules
     from strop.build.tasks import make_validation_tasks
+    from strop.generation.torch.torch_engine import make_torch_engine
     from strop.sampling import Sampling
     from strop.trainer.evaluation import Evaluator
 
@@ -453,7 +454,10 @@ def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) ->
     assert source is not None
 
     async def evaluate() -> list[float]:
-        engine = make_torch_engine(policy, config.policy.generation, config.policy.max_total_sequence_length)
+        length = config.policy.max_total_sequence_length
+        engine = make_torch_engine(
+            policy.network, policy.tokenizer, config.policy.generation.torch_cfg, length=length, stop_ids=policy.stop_ids
+        )
         engine.resume(0)
         evaluator = Evaluator(
             source=source,

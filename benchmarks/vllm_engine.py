@@ -22,8 +22,10 @@ from common import DISTURBED, MODEL, foreign_seconds, machine_line, spread, tabl
 async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import torch
 
+    from strop.generation.generation_config import GenerationConfig
     from strop.generation.pool import EnginePool
-    from strop.generation.vllm.engine_args import VllmOptions
+    from strop.generation.vllm.engine_args import VllmLaunch
+    from strop.generation.vllm.vllm_config import VllmConfig
     from strop.generation.vllm.vllm_engine import VllmEngine
     from strop.models.loading import load_model, load_tokenizer
     from strop.sampling import Sampling
@@ -31,11 +33,12 @@ async def main_async(options: argparse.Namespace, folder: Path) -> dict[str, Any
     model, tokenizer = load_model(options.model), load_tokenizer(options.model)
     model.to(getattr(torch, options.dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings = VllmOptions(
-        model=str(folder), dtype=options.dtype, max_model_len=1024, on_cpu=not torch.cuda.is_available(), load_weights=True,
-        kv_cache_memory_gb=1, environment={"OMP_NUM_THREADS": str(options.threads)}, output_file=folder / "engine.log",
+    config = VllmConfig(precision=options.dtype, max_model_len=1024, kv_cache_memory_gb=1, sleep_level=0)
+    launch = VllmLaunch(
+        config=GenerationConfig(vllm_cfg=config), model=str(folder), on_cpu=not torch.cuda.is_available(), load_weights=True,
+        environment={"OMP_NUM_THREADS": str(options.threads)}, output_file=folder / "engine.log",
     )  # fmt: skip
-    engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=())
+    engine = VllmEngine("engine 0", launch, tokenizer, stop_ids=())
     replicas = EnginePool([engine])
     await engine.start()
     await engine.use_own_weights(0)

@@ -13,7 +13,7 @@ from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
-from support.torch_engine import Request, make_engine, make_runner, run_requests, token_lists
+from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests, token_lists
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +87,7 @@ def test_the_cache_takes_the_configured_memory_and_generating_no_more_than_a_lit
     length = memory // infer_cache_shape(network).bytes_per_token // 8  # eight slots fill it
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    runner = CachedRunner(network, memory_bytes=memory, max_slots=64, length=length, cuda_graphs=cuda_graphs)
+    runner = CachedRunner(network, cache_config(memory, slots=64, cuda_graphs=cuda_graphs), length=length)
     assert runner.slots == 8
     assert torch.cuda.memory_allocated() - before <= memory + 2**20
     torch.cuda.reset_peak_memory_stats()

@@ -43,11 +43,11 @@ def room() -> Iterator[BackgroundLoop]:
 @pytest.fixture(scope="module")
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
+    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
 
     model = served_model().to(DEVICE)
     folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
-    settings = make_engine_options(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
+    settings = make_launch(folder, on_cpu=False, sleep_level=2, gpu_memory_utilization=0.3)
     engine = VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))
     served = serve(model, tokenizer, [engine], separate_devices=False, tolerance=0.02)
     room.run(served.weights.publish(0), 600)

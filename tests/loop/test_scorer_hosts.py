@@ -22,6 +22,7 @@ from strop.build.teachers import StudentInfo, load_teacher
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import ActorOptions
+from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.workers.teacher_worker import spawn_teachers
 from strop.models.classifiers import load_classifier
 from strop.models.loading import load_tokenizer
@@ -29,7 +30,7 @@ from strop.sampling import Sampling
 from support.rollouts import pack_for, simple_groups
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
-from strop.distributed.ray import ClusterOptions, connect
+from strop.distributed.ray import connect
 from support.sweep import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -132,7 +133,7 @@ def test_a_teacher_s_process_that_is_killed_is_replaced_at_the_next_call(tiny_mo
     batch = pack_for(groups, Distillation())
 
     async def ask() -> tuple[torch.Tensor, torch.Tensor]:
-        cluster = await connect(ClusterOptions(output_folder=tmp_path / "workers"))
+        cluster = await connect(ClusterConfig(), on_cpu=True, output_folder=tmp_path / "workers")
         try:
             places = [ActorOptions(name=f"teacher-{number}", node=0) for number in range(2)]
             source: Any = (await spawn_teachers(cluster, {"teacher": build}, columns, {"teacher": places}))["teacher"][

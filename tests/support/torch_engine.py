@@ -9,6 +9,7 @@ from typing import Any
 
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import CachedRunner, ModelRunner
+from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.sampling import Sampling
@@ -35,7 +36,18 @@ def make_runner(
     from strop.generation.torch.model_runner import infer_cache_shape
 
     memory = (slots * length + prefix_tokens) * infer_cache_shape(network).bytes_per_token
-    return CachedRunner(network, memory_bytes=memory, max_slots=slots, length=length, prepack=prepack, cuda_graphs=cuda_graphs)
+    return CachedRunner(
+        network, cache_config(memory, slots=slots, prepack_weights=prepack, cuda_graphs=cuda_graphs), length=length
+    )
+
+
+def cache_config(
+    memory: float, *, slots: int, prepack_weights: bool | None = None, cuda_graphs: bool = True
+) -> TorchGenerationConfig:
+    """Return a configuration with ``memory`` bytes of cache."""
+    return TorchGenerationConfig(
+        kv_cache_memory_gb=memory / 2**30, max_num_seqs=slots, prepack_weights=prepack_weights, cuda_graphs=cuda_graphs
+    )
 
 
 def make_engine(

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from strop.generation.generation_config import GenerationConfig
 from strop.generation.pool import EnginePool
-from strop.generation.vllm.engine_args import VllmOptions
+from strop.generation.vllm.engine_args import VllmLaunch
+from strop.generation.vllm.vllm_config import VllmConfig
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.sampling import Sampling, filtered_logits
 from strop.weight_sync.base import CanarySample, Sender
+from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import AdapterSource, BlockingExporter, LocalExporter, make_local_exporter
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
 from strop.weight_sync.transports.host_memory import MemorySender
-from strop.weight_sync.verification import Canary, VerificationSchedule
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
 from support.models import VOCABULARY
 from support.tokenizer import END
 
@@ -89,18 +92,20 @@ def save_model_folder(model: Any, tokenizer: Any, folder: Path, *, weights: bool
     return folder
 
 
-def make_engine_options(folder: Path, **changes: Any) -> VllmOptions:
-    settings: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": "float32",
-        "max_model_len": 256,
-        "on_cpu": True,
-        "kv_cache_memory_gb": 0.125,
-        "environment": {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-        "startup_seconds": 200,
-        "output_file": folder / "engine.log",
-    }
-    return VllmOptions(**{**settings, **changes})
+def make_launch(
+    folder: Path, *, on_cpu: bool = True, max_lora_rank: int | None = None, worker_extension: str | None = None, **keys: Any
+) -> VllmLaunch:
+    """Return what an engine is launched with. ``keys``: of the configuration's section ``vllm_cfg``."""
+    small: dict[str, Any] = {"precision": "float32", "max_model_len": 256, "kv_cache_memory_gb": 0.125, "startup_seconds": 200}
+    launch = VllmLaunch(
+        config=GenerationConfig(vllm_cfg=VllmConfig(**{**small, **keys})),
+        model=str(folder),
+        on_cpu=on_cpu,
+        max_lora_rank=max_lora_rank,
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        output_file=folder / "engine.log",
+    )
+    return launch if worker_extension is None else replace(launch, worker_extension=worker_extension)
 
 
 def compute_logprobs(model: Any, prompt: Sequence[int], tokens: Tensor, sampling: Sampling) -> Tensor:
@@ -120,7 +125,7 @@ def make_canary_scorer(
     return score
 
 
-ALWAYS = VerificationSchedule("always")
+ALWAYS = WeightSyncConfig(proof="always")
 PROMPTS = (tuple(range(10, 90)), tuple(range(200, 120, -1)))  # more than two blocks of the prefix cache
 
 
@@ -155,7 +160,7 @@ def serve(
     engines: list[VllmEngine],
     *,
     sampling: Sampling | None = None,
-    proof: VerificationSchedule = ALWAYS,
+    config: WeightSyncConfig = ALWAYS,
     make_sender: Callable[[int], Sender] = MemorySender,
     adapters: AdapterSource | None = None,
     tolerance: float = 0.002,
@@ -164,16 +169,17 @@ def serve(
     """Connect engines with a publisher. Nothing starts before the first publish."""
     asked = sampling or Sampling(max_new_tokens=8)
     replicas = EnginePool(engines)
-    options = PublishOptions(**{"separate_devices": True, "proof": proof, "adapters": adapters is not None, **changes})
+    options = PublishOptions(**{"separate_devices": True, "adapters": adapters is not None, **changes})
     weights = WeightPublisher(
         make_local_exporter(
             lambda: model.state_dict().items(),
             make_sender,
-            dtype=getattr(torch, engines[0].options.dtype),
+            dtype=getattr(torch, engines[0].config.precision),
             keep_snapshot=options.async_training,
             adapters=adapters,
         ),
         engines,
+        config,
         options,
         canary=Canary(prompts=PROMPTS, sampling=asked, score=make_canary_scorer(model, asked), tolerance=tolerance),
         on_published=replicas.set_version,

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
-from strop.build.engines import GeneratorSpec, SyncedGenerator, make_generator
+from strop.build.engines import GeneratorSpec, make_generator
 from strop.build.models import LoadedPolicy, TokenizerBundle, load_reward_policy, load_training_policy, make_reference
 from strop.build.scorers import ScoringModels, make_learners
 from strop.build.teachers import make_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig
 from strop.distributed.base import Cluster
+from strop.generation.synced_generator import SyncedGenerator
 from strop.learner.client import (
     AsyncColumnSource,
     Caller,

@@ -1,4 +1,4 @@
-"""Load and build the models of a run in this process: policy, learner, reference, critic, torch engine."""
+"""Load and build the models of a run in this process: policy, learner, reference, critic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import torch
 
 from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import PpoRunConfig, RmRunConfig
-from strop.generation.generation_config import GenerationConfig
-from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner
-from strop.generation.torch.torch_engine import TorchEngine
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
@@ -265,26 +262,19 @@ def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Samplin
     return NetworkScorer(network, sampling, tokens, context=offload(network) if config.reference.offload else nullcontext)
 
 
-def make_torch_engine(policy: LoadedPolicy, config: GenerationConfig, length: int) -> TorchEngine:
-    """Make the torch engine on the policy's module. Raises ValueError if its KV cache is too small for one sequence."""
-    options = config.torch_cfg
-    runner: ModelRunner
-    if policy.network.supports_attention_plans():
-        runner = CachedRunner(
-            policy.network,
-            memory_bytes=options.kv_cache_memory_gb * 2**30,
-            max_slots=options.max_num_seqs,
-            length=length,
-            prepack=options.prepack_weights,
-            cuda_graphs=options.cuda_graphs,
-        )
+def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = False) -> Path:
+    """Write the folder that engines build the model from: configuration and tokenizer. ``weights``: also the weights, for an engine that
+    receives none from a learner."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = policy.network.model
+    if weights:
+        model.save_pretrained(folder)
     else:
-        log.warning(
-            "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s",
-            policy.network.fallback,
-        )
-        runner = RecomputeRunner(policy.network, max_slots=options.max_num_seqs, length=length)
-    return TorchEngine(runner, policy.tokenizer, stop_ids=policy.stop_ids, prefill_tokens=options.prefill_tokens)
+        config = type(model.config).from_dict(model.config.to_dict())
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:

@@ -6,6 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from strop.base_config import validate_section
+from strop.distributed.cluster_config import RoleConfig
+
 
 class ActorDied(RuntimeError):
     """The process of an object died; the message says which process, and why if that is known."""
@@ -15,21 +18,43 @@ class NodeLost(ActorDied):
     """The node that a process should start on has left the cluster."""
 
 
+DEFAULT_ROLE = validate_section(RoleConfig, {})
+
+ActorKind = Literal["threads", "async"]
+"""Calls run one after another, or concurrently on an event loop."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
-    """Options of the process of an object."""
+    """What the process of an object is started with."""
 
     name: str  # such as learner-0; used for its log file and in messages
+    role: RoleConfig = DEFAULT_ROLE  # its resources, environment variables, packages and interpreter
     node: int | None = None  # index of a node of the cluster; None: any node
     devices: tuple[int, ...] = ()  # indices of the node's GPUs that it may use
-    kind: Literal["threads", "async"] = "threads"  # calls run one after another, or concurrently on an event loop
-    num_cpus: float = 0.0  # reserved
+    kind: ActorKind = "threads"
     num_gpus: float = 0.0  # reserved in addition to the node's GPUs, which the whole run shares
-    resources: Mapping[str, float] = field(default_factory=dict)  # custom resources of the cluster, reserved
-    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables
-    packages: Sequence[str] = ()  # pip requirements, installed in addition to the node's packages
-    python: str | None = None  # another interpreter, with Strop installed
-    working_directory: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables, unless the role sets them
+
+
+def spread_over_nodes(
+    names: Sequence[str],
+    num_nodes: int,
+    role: RoleConfig,
+    environment: Mapping[str, str],
+    *,
+    num_gpus: float = 0.0,
+    kind: ActorKind = "threads",
+    first: int = 0,
+) -> list[ActorOptions]:
+    """Return the options of processes without GPUs of the run, one after another on the nodes from the ``first`` one on.
+
+    Processes with ``num_gpus`` are on any node that has them free."""
+    nodes = [None if num_gpus else (first + number) % num_nodes for number in range(len(names))]
+    return [
+        ActorOptions(name=name, role=role, node=node, kind=kind, num_gpus=num_gpus, environment=environment)
+        for name, node in zip(names, nodes, strict=True)
+    ]
 
 
 class RemoteActor(Protocol):

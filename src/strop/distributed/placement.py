@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from strop.distributed.cluster_config import ClusterConfig
+from strop.generation.generation_config import GenerationConfig
 
 
 class PlacementError(ValueError):
@@ -97,36 +101,95 @@ def _first_device(slot: DeviceSlot) -> tuple[int, int]:
     return slot.node, slot.devices[0]
 
 
-def plan_devices(
-    nodes: int,
-    devices: int,
-    *,
-    engine_size: int,
-    engines: int | None,
-    colocated: bool,
-    engine_devices: int | None = None,
-    engine_nodes: int | None = None,
-) -> DevicePlan:
-    """Divide ``nodes`` x ``devices`` devices between the learner and engines of ``engine_size`` devices.
+@dataclass(frozen=True, kw_only=True)
+class DeviceCounts:
+    """The devices of a training run. A device is a GPU, or on machines without GPUs a process."""
+
+    nodes: int
+    per_node: int
+    learner_devices: int = 1  # devices that train, in total
+    engine_size: int = 1  # devices of one engine
+    engines: int | None = 0  # None: as many as fit; 0: the run does not sample
+    engine_devices: int | None = None  # per node, for generation only
+    engine_nodes: int | None = None  # whole nodes for generation only
+    colocated: bool = True  # engines use the devices that train
+    uses_ray: bool = False
+
+
+def count_section_devices(cluster: ClusterConfig, generation: GenerationConfig | None) -> DeviceCounts:
+    """Count the devices of a run with these sections. ``generation``: None if it does not sample."""
+    nodes, per_node = cluster.num_nodes, cluster.gpus_per_node
+    size, engines = (1, 0) if generation is None else (engine_size(generation), count_engines(generation))
+    engine_devices, engine_nodes = (None, None) if generation is None else _generation_only_devices(generation, nodes, per_node)
+    learner = (nodes - (engine_nodes or 0)) * (per_node - (engine_devices or 0))
+    uses_ray = cluster.backend == "ray" or (cluster.backend == "auto" and (nodes > 1 or learner > 1))
+    return DeviceCounts(
+        nodes=nodes,
+        per_node=per_node,
+        learner_devices=learner if uses_ray else 1,
+        engine_size=size,
+        engines=engines,
+        engine_devices=engine_devices,
+        engine_nodes=engine_nodes,
+        colocated=generation is None or generation.colocated.enabled,
+        uses_ray=uses_ray,
+    )
+
+
+def engine_size(generation: GenerationConfig) -> int:
+    return generation.vllm_cfg.tensor_parallel_size if generation.backend == "vllm" else 1
+
+
+def count_engines(generation: GenerationConfig) -> int | None:
+    return generation.vllm_cfg.num_engines if generation.backend == "vllm" else generation.torch_cfg.num_engines
+
+
+def _generation_only_devices(generation: GenerationConfig, nodes: int, per_node: int) -> tuple[int | None, int | None]:
+    """Return (devices per node, nodes) that only generate."""
+    if generation.colocated.enabled:
+        return None, None
+    resources, engines = generation.colocated.resources, count_engines(generation)
+    if nodes > 1 and resources.num_nodes is not None and resources.gpus_per_node in (None, per_node):
+        return None, min(resources.num_nodes, nodes)
+    requested = resources.gpus_per_node or (-(-(engines * engine_size(generation)) // nodes) if engines else per_node // 2)
+    return min(requested, per_node), None
+
+
+def plan_devices(counts: DeviceCounts, *, on_cpu: bool) -> DevicePlan:
+    """Divide the devices between the learner and the engines.
 
     Colocated: all devices train, and engines take turns with the learner on them. Otherwise engines have the last ``engine_nodes`` nodes,
-    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit. An engine never spans nodes.
+    or the last ``engine_devices`` devices of each node. ``engines`` None: as many as fit, or one without GPUs. An engine never spans nodes.
 
     Raises PlacementError.
     """
-    all_devices = [(node, device) for node in range(nodes) for device in range(devices)]
-    if colocated:
-        training = generating = all_devices
-    else:
-        training, generating = _split_devices(all_devices, nodes, devices, engine_devices, engine_nodes)
-    engine_slots = _place_engines(generating, engine_size, engines)
+    all_devices = [(node, device) for node in range(counts.nodes) for device in range(counts.per_node)]
+    training, generating = (all_devices, all_devices) if counts.colocated else _split_devices(all_devices, counts)
+    engines = 1 if counts.engines is None and on_cpu else counts.engines
+    engine_slots = _place_engines(generating, counts.engine_size, engines)
     return DevicePlan(tuple(DeviceSlot(node, (device,)) for node, device in training), engine_slots)
 
 
+def make_thread_env(
+    threads: int | None, plan: DevicePlan, *, on_cpu: bool, generates: bool = False, time_shared: bool = False
+) -> dict[str, str]:
+    """Return the environment variables that set the CPU threads of a process: ``threads``, or on CPU an equal share of the cores.
+
+    Assumes that every machine has as many cores as this one. ``time_shared``: ranks and engines never compute at the same time, so the
+    processes of each kind share all cores."""
+    if threads is None and not on_cpu:
+        return {}
+    same_role = plan.generation if generates else plan.training
+    concurrent = same_role if time_shared else (*plan.training, *plan.generation)
+    per_node = max(1, sum(slot.node == same_role[0].node for slot in concurrent))
+    return {"OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // per_node))}
+
+
 def _split_devices(
-    all_devices: list[tuple[int, int]], nodes: int, devices: int, engine_devices: int | None, engine_nodes: int | None
+    all_devices: list[tuple[int, int]], counts: DeviceCounts
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     key = "policy.generation.colocated.resources"
+    nodes, devices, engine_devices, engine_nodes = counts.nodes, counts.per_node, counts.engine_devices, counts.engine_nodes
     if engine_nodes is not None and nodes > 1:
         if engine_nodes >= nodes:
             raise PlacementError(

@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActor
+from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
 
@@ -44,41 +44,29 @@ LOCAL_CLUSTER_CONFIG = {"gcs_rpc_server_reconnect_timeout_s": 10}
 MAX_CONCURRENCY = 100_000  # concurrent calls of an actor on an event loop
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """The nodes of a run."""
-
-    num_nodes: int = 1
-    devices_per_node: int = 1
-    on_cpu: bool | None = True  # None: True if no node has GPUs
-    segment_size: int | None = None  # consecutive nodes that must be in one NVLink domain
-    address: str | None = None  # of a running cluster; None: that of RAY_ADDRESS or `ray start`, else a new one on this machine
-    output_folder: Path | None = None  # folder on a shared disk for the output of processes, one file each
-    wait_seconds: float = 120.0  # for nodes to join
-    cpus_per_node: float = 1.0  # reserved on each node
-
-
 class RayCluster:
     """A ``Cluster`` of Ray actors. Created by ``connect``."""
 
     def __init__(
         self,
-        options: ClusterOptions,
+        config: ClusterConfig,
         nodes: Sequence[Node],
         group: Any,
         reservations: Sequence[Any],
         guardian: Guardian | None,
+        *,
+        on_cpu: bool,
+        output_folder: Path | None,
     ) -> None:
-        self.options = options
+        self.config = config
         self.members = tuple(nodes)
         self.num_nodes = len(nodes)
-        self.devices_per_node = options.devices_per_node
-        self.on_cpu = bool(options.on_cpu)
+        self.devices_per_node = config.gpus_per_node
+        self.on_cpu = on_cpu
+        self.output_folder = output_folder
         self._group = group
         self._reservations = tuple(reservations)
-        self._gpus: list[list[str]] = (
-            [] if options.on_cpu else ray.get([reservation.gpu_ids.remote() for reservation in reservations])
-        )
+        self._gpus: list[list[str]] = [] if on_cpu else ray.get([reservation.gpu_ids.remote() for reservation in reservations])
         self.started_here = guardian is not None  # started by connect; ends with this process
         self._guardian = guardian
         self._actors: list[RayActor] = []
@@ -112,12 +100,12 @@ class RayCluster:
 
     def _start_timeout(self, options: ActorOptions) -> float | None:
         """Return the timeout in seconds for an actor with GPUs besides those of the run, which may never be free; None for others."""
-        return self.options.wait_seconds if options.num_gpus else None
+        return self.config.wait_seconds if options.num_gpus else None
 
     def _no_gpus_error(self, options: ActorOptions) -> PlacementError:
         return PlacementError(
             f"{options.name} needs {options.num_gpus:g} GPUs besides those of the run, and no node had them free within "
-            f"{self.options.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
+            f"{self.config.wait_seconds:g} s (cluster.wait_seconds); free: {ray.available_resources()}. Add a node, lower "
             "cluster.gpus_per_node so that the run leaves some, or let processes share one (num_gpus of their role in cluster.roles)"
         )
 
@@ -127,28 +115,26 @@ class RayCluster:
             node = self.members[options.node]
             raise NodeLost(f"{options.name} cannot start: its node {node.address} has left the cluster")
         actor_class = ASYNC_ACTOR if options.kind == "async" else THREAD_ACTOR
-        output = None if self.options.output_folder is None else str(self.options.output_folder / f"{options.name}.log")
+        output = None if self.output_folder is None else str(self.output_folder / f"{options.name}.log")
         actor = actor_class.options(**self._actor_options(options)).remote(options.name, output)
         remote = RayActor(options.name, actor)
         self._actors.append(remote)
         return remote
 
     def _actor_options(self, options: ActorOptions) -> dict[str, Any]:
-        variables = dict(options.environment)
-        if not self.options.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
+        role, variables = options.role, {**options.environment, **options.role.env_vars}
+        if not self.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             gpus = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)
         runtime_env: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
-        if options.packages:
-            runtime_env["pip"] = list(options.packages)
-        if options.python:
-            runtime_env["py_executable"] = options.python
-        if options.working_directory:
-            runtime_env["working_dir"] = options.working_directory
+        if role.pip:
+            runtime_env["pip"] = list(role.pip)
+        if role.python:
+            runtime_env["py_executable"] = role.python
         actor_options: dict[str, Any] = {
-            "num_cpus": options.num_cpus,
+            "num_cpus": role.num_cpus,
             "num_gpus": options.num_gpus,
-            "resources": dict(options.resources),
+            "resources": dict(role.resources),
             "max_restarts": 0,
             "runtime_env": runtime_env,
         }
@@ -360,20 +346,30 @@ def _redirect_output(path: Path) -> None:
 # --- connecting ------------------------------------------------------------------------------------------------------------------------
 
 
-async def connect(options: ClusterOptions) -> RayCluster:
-    """Connect to the running cluster, or start one on this machine, and reserve nodes. Raises PlacementError, ConnectionError."""
-    guardian = await asyncio.to_thread(_connect_or_start, options)
+async def connect(
+    config: ClusterConfig, *, on_cpu: bool | None, cpus_per_node: float = 1.0, output_folder: Path | None = None
+) -> RayCluster:
+    """Connect to the running cluster, or start one on this machine, and reserve nodes. Raises PlacementError, ConnectionError.
+
+    Args:
+        config: The nodes of the run.
+        on_cpu: Whether processes stand for GPUs; None: if no node has GPUs.
+        cpus_per_node: CPUs to reserve on each node.
+        output_folder: Folder on a shared disk for the output of processes, one file each.
+    """
+    guardian = await asyncio.to_thread(_connect_or_start, config.address, on_cpu, cpus_per_node)
     try:
-        if options.on_cpu is None:
-            options = replace(options, on_cpu=not any(node.gpus for node in list_nodes()))
-        nodes = await _wait_for_nodes(options)
-        group = await _reserve(options, nodes)
+        if on_cpu is None:
+            on_cpu = not any(node.gpus for node in list_nodes())
+        nodes = await _wait_for_nodes(config, on_cpu)
+        bundle = {"CPU": cpus_per_node} | ({} if on_cpu else {"GPU": float(config.gpus_per_node)})
+        group = await _reserve(bundle, nodes, config.wait_seconds)
         reservations = []
         for index in range(len(nodes)):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            gpus = 0 if options.on_cpu else options.devices_per_node
+            gpus = 0 if on_cpu else config.gpus_per_node
             reservations.append(NODE_RESERVATION.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
-        return RayCluster(options, nodes, group, reservations, guardian)
+        return RayCluster(config, nodes, group, reservations, guardian, on_cpu=on_cpu, output_folder=output_folder)
     except BaseException:
         ray.shutdown()
         if guardian is not None:
@@ -381,7 +377,7 @@ async def connect(options: ClusterOptions) -> RayCluster:
         raise
 
 
-def _connect_or_start(options: ClusterOptions) -> Guardian | None:
+def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: float) -> Guardian | None:
     """Connect to the running cluster, or start one on this machine and return the guardian that ends it with this process.
 
     Raises ConnectionError, and RuntimeError if this process is already connected."""
@@ -391,7 +387,7 @@ def _connect_or_start(options: ClusterOptions) -> Guardian | None:
         )
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it cannot handle signals, which the run does itself
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    address = options.address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
+    address = address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
     if address and address != "local":
         try:
             _check_reachable(address)
@@ -402,8 +398,8 @@ def _connect_or_start(options: ClusterOptions) -> Guardian | None:
                 "unset cluster.address and RAY_ADDRESS to start one on this machine"
             ) from error
         return None
-    gpus = 0 if options.on_cpu else None
-    cpus = max(os.cpu_count() or 1, int(options.cpus_per_node) + 1)
+    gpus = 0 if on_cpu else None
+    cpus = max(os.cpu_count() or 1, int(cpus_per_node) + 1)
     guardian = Guardian()
     try:
         with guardian.mark_children():
@@ -455,38 +451,31 @@ def list_nodes() -> list[Node]:
     ]
 
 
-async def _wait_for_nodes(options: ClusterOptions) -> list[Node]:
+async def _wait_for_nodes(config: ClusterConfig, on_cpu: bool) -> list[Node]:
     """Wait until enough nodes have joined, and choose those of the run. Raises PlacementError after ``wait_seconds``."""
-    deadline = time.monotonic() + options.wait_seconds
+    deadline = time.monotonic() + config.wait_seconds
     while True:
         try:
-            return choose_nodes(
-                list_nodes(),
-                options.num_nodes,
-                options.devices_per_node,
-                on_cpu=bool(options.on_cpu),
-                segment=options.segment_size,
-            )
+            return choose_nodes(list_nodes(), config.num_nodes, config.gpus_per_node, on_cpu=on_cpu, segment=config.segment_size)
         except PlacementError:
-            if options.num_nodes == 1 or time.monotonic() > deadline:
+            if config.num_nodes == 1 or time.monotonic() > deadline:
                 raise
         await asyncio.sleep(0.5)
 
 
-async def _reserve(options: ClusterOptions, nodes: Sequence[Node]) -> Any:
+async def _reserve(bundle: Mapping[str, float], nodes: Sequence[Node], seconds: float) -> Any:
     """Reserve a bundle on each node. Return the placement group. Raises PlacementError if the resources do not become free in time."""
-    bundle = {"CPU": options.cpus_per_node} | ({} if options.on_cpu else {"GPU": float(options.devices_per_node)})
     group = placement_group(
         [dict(bundle) for _ in nodes],
         strategy="PACK",
         bundle_label_selector=[{"ray.io/node-id": node.id} for node in nodes],
     )
     try:
-        await asyncio.wait_for(group.ready(), options.wait_seconds)
+        await asyncio.wait_for(group.ready(), seconds)
     except TimeoutError:
         remove_placement_group(group)
         raise PlacementError(
-            f"{bundle} on each of {', '.join(node.address for node in nodes)} could not be reserved within {options.wait_seconds:g} s "
+            f"{bundle} on each of {', '.join(node.address for node in nodes)} could not be reserved within {seconds:g} s "
             f"(cluster.wait_seconds): another run holds them; free: {ray.available_resources()}"
         ) from None
     return group

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
+from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.node_probe import TOKEN_FILE, AllReduceProbe, format_os_error, get_versions, probe_node
 from strop.distributed.placement import Node, PlacementError
 from strop.distributed.preflight import AllReduceSpeed, ClusterSurvey, NodeInfo, NodeReport, RunNeeds
-from strop.distributed.ray import ClusterOptions, RayCluster, connect, list_nodes, run_on_every_node
+from strop.distributed.ray import RayCluster, connect, list_nodes, run_on_every_node
 
 FOLDER_TIMEOUT = 10.0  # until a file written by another node must be visible
 ALL_REDUCE_TIMEOUT = 120.0
@@ -34,25 +35,25 @@ class ConnectedCluster:
 
 
 @asynccontextmanager
-async def connect_to_inspect(options: ClusterOptions) -> AsyncIterator[ConnectedCluster]:
+async def connect_to_inspect(
+    config: ClusterConfig, *, on_cpu: bool | None, cpus_per_node: float
+) -> AsyncIterator[ConnectedCluster]:
     """Connect as a run would. If the cluster cannot satisfy the run, connect without its requirements.
 
     Raises ConnectionError, PlacementError, RuntimeError."""
     placement_error = ""
     try:
-        cluster = await connect(options)
+        cluster = await connect(config, on_cpu=on_cpu, cpus_per_node=cpus_per_node)
     except PlacementError as error:
         placement_error = str(error)
-        without_requirements = replace(
-            options, num_nodes=1, devices_per_node=0, on_cpu=True, segment_size=None, cpus_per_node=0.001
-        )
-        cluster = await connect(without_requirements)
+        without_requirements = replace(config, num_nodes=1, gpus_per_node=0, segment_size=None)
+        cluster = await connect(without_requirements, on_cpu=True, cpus_per_node=0.001)
     try:
         nodes = list_nodes()
         yield ConnectedCluster(
             cluster=cluster,
             nodes=nodes if placement_error else cluster.members,
-            on_cpu=not any(node.gpus for node in nodes) if options.on_cpu is None else options.on_cpu,
+            on_cpu=not any(node.gpus for node in nodes) if on_cpu is None else on_cpu,
             placement_error=placement_error,
         )
     finally:

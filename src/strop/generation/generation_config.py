@@ -192,38 +192,6 @@ class GenerationConfig(BaseConfig):
                 "Set it to false, with a GPU for each engine, or train synchronously.",
             )
 
-    def transport_errors(self, key: str, device: str, *, same_machine: bool = True) -> Iterator[Problem]:
-        """Yield why weights cannot reach engines in other processes from a learner on ``device`` (``auto``: not known yet).
-
-        ``same_machine``: the learner and the engines are on one machine.
-        """
-        transport, transport_key = self.weight_sync.transport, f"{key}.weight_sync.transport"
-        if transport == "cuda_ipc" and device == "cpu":
-            yield Problem(
-                transport_key,
-                "found cuda_ipc, but policy.device is cpu, and there is no GPU memory to share",
-                "Set it to auto or memory.",
-            )
-        elif transport == "cuda_ipc" and not self.colocated.enabled:
-            yield Problem(
-                transport_key,
-                f"found cuda_ipc, but {key}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
-                "Set it to auto, broadcast, memory or folder.",
-            )
-        elif transport == "cuda_ipc" and self.vllm_cfg.num_local_engines > 1:
-            yield Problem(
-                transport_key,
-                f"found cuda_ipc, but only the first of {self.vllm_cfg.num_local_engines} engines is on the learner's GPU; the others "
-                "cannot map its memory",
-                f"Set it to memory or folder, or {key}.vllm_cfg.num_engines=1.",
-            )
-        elif transport == "broadcast" and self.colocated.enabled and device.startswith("cuda") and same_machine:
-            yield Problem(
-                transport_key,
-                f"found broadcast, but {key}.colocated.enabled is true: NCCL does not connect two processes on one GPU",
-                f"Set it to auto or cuda_ipc, or {key}.colocated.enabled=false.",
-            )
-
     def warnings(self, key: str) -> Iterator[Problem]:
         yield from self._warn_unused_engine_options(key)
         yield from self._warn_unused_resources(key)

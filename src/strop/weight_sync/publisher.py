@@ -5,35 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from strop import metrics
 from strop.metrics import Metrics
 from strop.monitoring.watchdog.waits import waiting
 from strop.weight_sync.base import EngineDied, EngineLost, UpdatableEngine
+from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import Exporter, TransferContent
 from strop.weight_sync.transports.channel import Channel
 from strop.weight_sync.verification import (
-    Canary,
     VerificationFailed,
-    VerificationSchedule,
+    is_verification_due,
     verify_arrival,
     verify_fingerprints,
     verify_version,
 )
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
+
+PUBLISH_ATTEMPTS = 4  # dead engines are restarted before each
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """How to publish and verify weights."""
+    """When weights change, and what is sent."""
 
     separate_devices: bool = False  # engines have their own devices, and keep sampling while the learner trains
     in_flight: bool = False  # running requests are suspended, and continue with the new weights
     recompute: bool = False  # with in_flight: suspended requests recompute their keys and values
     async_training: bool = False  # the learner trains while engines sample; a restarted engine gets the last published weights
     adapters: bool = False  # send only LoRA adapters, over base weights that are sent once
-    proof: VerificationSchedule = field(default_factory=VerificationSchedule)
-    attempts: int = 4  # per publish; dead engines are restarted before each
 
 
 @dataclass
@@ -74,6 +75,7 @@ class WeightPublisher:
         self,
         exporter: Exporter,
         engines: Sequence[UpdatableEngine],
+        config: WeightSyncConfig,
         options: PublishOptions,
         *,
         canary: Canary | None = None,
@@ -86,7 +88,8 @@ class WeightPublisher:
         Args:
             exporter: The learner's end.
             engines: The engines to publish to.
-            options: How to publish and verify.
+            config: When to verify.
+            options: When weights change, and what is sent.
             canary: Compares log-probabilities of engine and learner; None: no such check.
             on_published: Called with each version that all engines hold.
             drop_engine: Drops an engine that cannot be restarted; returns False if that is not allowed.
@@ -94,6 +97,7 @@ class WeightPublisher:
         """
         self.engines = tuple(engines)
         self._drop_engine = drop_engine
+        self.config = config
         self.options = options
         self.publishes = 0
         self.version = -1
@@ -130,7 +134,7 @@ class WeightPublisher:
 
     async def _publish_with_retries(self, version: int) -> _PublishStats:
         """Publish, and retry if an engine dies."""
-        for _ in range(self.options.attempts - 1):
+        for _ in range(PUBLISH_ATTEMPTS - 1):
             try:
                 return await self._publish(version)
             except EngineDied as error:
@@ -146,7 +150,7 @@ class WeightPublisher:
                 await engine.wake()
             self._asleep = False  # only after all are awake: if one dies here, the retry must still wake the others
         stats = _PublishStats()
-        await self._deliver(self.engines, version, stats, verify=self.options.proof.is_due(self.publishes))
+        await self._deliver(self.engines, version, stats, verify=is_verification_due(self.config, self.publishes))
         await asyncio.gather(*(engine.resume(version) for engine in self.engines))
         self.version = version
         if self.publishes == 0:

@@ -4,38 +4,30 @@ Three checks, none of which replaces another:
 
 - Did every byte arrive? Both ends compute the fingerprint of each tensor, as sent and as it arrives.
 - Does the engine compute with it? Its weights are read back from its own layout, under canonical names.
-- Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared. This covers
-  weights that cannot be read back, and everything else (adapters that are not applied, prefix caches of older weights).
+- Does the engine agree with the learner? It samples a few tokens, and the learner's log-probabilities of them are compared
+  (``strop.weight_sync.canary``). This covers weights that cannot be read back, and everything else (adapters that are not applied,
+  prefix caches of older weights).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
-from torch import Tensor
-
-from strop.sampling import Sampling, mix_seed
-from strop.weight_sync.base import CanarySample, LoadReceipt, TensorFingerprint, UpdatableEngine
+from strop.weight_sync.base import LoadReceipt, TensorFingerprint
 from strop.weight_sync.fingerprints import combine_fingerprints
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
 
 
 class VerificationFailed(RuntimeError):
     """An engine does not hold the published weights; the message names the tensor, or what else is stale."""
 
 
-@dataclass(frozen=True)
-class VerificationSchedule:
-    """When to run the expensive checks (read-back and canary). What arrived is compared at every publish."""
+def is_verification_due(config: WeightSyncConfig, publishes: int) -> bool:
+    """Whether the expensive checks (read-back and canary) are due after ``publishes`` earlier publishes.
 
-    mode: Literal["always", "first", "every_n"] = "every_n"
-    every: int = 10
-
-    def is_due(self, publishes: int) -> bool:
-        """Whether the expensive checks are due after ``publishes`` earlier publishes."""
-        return self.mode == "always" or publishes == 0 or (self.mode == "every_n" and publishes % self.every == 0)
+    What arrived is compared at every publish."""
+    return config.proof == "always" or publishes == 0 or (config.proof == "every_n" and publishes % config.proof_every == 0)
 
 
 def verify_version(name: str, receipt: LoadReceipt, version: int) -> None:
@@ -98,54 +90,3 @@ def _replicas_agree(shards: Sequence[TensorFingerprint]) -> bool:
 def _describe_origin(value: int, sent: Mapping[str, int]) -> str:
     others = [name for name, expected in sent.items() if expected == value]
     return f"; it has the values of {others[0]}" if others else ""
-
-
-ScoreSamples = Callable[[Sequence[Sequence[int]], Sequence[CanarySample]], Awaitable[Sequence[Tensor]]]
-"""Return the learner's log-probabilities [L] of each sample, given its prompt."""
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    mean: float  # absolute difference of log-probabilities, in nats
-    largest: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A few fixed prompts to compare the log-probabilities of engine and learner on."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    sampling: Sampling
-    score: ScoreSamples
-    tolerance: float  # maximum mean absolute difference, in nats
-    seed: int = 0
-
-    async def check(self, engine: UpdatableEngine) -> CanaryReport:
-        """Sample every prompt and compare log-probabilities with the learner's. Raises VerificationFailed.
-
-        The prompts are the same after every publish, so a hit in the prefix cache means that keys and values of older weights were kept.
-        """
-        samples = []
-        for index, prompt in enumerate(self.prompts):
-            sample = await engine.sample_canary(prompt, sampling=self.sampling, seed=mix_seed(self.seed, index))
-            if sample.cached:
-                raise VerificationFailed(
-                    f"{engine.name} found {sample.cached} tokens of a prompt in its prefix cache right after a weight update: they were "
-                    "computed with older weights"
-                )
-            samples.append(sample)
-        learner_logprobs = await self.score(self.prompts, samples)
-        differences = torch.cat(
-            [(logprobs - other.logprobs).abs() for logprobs, other in zip(learner_logprobs, samples, strict=True)]
-        )
-        report = CanaryReport(float(differences.mean()), float(differences.max()), len(differences))
-        if not report.mean <= self.tolerance:
-            raise VerificationFailed(
-                f"{engine.name} and the learner disagree on the canary's {report.tokens} tokens by {report.mean:.4g} nats on average "
-                f"(largest {report.largest:.4g}), and {self.tolerance:g} is allowed (policy.generation.weight_sync.canary_tolerance): "
-                "the engine does not sample from the policy that is trained. A tensor that cannot be read back may be stale, an "
-                "adapter may not be applied, or the two compute the model differently; set policy.generation.vllm_cfg.precision=float32 "
-                "to rule out rounding"
-            )
-        return report

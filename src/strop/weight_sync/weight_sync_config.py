@@ -55,3 +55,37 @@ class WeightSyncConfig(BaseConfig):
             )
         if self.transport == "folder" and self.bucket_mb != default_of(self, "bucket_mb"):
             yield Problem(f"{key}.bucket_mb", f"it has no effect: {key}.transport=folder chooses the size of its files")
+
+    def transport_errors(
+        self, key: str, device: str, *, engines: int, colocated: bool, same_machine: bool = True
+    ) -> Iterator[Problem]:
+        """Yield why weights cannot reach engines in other processes from a learner on ``device`` (``auto``: not known yet).
+
+        ``key``: of the generation section. ``engines``: how many there are. ``same_machine``: the learner and the engines are on one.
+        """
+        transport, transport_key = self.transport, f"{key}.weight_sync.transport"
+        if transport == "cuda_ipc" and device == "cpu":
+            yield Problem(
+                transport_key,
+                "found cuda_ipc, but policy.device is cpu, and there is no GPU memory to share",
+                "Set it to auto or memory.",
+            )
+        elif transport == "cuda_ipc" and not colocated:
+            yield Problem(
+                transport_key,
+                f"found cuda_ipc, but {key}.colocated.enabled is false: an engine on other GPUs cannot map the learner's memory",
+                "Set it to auto, broadcast, memory or folder.",
+            )
+        elif transport == "cuda_ipc" and engines > 1:
+            yield Problem(
+                transport_key,
+                f"found cuda_ipc, but only the first of {engines} engines is on the learner's GPU; the others "
+                "cannot map its memory",
+                f"Set it to memory or folder, or {key}.vllm_cfg.num_engines=1.",
+            )
+        elif transport == "broadcast" and colocated and device.startswith("cuda") and same_machine:
+            yield Problem(
+                transport_key,
+                f"found broadcast, but {key}.colocated.enabled is true: NCCL does not connect two processes on one GPU",
+                f"Set it to auto or cuda_ipc, or {key}.colocated.enabled=false.",
+            )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from strop.build.cluster.device_plan import format_device_rows, format_placement, make_device_plan, make_parallel_dims
+from strop.build.cluster.device_plan import format_device_rows, format_placement, make_parallel_dims
 from strop.build.summary import summarize
 from strop.config import TrainingRunConfig, load_config
+from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import TRAINING_RUNS
-from strop.distributed.placement import PlacementError
+from strop.distributed.placement import PlacementError, plan_devices
 
 TWO_NODES = ["cluster.num_nodes=2", "cluster.gpus_per_node=4"]
 APART = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2"]
@@ -23,6 +24,10 @@ def config(*overrides: str, section: str = "grpo") -> TrainingRunConfig:
 def lines(*overrides: str, on_cpu: bool = False, section: str = "grpo") -> dict[str, str]:
     found = format_placement(config(*overrides, section=section), on_cpu=on_cpu)
     return {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in found}
+
+
+def rows(*overrides: str) -> list[tuple[str, str, str]]:
+    return format_device_rows(plan_devices(count_devices(config(*overrides)), on_cpu=False), 2)
 
 
 def test_ranks_layout_and_engines_of_a_run_on_gpus() -> None:
@@ -47,7 +52,7 @@ def test_engines_apart_are_on_devices_of_their_own() -> None:
     found = lines(*TWO_NODES, *APART, *wide)
     assert found["learner"].startswith("4 ranks on 2 nodes")
     assert found["engines"] == "2 engines of 2 devices on nodes 0 to 1, on their own devices"
-    assert format_device_rows(make_device_plan(config(*TWO_NODES, *APART, *wide), on_cpu=False), 2) == [
+    assert rows(*TWO_NODES, *APART, *wide) == [
         ("0", "0-1", "engine 0: 2-3"),
         ("1", "0-1", "engine 1: 2-3"),
     ]
@@ -55,8 +60,8 @@ def test_engines_apart_are_on_devices_of_their_own() -> None:
 
 def test_nodes_that_only_generate_train_nothing() -> None:
     apart = [APART[0], "policy.generation.colocated.resources.num_nodes=1"]
-    rows = format_device_rows(make_device_plan(config(*TWO_NODES, *apart), on_cpu=False), 2)
-    assert rows[0] == ("0", "0-3", "none") and rows[1][:2] == ("1", "none") and "engine 3: 3" in rows[1][2]
+    first, second = rows(*TWO_NODES, *apart)
+    assert first == ("0", "0-3", "none") and second[:2] == ("1", "none") and "engine 3: 3" in second[2]
 
 
 def test_experts_and_the_critics_own_layout_are_said() -> None:

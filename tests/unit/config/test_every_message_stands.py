@@ -53,6 +53,11 @@ REWORDED: dict[str, str] = {
     "{}.model_name is self, which works in one process only: ranks hold shards of the policy. Name a model, or set "
     "cluster.backend=local": "found self, which works in one process only: ranks hold shards of the policy",
     "{}: its process died while generating{}": "{}: its process died {}{}",
+    "policy.generation.backend is vllm, and vLLM cannot be imported here ({}): install it (`pip install vllm`, or `make setup-vllm` on a "
+    "machine without a GPU), or set policy.generation.backend=torch": (
+        "policy.generation.backend is vllm, and vLLM cannot be imported here (No module named 'vllm'): install it (`pip install vllm`, or "
+        "`make setup-vllm` on a machine without a GPU), or set policy.generation.backend=torch"
+    ),
     "found 1, but a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none": (
         "a leave-one-out baseline is the mean of the other rollouts of the group, and a group of one has none"
     ),

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.distributed.placement import DeviceSlot, Node, PlacementError, choose_nodes, find_domain, plan_devices
+from strop.distributed.placement import (
+    DeviceCounts,
+    DeviceSlot,
+    Node,
+    PlacementError,
+    choose_nodes,
+    find_domain,
+    make_thread_env,
+    plan_devices,
+)
 
 
 def nodes(*domains: str, gpus: int = 8) -> list[Node]:
@@ -59,15 +68,16 @@ def test_no_device_is_given_twice_and_no_engine_spans_nodes(
     engine_nodes: int | None,
 ) -> None:
     try:
-        found = plan_devices(
-            count,
-            devices,
+        counts = DeviceCounts(
+            nodes=count,
+            per_node=devices,
             engine_size=size,
             engines=engines,
             colocated=colocated,
             engine_devices=engine_devices,
             engine_nodes=engine_nodes,
         )
+        found = plan_devices(counts, on_cpu=False)
     except PlacementError as error:
         assert len(str(error)) > 40
         return
@@ -86,11 +96,31 @@ def test_no_device_is_given_twice_and_no_engine_spans_nodes(
 
 
 def test_generation_apart_takes_the_last_nodes_or_the_last_devices() -> None:
-    whole = plan_devices(3, 2, engine_size=2, engines=None, colocated=False, engine_nodes=1)
+    apart = {"engines": None, "colocated": False}
+    whole = plan_devices(DeviceCounts(nodes=3, per_node=2, engine_size=2, engine_nodes=1, **apart), on_cpu=False)
     assert {place.node for place in whole.training} == {0, 1} and whole.generation == (DeviceSlot(2, (0, 1)),)
-    part = plan_devices(1, 4, engine_size=1, engines=1, colocated=False, engine_devices=1)
+    part = plan_devices(DeviceCounts(nodes=1, per_node=4, engines=1, engine_devices=1, colocated=False), on_cpu=False)
     assert len(part.training) == 3 and part.generation == (DeviceSlot(0, (3,)),)
 
 
 def test_a_run_without_engines_trains_on_every_device() -> None:
-    assert plan_devices(2, 2, engine_size=1, engines=0, colocated=True).generation == ()
+    assert plan_devices(DeviceCounts(nodes=2, per_node=2, engines=0), on_cpu=False).generation == ()
+
+
+def test_as_many_engines_as_fit_is_one_without_gpus() -> None:
+    counts = DeviceCounts(nodes=2, per_node=2, engines=None)
+    assert len(plan_devices(counts, on_cpu=False).generation) == 4
+    assert len(plan_devices(counts, on_cpu=True).generation) == 1
+
+
+def test_processes_that_compute_at_the_same_time_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    plan = plan_devices(DeviceCounts(nodes=1, per_node=3, engines=1), on_cpu=True)
+
+    def threads(configured: int | None = None, **how: bool) -> str:
+        return make_thread_env(configured, plan, on_cpu=True, **how)["OMP_NUM_THREADS"]
+
+    assert threads() == threads(generates=True) == "3"
+    assert threads(time_shared=True) == "4" and threads(time_shared=True, generates=True) == "12"
+    assert threads(5) == "5"
+    assert make_thread_env(None, plan, on_cpu=False) == {}, "on GPUs nothing is set"

@@ -13,8 +13,9 @@ from tests.unit.distributed.things import AsyncThing, Thing
 
 from strop.distributed.actor_group import ActorGroup, ActorGroupDied
 from strop.distributed.base import ActorDied, ActorOptions
+from strop.distributed.cluster_config import ClusterConfig, RoleConfig
 from strop.distributed.placement import PlacementError
-from strop.distributed.ray import ClusterOptions, RayCluster, connect, is_process_alive, run_on_every_node
+from strop.distributed.ray import RayCluster, connect, is_process_alive, run_on_every_node
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ class Room:
     def __init__(self, output: Path) -> None:
         self.loop = asyncio.new_event_loop()
         self.output = output
-        self.cluster: RayCluster = self.run(connect(ClusterOptions(num_nodes=1, devices_per_node=2, output_folder=output)))
+        self.cluster: RayCluster = self.run(connect(ClusterConfig(gpus_per_node=2), on_cpu=True, output_folder=output))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
@@ -144,7 +145,7 @@ def wheel(folder: Path, version: str) -> Path:
 def test_two_processes_have_packages_of_their_own(room: Room, tmp_path: Path) -> None:
     found = []
     for number, version in ((40, "1.0"), (41, "2.0")):
-        thing = room.thing(number, packages=(str(wheel(tmp_path, version)),))
+        thing = room.thing(number, role=RoleConfig(pip=(str(wheel(tmp_path, version)),)))
         found.append(room.run(thing.call("package_version")))
     assert found == ["1.0", "2.0"]
 

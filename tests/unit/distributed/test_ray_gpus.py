@@ -13,8 +13,9 @@ from tests.unit.distributed.things import Thing
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'strop[ray]'")
 
 from strop.distributed.base import ActorOptions
+from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.placement import PlacementError
-from strop.distributed.ray import ClusterOptions, connect
+from strop.distributed.ray import connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -33,14 +34,14 @@ def two_gpus() -> Iterator[str]:
 
 def test_ray_finds_gpus_outside_of_the_run_and_it_is_said_when_there_are_none(two_gpus: str) -> None:
     async def run() -> list[str]:
-        options = ClusterOptions(num_nodes=1, devices_per_node=1, on_cpu=False, address=two_gpus, wait_seconds=20)
-        cluster = await connect(options)
+        config = ClusterConfig(address=two_gpus, wait_seconds=20)
+        cluster = await connect(config, on_cpu=False)
         try:
             own = await cluster.spawn(ActorOptions(name="learner-0", node=0, devices=(0,)), Thing, 1)
             sees_none = await cluster.spawn(ActorOptions(name="environment-0", node=0), Thing, 1)
             halves = [await cluster.spawn(ActorOptions(name=f"teacher-{n}", num_gpus=0.5), Thing, n) for n in range(2)]
             seen = [await each.call("environment", VARIABLE) for each in (own, sees_none, *halves)]
-            cluster.options = replace(options, wait_seconds=2)
+            cluster.config = replace(config, wait_seconds=2)
             for start in (cluster.spawn, in_thread(cluster.spawn_sync)):
                 with pytest.raises(PlacementError, match=r"teacher-9 needs 1 GPUs besides .*cluster.wait_seconds"):
                     await start(ActorOptions(name="teacher-9", num_gpus=1.0), Thing, 9)

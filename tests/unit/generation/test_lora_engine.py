@@ -27,7 +27,7 @@ from strop.types import Batch
 from support.lora import build_with_adapters, copy_base_weights, with_random_adapters
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
-from support.torch_engine import Request, make_engine, make_runner, run_requests, token_lists
+from support.torch_engine import Request, cache_config, make_engine, make_runner, run_requests, token_lists
 
 FLOAT32 = 2e-5
 BFLOAT16 = 0.02
@@ -216,7 +216,7 @@ def test_the_slow_runner_agrees_with_adapters_on_a_recurrent_model() -> None:
 def test_a_publish_costs_no_weights_where_the_module_itself_is_read() -> None:
     """Float32 without packing, as on a GPU: adapters run as modules."""
     network = Network(build_with_adapters("llama"))
-    runner = CachedRunner(network, memory_bytes=1e6, max_slots=2, length=32, prepack=False)
+    runner = CachedRunner(network, cache_config(1e6, slots=2, prepack_weights=False), length=32)
     assert runner.linears.uses_module_weights
     runner.activate()
     assert runner.linears.copies == []

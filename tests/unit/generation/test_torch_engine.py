@@ -15,7 +15,7 @@ from strop.generation.torch.torch_engine import TorchEngine
 from strop.models.network import Network
 from strop.sampling import Sampling, mix_seed
 from support.models import build
-from support.torch_engine import Request, generate_all, make_engine, make_runner, run_requests, token_lists
+from support.torch_engine import Request, cache_config, generate_all, make_engine, make_runner, run_requests, token_lists
 
 PROMPT = [5, 40, 200, 31, 7]
 
@@ -242,13 +242,13 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_keys_to_change(network
 def test_memory_that_holds_no_sequence_is_refused_with_the_keys_to_change(network: Network) -> None:
     needed = 48 * infer_cache_shape(network).bytes_per_token
     with pytest.raises(ValueError, match=r"torch_cfg\.kv_cache_memory_gb .* holds 47 tokens.*max_total_sequence_length = 48"):
-        CachedRunner(network, memory_bytes=needed - 1, max_slots=4, length=48)
-    assert CachedRunner(network, memory_bytes=needed, max_slots=4, length=48).slots == 1
+        CachedRunner(network, cache_config(needed - 1, slots=4), length=48)
+    assert CachedRunner(network, cache_config(needed, slots=4), length=48).slots == 1
 
 
 def test_the_cache_and_its_prefixes_stay_within_the_configured_memory(network: Network) -> None:
     memory = 100 * infer_cache_shape(network).bytes_per_token
-    runner = CachedRunner(network, memory_bytes=memory, max_slots=64, length=40, prepack=False)
+    runner = CachedRunner(network, cache_config(memory, slots=64, prepack_weights=False), length=40)
     assert runner.slots == 2
     run_requests(make_engine(runner), many_requests())
     used = sum(tensor.nbytes for tensor in (runner.cache.keys, runner.cache.values))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from strop.weight_sync.base import (
     TensorFingerprint,
     TransportError,
 )
+from strop.weight_sync.canary import Canary
 from strop.weight_sync.exporter import make_local_exporter
 from strop.weight_sync.fingerprints import fingerprint
 from strop.weight_sync.publisher import PublishOptions, WeightPublisher
@@ -32,7 +34,10 @@ from strop.weight_sync.transports.broadcast import BroadcastSender
 from strop.weight_sync.transports.host_memory import MemorySender
 from strop.weight_sync.transports.manifest import build_manifest
 from strop.weight_sync.transports.shared_folder import FolderSender
-from strop.weight_sync.verification import Canary, VerificationFailed, VerificationSchedule, verify_fingerprints
+from strop.weight_sync.verification import VerificationFailed, verify_fingerprints
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
+
+ALWAYS = WeightSyncConfig(proof="always")
 
 
 class PlainEngine:
@@ -135,14 +140,20 @@ def senders(folder: Path) -> dict[str, Callable[[int], Sender]]:
 
 
 def publisher(
-    learner: Learner, engines: Sequence[PlainEngine], folder: Path, *, transport: str = "folder", **options: object
+    learner: Learner,
+    engines: Sequence[PlainEngine],
+    folder: Path,
+    *,
+    transport: str = "folder",
+    config: WeightSyncConfig = ALWAYS,
+    **options: bool,
 ) -> WeightPublisher:
     canary = Canary(prompts=((1, 2),), sampling=Sampling(), score=learner.score, tolerance=0.01)
-    settings = PublishOptions(**{"separate_devices": True, "proof": VerificationSchedule("always"), **options})  # type: ignore[arg-type]
+    settings = PublishOptions(**{"separate_devices": True, **options})
     exporter = make_local_exporter(
         learner.weights, senders(folder)[transport], dtype=torch.float32, keep_snapshot=settings.async_training
     )
-    return WeightPublisher(exporter, engines, settings, canary=canary)
+    return WeightPublisher(exporter, engines, config, settings, canary=canary)
 
 
 def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_path: Path) -> None:
@@ -165,9 +176,11 @@ def test_after_a_publish_every_engine_holds_each_tensor_once_and_goes_on(tmp_pat
     [("always", [0, 1, 2, 3, 4, 5]), ("first", [0]), ("every_n", [0, 2, 4])],
     ids=["always", "first", "every_n"],
 )
-def test_the_costly_questions_are_asked_when_they_are_due(tmp_path: Path, mode: str, asked: list[int]) -> None:
+def test_the_costly_questions_are_asked_when_they_are_due(
+    tmp_path: Path, mode: Literal["always", "first", "every_n"], asked: list[int]
+) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule(mode, 2))  # type: ignore[arg-type]
+    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof=mode, proof_every=2))
     found = []
     for version in range(6):
         engine.calls.clear()
@@ -201,7 +214,7 @@ def test_an_engine_that_computes_with_something_else_is_found_out_and_takes_no_r
 
 def test_an_engine_that_echoes_another_version_is_found_out_even_when_nothing_else_is_asked(tmp_path: Path) -> None:
     engine = PlainEngine()
-    weights = publisher(Learner(), [engine], tmp_path, proof=VerificationSchedule("first"))
+    weights = publisher(Learner(), [engine], tmp_path, config=WeightSyncConfig(proof="first"))
     asyncio.run(weights.publish(0))
     engine.says = lambda version: version - 1
     with pytest.raises(VerificationFailed, match="version 1, but reports that it holds version 0"):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from strop.build.cluster.cluster_run import compute_reserved_cpus
-from strop.build.cluster.device_plan import format_device_rows, format_placement, make_device_plan
+from strop.build.cluster.cluster_run import compute_reserved_cpus, runs_on_cpu
+from strop.build.cluster.device_plan import format_device_rows, format_placement
 from strop.config import TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.load.load import PLACEHOLDER_MODEL
 from strop.config.schema.run_config import DistillationRunConfig, list_trained_models
 from strop.distributed.node_probe import PACKAGES
-from strop.distributed.placement import PlacementError
+from strop.distributed.placement import PlacementError, plan_devices
 from strop.distributed.preflight import Finding, RunNeeds, align_columns, find_problems, format_findings, format_survey
 
 NODE_WAIT_SECONDS = 30.0  # for nodes to join and resources to be free; a run waits for cluster.wait_seconds
@@ -26,20 +27,10 @@ def check_cluster(config: TrainingRunConfig) -> int:
 
 
 async def _check(config: TrainingRunConfig) -> int:
-    devices, cluster = count_devices(config), config.cluster
+    cluster = replace(config.cluster, wait_seconds=min(config.cluster.wait_seconds, NODE_WAIT_SECONDS))
     try:
-        from strop.distributed.ray import ClusterOptions
         from strop.distributed.survey import connect_to_inspect, survey_cluster
 
-        options = ClusterOptions(
-            num_nodes=devices.nodes,
-            devices_per_node=devices.per_node,
-            on_cpu={"cpu": True, "auto": None}.get(config.policy.device, False),
-            segment_size=cluster.segment_size,
-            address=cluster.address,
-            wait_seconds=min(cluster.wait_seconds, NODE_WAIT_SECONDS),
-            cpus_per_node=compute_reserved_cpus(config),
-        )
         needs = RunNeeds(
             devices=cluster.gpus_per_node,
             packages=_required_packages(config),
@@ -47,7 +38,8 @@ async def _check(config: TrainingRunConfig) -> int:
             folder_keys=_shared_folders(config),
             environment=cluster.roles.learner.env_vars,
         )
-        async with connect_to_inspect(options) as connected:
+        cpus = compute_reserved_cpus(config)
+        async with connect_to_inspect(cluster, on_cpu=runs_on_cpu(config), cpus_per_node=cpus) as connected:
             survey = await survey_cluster(connected, needs)
     except (ConnectionError, PlacementError, ImportError, RuntimeError) as error:
         print(f"problem  {error}", file=sys.stderr)
@@ -87,7 +79,7 @@ def _check_layout(config: TrainingRunConfig, *, on_cpu: bool) -> Iterator[Findin
         return
     try:
         lines = format_placement(config, on_cpu=on_cpu)
-        rows = format_device_rows(make_device_plan(config, on_cpu=on_cpu), config.cluster.num_nodes)
+        rows = format_device_rows(plan_devices(count_devices(config), on_cpu=on_cpu), config.cluster.num_nodes)
     except ValueError as error:
         yield Finding("layout", str(error), "The run's own command with `--dry-run` reports the same without a cluster.")
         return

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.checks.device_counts import DeviceCounts, count_devices
+from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied, Cluster
+from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
         yield None
         return
     try:
-        from strop.distributed.ray import ClusterOptions, connect
+        from strop.distributed.ray import connect
     except ImportError as error:
         raise ValueError(
             f"this run trains on {devices.learner_devices} devices (cluster.gpus_per_node, cluster.num_nodes), which requires Ray, and "
@@ -37,16 +38,10 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
         ) from error
     folder = Path(config.logger.log_dir).resolve()
     cluster = await connect(
-        ClusterOptions(
-            num_nodes=devices.nodes,
-            devices_per_node=devices.per_node,
-            on_cpu={"cpu": True, "auto": None}.get(config.policy.device, False),
-            segment_size=config.cluster.segment_size,
-            address=config.cluster.address,
-            output_folder=folder / "workers",
-            wait_seconds=config.cluster.wait_seconds,
-            cpus_per_node=compute_reserved_cpus(config),
-        )
+        config.cluster,
+        on_cpu=runs_on_cpu(config),
+        cpus_per_node=compute_reserved_cpus(config),
+        output_folder=folder / "workers",
     )
     try:
         addresses = ", ".join(node.address for node in cluster.members)
@@ -57,6 +52,11 @@ async def open_cluster(config: TrainingRunConfig, tracker: Tracker) -> AsyncIter
         yield cluster
     finally:
         await cluster.close()
+
+
+def runs_on_cpu(config: TrainingRunConfig) -> bool | None:
+    """Return whether processes stand for GPUs; None if that depends on the cluster."""
+    return {"cpu": True, "auto": None}.get(config.policy.device, False)
 
 
 def compute_reserved_cpus(config: TrainingRunConfig) -> float:

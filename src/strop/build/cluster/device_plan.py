@@ -1,4 +1,4 @@
-"""Plan, without a cluster, which devices of each node train and which generate, and how the ranks shard a model."""
+"""How the ranks shard a model, and the text that says which devices train and which generate."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ from strop.distributed.placement import DevicePlan, plan_devices
 from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
 from strop.problems import raise_problems
-
-
-def make_device_plan(config: TrainingRunConfig, *, on_cpu: bool) -> DevicePlan:
-    """Return the device plan of a run on a cluster. Raises PlacementError."""
-    counts = count_devices(config)
-    engines = counts.engines if counts.engines is not None else 1 if on_cpu else None
-    return plan_devices(
-        counts.nodes,
-        counts.per_node,
-        engine_size=counts.engine_size,
-        engines=engines,
-        colocated=config.policy.generation.colocated.enabled or engines == 0,
-        engine_devices=counts.engine_devices,
-        engine_nodes=counts.engine_nodes,
-    )
 
 
 def make_parallel_dims(config: DtensorConfig, world: int) -> ParallelDims:
@@ -51,7 +36,8 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     """Format the layout of a run on a cluster: ranks, parallel dimensions, engines, environment processes.
 
     Raises PlacementError, ValueError."""
-    plan, counts = make_device_plan(config, on_cpu=on_cpu), count_devices(config)
+    counts = count_devices(config)
+    plan = plan_devices(counts, on_cpu=on_cpu)
     per_node = f"{_pluralize(counts.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(counts.per_node, "GPU")
     world, nodes = len(plan.training), {slot.node for slot in plan.training}
     lines = [

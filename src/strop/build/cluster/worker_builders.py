@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.build.cluster.device_plan import make_parallel_dims
-from strop.build.engines import make_sender_factory
 from strop.build.lifecycle import seed_everything
 from strop.build.models import (
     PRECISIONS,
@@ -21,7 +20,6 @@ from strop.build.models import (
     load_training_policy,
     make_critic,
     make_learner,
-    make_torch_engine,
     prepare_device,
 )
 from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher
@@ -30,6 +28,7 @@ from strop.config.schema.policy_config import PolicyConfig
 from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
 from strop.distributed.workers.learner_worker import RankModels, RankScorer
 from strop.generation.torch.standalone import StandaloneTorchEngine
+from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.base import ColumnSource
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallel_dims import DeviceMeshes
@@ -40,12 +39,12 @@ from strop.learner.parallel.tensor_plan import load_tensor_plan
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers
-from strop.models.chat_template import ChatTemplate
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
 from strop.models.value_head import ValueHead
 from strop.sampling import Sampling
 from strop.weight_sync.exporter import BlockingExporter
+from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
 
 # --- ranks ---------------------------------------------------------------------------------------------------------------
 
@@ -168,28 +167,22 @@ def _load_rank_teachers(
 class ExportOptions:
     """How the learner exports weights to engines."""
 
-    dtype: torch.dtype
     keep_snapshot: bool
     adapters: bool
-    same_machine: bool  # whether all engines are on the machine of rank 0
+    engines: EngineLocations  # seen from rank 0
     folder: Path  # for transports that use files
-    host: str  # the address of rank 0's machine
 
 
 def make_rank_exporter(
     config: PolicyConfig, options: ExportOptions, policy: LoadedPolicy, parallelism: Sharded, rank: int
 ) -> BlockingExporter:
     """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work."""
+    generation = config.generation
+    precision = generation.vllm_cfg.precision if generation.backend == "vllm" else config.weights_dtype
     return BlockingExporter(
         lambda: iter_sharded_weights(parallelism),
-        make_sender_factory(
-            config.generation,
-            policy.network.device,
-            options.folder,
-            host=options.host,
-            same_machine=options.same_machine,
-        ),
-        dtype=options.dtype,
+        make_sender_factory(generation.weight_sync, policy.network.device, options.engines, options.folder),
+        dtype=PRECISIONS[precision],
         keep_snapshot=options.keep_snapshot,
         adapters=ShardedAdapterSource(parallelism) if options.adapters else None,
         is_sender=rank == 0,
@@ -199,25 +192,18 @@ def make_rank_exporter(
 # --- engines -------------------------------------------------------------------------------------------------------------
 
 
-def build_vllm_engine(name: str, options: Any, tokenizer: Any, stop_ids: Sequence[int]) -> Any:
-    """Build a vLLM engine."""
-    from strop.generation.vllm.vllm_engine import VllmEngine
-
-    return VllmEngine(name, options, tokenizer, stop_ids=stop_ids)
-
-
 def build_torch_engine(
     name: str, config: PolicyConfig, folder: Path, tokenizer: Any, stop_ids: tuple[int, ...], packed: bool
 ) -> StandaloneTorchEngine:
     """Build a torch engine on an empty model, whose weights the learner will send."""
 
-    def make() -> Any:
+    def make() -> TorchEngine:
         device = prepare_device(config.device, None)
         model = model_from_config(folder).to(device)
         disable_dropout(model)
         network = Network(model, precision=PRECISIONS[config.precision], packed=packed)
         cast_weights(model, PRECISIONS[config.weights_dtype])
-        loaded = LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer), stop_ids)
-        return make_torch_engine(loaded, config.generation, config.max_total_sequence_length)
+        length = config.max_total_sequence_length
+        return make_torch_engine(network, tokenizer, config.generation.torch_cfg, length=length, stop_ids=stop_ids)
 
     return StandaloneTorchEngine(name, make, PRECISIONS[config.weights_dtype])

@@ -50,7 +50,8 @@ def check_engine_device(config: RolloutRunConfig, device: str | None = None) -> 
     """Check vLLM engines beside the learner's ``device``: by default the configured one, which may be ``auto``."""
     generation, key, device = config.policy.generation, "policy.generation", device or config.policy.device
     if generation.backend == "vllm":
-        yield from generation.transport_errors(key, device)
+        engines, colocated = generation.vllm_cfg.num_local_engines, generation.colocated.enabled
+        yield from generation.weight_sync.transport_errors(key, device, engines=engines, colocated=colocated)
         if config.rollout_training.max_staleness > 0:
             yield from generation.async_errors(key, device)
 

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from strop.distributed.base import ActorDied, ActorOptions, Cluster, NodeLost
+from strop.distributed.base import ActorDied, Cluster, NodeLost, spread_over_nodes
+from strop.distributed.cluster_config import RoleConfig
 from strop.distributed.restartable_actor import RestartableActor
 from strop.environments.remote import (
     CallResult,
@@ -55,13 +56,16 @@ class EnvironmentProcess:
 
 
 def spawn_environments(
-    cluster: Cluster, descriptions: Mapping[str, EnvironmentDescription], options: Mapping[str, tuple[ActorOptions, ...]]
+    cluster: Cluster, descriptions: Mapping[str, EnvironmentDescription], count: int, role: RoleConfig
 ) -> dict[str, RemoteEnvironment]:
-    """Start environments in their processes and return them by alias. ``options``: of each process. Raises what making an environment
+    """Start each environment in ``count`` processes, spread over the nodes, and return them by alias. Raises what making an environment
     raises."""
+    num_gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
     environments: dict[str, RemoteEnvironment] = {}
     for alias, description in descriptions.items():
-        actors = [RestartableActor(cluster, each, EnvironmentServer, description) for each in options[alias]]
+        names = [f"environment-{alias}-{number}" for number in range(count)]
+        options = spread_over_nodes(names, cluster.num_nodes, role, {"OMP_NUM_THREADS": "1"}, num_gpus=num_gpus, kind="async")
+        actors = [RestartableActor(cluster, each, EnvironmentServer, description) for each in options]
         processes = [EnvironmentProcess(actor) for actor in actors]
         environments[alias] = connect(description, [Transport(process.call, process.call_sync) for process in processes])
     return environments

@@ -12,6 +12,7 @@ from torch import Tensor
 from strop.generation.torch.cuda_graphs import DecodeGraphs
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.kv_cache import CacheShape, DecodePlan, PrefillPlan, Prefix, PrefixStore, SlotCache
+from strop.generation.torch.torch_config import TorchGenerationConfig
 from strop.models.adapters import base_weights
 from strop.models.attention import AttentionSpec
 from strop.models.network import Network
@@ -75,34 +76,25 @@ class ModelRunner(Protocol):
 class CachedRunner:
     """Runs a network with a key-value cache of fixed size."""
 
-    def __init__(
-        self,
-        network: Network,
-        *,
-        memory_bytes: float,
-        max_slots: int,
-        length: int,
-        prepack: bool | None = None,
-        cuda_graphs: bool = True,
-    ):
-        """Raises ValueError if ``memory_bytes`` cannot hold one sequence of ``length`` tokens."""
+    def __init__(self, network: Network, config: TorchGenerationConfig, *, length: int) -> None:
+        """Raises ValueError if the configured memory cannot hold one sequence of ``length`` tokens."""
         self.network = network
         self.shape = infer_cache_shape(network)
-        capacity = int(memory_bytes // self.shape.bytes_per_token)  # tokens
-        self.slots = min(max_slots, capacity // length)
+        capacity = int(config.kv_cache_memory_gb * 2**30 // self.shape.bytes_per_token)  # tokens
+        self.slots = min(config.max_num_seqs, capacity // length)
         if self.slots < 1:
             needed = length * self.shape.bytes_per_token / 2**30
             raise ValueError(
-                f"policy.generation.torch_cfg.kv_cache_memory_gb = {memory_bytes / 2**30:.3g} GiB holds {capacity} tokens, but one "
+                f"policy.generation.torch_cfg.kv_cache_memory_gb = {config.kv_cache_memory_gb:.3g} GiB holds {capacity} tokens, but one "
                 f"sequence of policy.max_total_sequence_length = {length} tokens needs {needed:.3g} GiB; raise the first or lower "
                 "the second"
             )
         self.length = length
         self.cache = SlotCache(self.shape, self.slots, length)
         self.prefixes = PrefixStore(capacity - self.slots * length)
-        self.linears = FastLinears(network.model, network.precision, prepack=prepack)
-        on_cuda = network.device.type == "cuda"
-        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if cuda_graphs and on_cuda else None
+        self.linears = FastLinears(network.model, network.precision, prepack=config.prepack_weights)
+        captures = config.cuda_graphs and network.device.type == "cuda"
+        self.graphs = DecodeGraphs(self._decode_static, self.slots, network.device) if captures else None
 
     def count_unread(self, prompt: SlotPrompt) -> int:
         prefix = self.prefixes.find(prompt.tokens, prompt.session)

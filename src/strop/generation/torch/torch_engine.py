@@ -8,6 +8,7 @@ of requests, never on a clock.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ from typing import Any
 import torch
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.torch.model_runner import ModelRunner, SlotPrompt
+from strop.generation.torch.model_runner import CachedRunner, ModelRunner, RecomputeRunner, SlotPrompt
 from strop.generation.torch.sampler import sample_tokens
+from strop.generation.torch.torch_config import TorchGenerationConfig
+from strop.models.network import Network
 from strop.sampling import Sampling, pad_kept_tokens, uniform
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -269,3 +274,18 @@ class TorchEngine:
         for request in [request for request in self._running if request.done.cancelled()]:
             self._finish(request, False)
         self._waiting = deque(request for request in self._waiting if not request.done.cancelled())
+
+
+def make_torch_engine(
+    network: Network, tokenizer: Any, config: TorchGenerationConfig, *, length: int, stop_ids: Sequence[int]
+) -> TorchEngine:
+    """Make an engine on a network, for sequences of up to ``length`` tokens. Raises ValueError if its KV cache is too small for one."""
+    runner: ModelRunner
+    if network.supports_attention_plans():
+        runner = CachedRunner(network, config, length=length)
+    else:
+        log.warning(
+            "the torch engine cannot use a KV cache and recomputes the whole sequence for every token: %s", network.fallback
+        )
+        runner = RecomputeRunner(network, max_slots=config.max_num_seqs, length=length)
+    return TorchEngine(runner, tokenizer, stop_ids=stop_ids, prefill_tokens=config.prefill_tokens)

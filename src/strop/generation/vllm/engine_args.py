@@ -1,4 +1,4 @@
-"""vLLM engine arguments built from Strop's options and checked against the installed version."""
+"""vLLM engine arguments built from Strop's configuration and checked against the installed version."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.vllm_config import VllmConfig
 
 RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instead
     "model": "policy.model_name",
@@ -28,85 +31,92 @@ RESERVED_ARGS = {  # vLLM arguments that Strop sets itself -> what to set instea
 }
 CPU_BLOCK_SIZE = 32  # tokens: with vLLM's CPU default of 128, shorter prompts would never be in the prefix cache
 CPU_CACHE_GB = 2.0
+MAX_LOGPROBS = 20  # of each token, unless more are recorded
 SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM has kernels for
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmOptions:
-    """Options of one vLLM engine."""
+class VllmLaunch:
+    """What one vLLM engine is launched with: its configuration, and what is not a key of it."""
 
+    config: GenerationConfig
     model: str  # a folder with config.json and tokenizer files; weights are read from it only with ``load_weights``
-    dtype: str
-    max_model_len: int
     on_cpu: bool
     load_weights: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    expert_parallel: bool = False
-    gpu_memory_utilization: float = 0.6
-    kv_cache_memory_gb: float | None = None
-    kv_cache_dtype: str = "auto"
-    max_num_seqs: int | None = None
-    prefix_caching: bool = True
-    enforce_eager: bool = False
-    max_logprobs: int = 20
     max_lora_rank: int | None = None  # LoRA adapters of at most this rank are loaded over the base weights
-    speculative_config: Mapping[str, Any] | None = None  # vLLM's speculative_config
-    sleep_level: int = 0
-    startup_seconds: float = 600.0
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # further engine arguments, by vLLM's names
-    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of the engine's processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # where the engine runs: its CPU threads or its GPUs
     worker_extension: str = "strop.generation.vllm.worker.StropWorker"  # vLLM's worker_extension_cls
     output_file: Path | None = None  # file for the output of the engine's processes; None: that of this process
 
+    @property
+    def env_vars(self) -> dict[str, str]:
+        """Environment variables of the engine's processes."""
+        return {**self.environment, **self.config.vllm_cfg.env_vars}
 
-def make_engine_args(options: VllmOptions) -> Any:
+    @property
+    def receivers(self) -> int:
+        """The number of the engine's processes that receive weights."""
+        return self.config.vllm_cfg.tensor_parallel_size * self.config.vllm_cfg.pipeline_parallel_size
+
+    @property
+    def sleep_level(self) -> int:
+        """What the engine frees when it sleeps. At most level 1 with adapters: level 2 drops the base weights, which are sent once."""
+        if self.on_cpu:
+            return 0
+        level = self.config.vllm_cfg.sleep_level
+        return level if self.max_lora_rank is None else min(level, 1)
+
+
+def make_engine_args(launch: VllmLaunch) -> Any:
     """Return vLLM's ``AsyncEngineArgs``. Raises ValueError for arguments that vLLM does not have or that Strop sets itself."""
     from vllm import AsyncEngineArgs
 
-    check_extra_args(options.extra_args, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+    generation, config = launch.config, launch.config.vllm_cfg
+    check_extra_args(generation.vllm_kwargs, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     args: dict[str, Any] = {
-        "model": options.model,
-        "tokenizer": options.model,
-        "dtype": options.dtype,
-        "load_format": "auto" if options.load_weights else "dummy",
-        "max_model_len": options.max_model_len,
-        "tensor_parallel_size": options.tensor_parallel_size,
-        "pipeline_parallel_size": options.pipeline_parallel_size,
-        "enable_expert_parallel": options.expert_parallel,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "enable_prefix_caching": options.prefix_caching,
-        "enforce_eager": options.enforce_eager or options.on_cpu,
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": options.max_logprobs,
-        "worker_extension_cls": options.worker_extension,
+        "model": launch.model,
+        "tokenizer": launch.model,
+        "dtype": config.precision,
+        "load_format": "auto" if launch.load_weights else "dummy",
+        "max_model_len": config.max_model_len,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager or launch.on_cpu,
+        "logprobs_mode": config.logprobs_mode,
+        "max_logprobs": max(MAX_LOGPROBS, generation.top_k or 0) if generation.keep_sampling_mask else MAX_LOGPROBS,
+        "worker_extension_cls": launch.worker_extension,
         "generation_config": "vllm",  # ignore the model's own sampling defaults
         "disable_log_stats": False,
         "seed": 0,
     }
-    if options.max_num_seqs is not None:
-        args["max_num_seqs"] = options.max_num_seqs
-    if options.on_cpu:
+    if config.max_num_seqs is not None:
+        args["max_num_seqs"] = config.max_num_seqs
+    if launch.on_cpu:
         args["block_size"] = CPU_BLOCK_SIZE
-    memory = options.kv_cache_memory_gb or (CPU_CACHE_GB if options.on_cpu else None)
+    memory = config.kv_cache_memory_gb or (CPU_CACHE_GB if launch.on_cpu else None)
     if memory is not None:
         args["kv_cache_memory_bytes"] = int(memory * 2**30)
-    if options.max_lora_rank is not None:
-        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(options.max_lora_rank)}
-    if options.speculative_config is not None:
-        args["speculative_config"] = _speculative_config(options)
-    if options.sleep_level and not options.on_cpu:
+    if launch.max_lora_rank is not None:
+        args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _round_up_rank(launch.max_lora_rank)}
+    if config.speculation.method is not None:
+        args["speculative_config"] = make_speculative_config(config)
+    if launch.sleep_level:
         args["enable_sleep_mode"] = True
-    return AsyncEngineArgs(**{**args, **options.extra_args})
+    return AsyncEngineArgs(**{**args, **generation.vllm_kwargs})
 
 
-def _speculative_config(options: VllmOptions) -> dict[str, Any]:
+def make_speculative_config(config: VllmConfig) -> dict[str, Any]:
     """Return vLLM's speculative_config. A draft model reads its weights from its own folder or hub name; the learner sends it none."""
-    config = dict(options.speculative_config or {})
-    if "model" not in config:
-        return config
-    return {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": options.tensor_parallel_size, **config}
+    drafts = config.speculation
+    args: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.num_speculative_tokens}
+    if drafts.method == "ngram":
+        return {**args, "prompt_lookup_min": drafts.prompt_lookup_min, "prompt_lookup_max": drafts.prompt_lookup_max}
+    draft_args = {"draft_load_config": {"load_format": "auto"}, "draft_tensor_parallel_size": config.tensor_parallel_size}
+    return {**args, "model": drafts.model_name, **draft_args}
 
 
 def check_extra_args(extra_args: Mapping[str, Any], known: list[str]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strop.generation.base import Completion, RequestTooLong
-from strop.generation.vllm.engine_args import VllmOptions, make_engine_args
+from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
 from strop.generation.vllm.launch import DRIVER_PID_VARIABLE, fork_engine_cores, start_fork_server
 from strop.sampling import Sampling
 from strop.weight_sync.base import (
@@ -56,12 +56,13 @@ ENGINE_ENVIRONMENT = {
 class VllmEngine:
     """An ``Engine`` on vLLM. It starts without weights, so requests wait until the first ``resume``."""
 
-    def __init__(self, name: str, options: VllmOptions, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
+    def __init__(self, name: str, launch: VllmLaunch, tokenizer: Any, *, stop_ids: Sequence[int]) -> None:
         self.name = name
-        self.options = options
+        self.launch = launch
+        self.config = launch.config.vllm_cfg
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
-        self.receivers = options.tensor_parallel_size * options.pipeline_parallel_size
+        self.receivers = launch.receivers
         self.version = NO_VERSION
         self._loaded_version = NO_VERSION  # version of the weights in the engine's memory
         self._resumed = asyncio.Event()
@@ -75,11 +76,11 @@ class VllmEngine:
     async def start(self) -> None:
         await self.close()
         try:
-            async with asyncio.timeout(self.options.startup_seconds):
+            async with asyncio.timeout(self.config.startup_seconds):
                 self._engine = await asyncio.to_thread(self._start)
         except TimeoutError:
             raise EngineDied(
-                f"{self.name} was not ready after {self.options.startup_seconds:g} s "
+                f"{self.name} was not ready after {self.config.startup_seconds:g} s "
                 f"(policy.generation.vllm_cfg.startup_seconds){self._output_tail()}"
             ) from None
         except RuntimeError as error:  # what vLLM raises if a process exits during startup
@@ -87,17 +88,17 @@ class VllmEngine:
 
     def _output_tail(self) -> str:
         """Return the last lines of the output of the engine's processes, as the end of a message."""
-        if self.options.output_file is None or not self.options.output_file.exists():
+        if self.launch.output_file is None or not self.launch.output_file.exists():
             return ""
-        lines = self.options.output_file.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:]
-        return f"; the end of {self.options.output_file}:\n" + "\n".join(f"  {line}" for line in lines)
+        lines = self.launch.output_file.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:]
+        return f"; the end of {self.launch.output_file}:\n" + "\n".join(f"  {line}" for line in lines)
 
     def _start(self) -> Any:
-        with engine_environment(self.options.environment), hide_main_module(), redirect_output(self.options.output_file):
-            if not self.options.on_cpu:
+        with engine_environment(self.launch.env_vars), hide_main_module(), redirect_output(self.launch.output_file):
+            if not self.launch.on_cpu:
                 return self._create_engine()
             start_fork_server()
-            with fork_engine_cores(self.options.output_file):
+            with fork_engine_cores(self.launch.output_file):
                 return self._create_engine()
 
     def _create_engine(self) -> Any:
@@ -106,7 +107,7 @@ class VllmEngine:
         from strop.generation.vllm.engine_stats import EngineStats
 
         self._counters = EngineStats()
-        return AsyncLLM.from_engine_args(make_engine_args(self.options), stat_loggers=[self._counters.make_logger])
+        return AsyncLLM.from_engine_args(make_engine_args(self.launch), stat_loggers=[self._counters.make_logger])
 
     async def close(self) -> None:
         self._resumed.clear()
@@ -136,10 +137,10 @@ class VllmEngine:
     def _sampling_params(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Any:
         from strop.generation.vllm.requests import to_sampling_params
 
-        room = self.options.max_model_len - len(prompt)
+        room = self.config.max_model_len - len(prompt)
         if room < 1:
             raise RequestTooLong(
-                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.options.max_model_len}; raise "
+                f"a prompt of {len(prompt)} tokens leaves no room in a sequence of {self.config.max_model_len}; raise "
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
         return to_sampling_params(sampling, seed=seed, max_tokens=room, stop_ids=self.stop_ids)
@@ -232,11 +233,11 @@ class VllmEngine:
         return self._loaded_version
 
     async def use_own_weights(self, version: int) -> None:
-        """Start serving with the weights read from ``options.model``, as ``version``, without a publish.
+        """Start serving with the weights read from ``launch.model``, as ``version``, without a publish.
 
-        Raises RuntimeError unless ``options.load_weights`` is set.
+        Raises RuntimeError unless ``launch.load_weights`` is set.
         """
-        if not self.options.load_weights:
+        if not self.launch.load_weights:
             raise RuntimeError(f"{self.name} was started with load_weights=False, so it has no weights of its own to use")
         await self._set_version(version)
         await self.resume(version)
@@ -267,11 +268,11 @@ class VllmEngine:
         )
 
     async def sleep(self) -> None:
-        if self.options.sleep_level and not self.options.on_cpu:
-            await self._await_call(self._require_alive().sleep(self.options.sleep_level, mode="wait"), "while going to sleep")
+        if self.launch.sleep_level:
+            await self._await_call(self._require_alive().sleep(self.launch.sleep_level, mode="wait"), "while going to sleep")
 
     async def wake(self) -> None:
-        if self.options.sleep_level and not self.options.on_cpu:
+        if self.launch.sleep_level:
             await self._await_call(self._require_alive().wake_up(), "while waking up")
 
     async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:

@@ -19,7 +19,6 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
 from strop.build.cluster.cluster_run import compute_reserved_cpus
-from strop.build.cluster.ray_backend import make_actor_options
 from strop.build.models import LoadedPolicy, load_training_policy
 from strop.build.scorers import make_learners
 from strop.build.teachers import (
@@ -31,9 +30,8 @@ from strop.build.teachers import (
 )
 from strop.config import load_config
 from strop.config.schema.run_config import DistillationRunConfig
-from strop.distributed.base import ActorDied, ActorOptions
+from strop.distributed.base import ActorDied, ActorOptions, spread_over_nodes
 from strop.distributed.cluster_config import RoleConfig
-from strop.distributed.placement import DeviceSlot
 from strop.distributed.workers.column_shards import split_groups
 from strop.distributed.workers.teacher_worker import TeacherWorker, spawn_teachers
 from strop.learner.client import AsyncColumnSource
@@ -229,10 +227,15 @@ def test_hosts_that_cannot_be_are_refused(overrides: list[str], message: str, ti
     assert re.search(message, str(caught.value).replace("\n", " ")), str(caught.value)
 
 
-def test_a_process_with_gpus_of_its_own_is_on_whichever_node_has_them() -> None:
-    place, role = DeviceSlot(1, ()), RoleConfig(num_cpus=2)
-    near, far = (make_actor_options("teacher-0", place, role, {}, gpus=gpus) for gpus in (0.0, 0.5))
-    assert (near.node, near.num_gpus) == (1, 0.0) and (far.node, far.num_gpus) == (None, 0.5)
+def test_processes_take_turns_on_the_nodes_and_those_with_gpus_are_on_whichever_node_has_them() -> None:
+    def nodes(gpus: float, first: int = 0) -> list[int | None]:
+        names = [f"teacher-{number}" for number in range(3)]
+        options = spread_over_nodes(names, 2, RoleConfig(num_cpus=2), {}, num_gpus=gpus, first=first)
+        assert all(each.role.num_cpus == 2 and each.num_gpus == gpus for each in options)
+        return [each.node for each in options]
+
+    assert nodes(0.0) == [0, 1, 0] and nodes(0.0, first=3) == [1, 0, 1]
+    assert nodes(0.5) == [None, None, None]
 
 
 def test_what_hosts_reserve_is_reserved_with_the_nodes(tiny_model_folder: Path) -> None:

@@ -43,13 +43,13 @@ def room() -> Iterator[BackgroundLoop]:
 def served(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     """One engine in float32, whose worker can be told to go wrong, with weights published once. Tests leave it in order."""
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
+    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
 
     model = served_model()
     folder: Path = save_model_folder(model, tokenizer, tmp_path_factory.mktemp("served"))
     engine = VllmEngine(
         "engine 0",
-        make_engine_options(folder, worker_extension="support.faulty_worker.FaultyWorker"),
+        make_launch(folder, worker_extension="support.faulty_worker.FaultyWorker"),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )

@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
+from strop.generation.generation_config import GenerationConfig
+from strop.generation.vllm.vllm_config import SpeculationConfig, VllmConfig
 
-def arguments(**changes: Any) -> Any:
-    from strop.generation.vllm.engine_args import VllmOptions, make_engine_args
 
-    return make_engine_args(VllmOptions(model="folder", dtype="float32", max_model_len=64, on_cpu=True, **changes))
+def arguments(
+    *, max_lora_rank: int | None = None, on_cpu: bool = True, sampling: dict[str, Any] | None = None, **keys: Any
+) -> Any:
+    from strop.generation.vllm.engine_args import VllmLaunch, make_engine_args
+
+    config = GenerationConfig(vllm_cfg=VllmConfig(precision="float32", max_model_len=64, **keys), **(sampling or {}))
+    return make_engine_args(VllmLaunch(config=config, model="folder", on_cpu=on_cpu, max_lora_rank=max_lora_rank))
 
 
 @pytest.mark.parametrize(("rank", "kernel"), [(1, 1), (2, 8), (12, 16), (16, 16), (200, 256), (512, 512)])
@@ -24,18 +30,45 @@ def test_a_rank_above_all_of_them_is_refused_with_what_to_set() -> None:
 
 
 def test_a_draft_model_is_loaded_from_where_it_lies_and_cut_as_the_policy_is() -> None:
-    given = arguments(
-        speculative_config={"method": "draft_model", "model": "draft", "num_speculative_tokens": 2}, tensor_parallel_size=2
-    )
+    given = arguments(speculation=SpeculationConfig(method="draft_model", model_name="small"), tensor_parallel_size=2)
     assert given.load_format == "dummy", "the policy is sent its weights"
-    assert given.speculative_config["draft_load_config"] == {"load_format": "auto"}
-    assert given.speculative_config["draft_tensor_parallel_size"] == 2
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    assert arguments(speculative_config=ngram).speculative_config == ngram
+    assert given.speculative_config == {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "model": "small",
+        "draft_load_config": {"load_format": "auto"},
+        "draft_tensor_parallel_size": 2,
+    }
+
+
+def test_speculation_is_said_in_vllm_s_words() -> None:
+    assert arguments().speculative_config is None
+    assert arguments(speculation=SpeculationConfig(method="ngram", num_speculative_tokens=3)).speculative_config == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+
+
+def test_as_many_log_probabilities_are_allowed_as_a_sampling_mask_records() -> None:
+    assert arguments(sampling={"top_k": 64}).max_logprobs == 20
+    assert arguments(sampling={"top_k": 64, "keep_sampling_mask": True}).max_logprobs == 64
+
+
+def test_an_engine_under_adapters_keeps_its_base_weights_when_it_sleeps_and_one_on_a_cpu_frees_nothing() -> None:
+    from strop.generation.vllm.engine_args import VllmLaunch
+
+    def level(**changes: Any) -> int:
+        return VllmLaunch(**{"config": GenerationConfig(), "model": "folder", "on_cpu": False, **changes}).sleep_level
+
+    assert (level(), level(max_lora_rank=8), level(on_cpu=True)) == (2, 1, 0)
+    off = GenerationConfig(vllm_cfg=VllmConfig(sleep_level=0))
+    assert level(config=off, max_lora_rank=8) == 0
 
 
 def test_what_is_strops_to_set_and_what_vllm_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set policy\.generation\.vllm_cfg\.speculation"):
-        arguments(extra_args={"speculative_config": {}})
+        arguments(sampling={"vllm_kwargs": {"speculative_config": {}}})
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
-        arguments(extra_args={"max_num_seq": 3})
+        arguments(sampling={"vllm_kwargs": {"max_num_seq": 3}})

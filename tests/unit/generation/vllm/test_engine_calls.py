@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from strop.generation.generation_config import GenerationConfig
 from strop.generation.vllm import vllm_engine
-from strop.generation.vllm.engine_args import VllmOptions
+from strop.generation.vllm.engine_args import VllmLaunch
 from strop.generation.vllm.vllm_engine import VllmEngine
 from strop.weight_sync.base import EngineDied
 
@@ -35,8 +36,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> VllmEngine:
     monkeypatch.setattr(vllm_engine, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(vllm_engine, "SHUTDOWN_SECONDS", 0.2)
     (tmp_path / "engine.log").write_text("the last words\n")
-    options = VllmOptions(model=str(tmp_path), dtype="float32", max_model_len=8, on_cpu=True, output_file=tmp_path / "engine.log")
-    engine = VllmEngine("engine 0", options, None, stop_ids=())
+    launch = VllmLaunch(config=GenerationConfig(), model=str(tmp_path), on_cpu=True, output_file=tmp_path / "engine.log")
+    engine = VllmEngine("engine 0", launch, None, stop_ids=())
     engine._engine = Core()
     return engine
 

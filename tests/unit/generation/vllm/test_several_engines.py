@@ -28,13 +28,13 @@ PROMPTS = tuple(tuple(range(start, start + 20)) for start in range(40, 240, 10))
 @pytest.fixture(scope="module")
 def pair(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[ServedModel]:
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
+    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
 
     model = served_model()
     engines = [
         VllmEngine(
             f"engine {number}",
-            make_engine_options(save_model_folder(model, tokenizer, tmp_path_factory.mktemp(f"engine{number}"))),
+            make_launch(save_model_folder(model, tokenizer, tmp_path_factory.mktemp(f"engine{number}"))),
             tokenizer,
             stop_ids=(tokenizer.eos_token_id,),
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.generation.vllm.vllm_config import SpeculationConfig
 from strop.sampling import Sampling, filtered_logits
 from support.statistics import is_consistent
 from support.sweep import sweep
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+NGRAM = SpeculationConfig(method="ngram", num_speculative_tokens=3)
 
 
 KIND = pytest.mark.parametrize("fixture", sweep(["ngram", "drafted"], "drafted"))
 
 
-def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculative: dict[str, Any]) -> ServedModel:
+def serve_with(room: BackgroundLoop, folder: Any, tokenizer: Any, speculation: SpeculationConfig) -> ServedModel:
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
+    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
 
     model = served_model()
     engine = VllmEngine(
         "engine 0",
-        make_engine_options(save_model_folder(model, tokenizer, folder), speculative_config=speculative),
+        make_launch(save_model_folder(model, tokenizer, folder), speculation=speculation),
         tokenizer,
         stop_ids=(tokenizer.eos_token_id,),
     )
@@ -56,8 +57,8 @@ def drafted(room: BackgroundLoop, tmp_path_factory: pytest.TempPathFactory, toke
     from support.vllm_engines import save_model_folder, served_model
 
     draft = save_model_folder(served_model(), tokenizer, tmp_path_factory.mktemp("draft"), weights=True)
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    served = serve_with(room, tmp_path_factory.mktemp("drafted"), tokenizer, speculative)
+    speculation = SpeculationConfig(method="draft_model", model_name=str(draft), num_speculative_tokens=3)
+    served = serve_with(room, tmp_path_factory.mktemp("drafted"), tokenizer, speculation)
     yield served
     room.run(served.close())
 

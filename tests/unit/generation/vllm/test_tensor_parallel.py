@@ -56,10 +56,10 @@ def family(name: str) -> Any:
 
 def serve_family(room: BackgroundLoop, name: str, folder: Path, tokenizer: Any, **changes: Any) -> ServedModel:
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve
+    from support.vllm_engines import make_launch, save_model_folder, serve
 
     model = family(name)
-    settings = make_engine_options(
+    settings = make_launch(
         save_model_folder(model, tokenizer, folder), worker_extension="support.faulty_worker.FaultyWorker", **changes
     )
     served = serve(model, tokenizer, [VllmEngine("engine 0", settings, tokenizer, stop_ids=(tokenizer.eos_token_id,))])

@@ -48,12 +48,12 @@ def serve_adapters(
     **changes: Any,
 ) -> ServedModel:
     from strop.generation.vllm.vllm_engine import VllmEngine
-    from support.vllm_engines import make_engine_options, save_model_folder, serve, served_model
+    from support.vllm_engines import make_launch, save_model_folder, serve, served_model
 
     model = with_random_adapters(served_model(), **{"dim": RANK, "alpha": 8, "spread": 0.1, **(lora or {})})
     engine = VllmEngine(
         "engine 0",
-        make_engine_options(
+        make_launch(
             save_model_folder(model, tokenizer, folder),
             worker_extension="support.faulty_worker.FaultyWorker",
             max_lora_rank=RANK,

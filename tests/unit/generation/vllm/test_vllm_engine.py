@@ -138,4 +138,4 @@ def test_starting_an_engine_leaves_this_process_its_environment(served: ServedMo
 
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     assert os.environ.get("OMP_NUM_THREADS") == "1"
-    assert served.engine.options.output_file is not None and served.engine.options.output_file.exists()
+    assert served.engine.launch.output_file is not None and served.engine.launch.output_file.exists()

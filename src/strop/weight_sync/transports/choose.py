@@ -1,0 +1,71 @@
+"""Choose the transport that reaches every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop.problems import raise_problems
+from strop.weight_sync.base import Sender
+from strop.weight_sync.transports.broadcast import BroadcastSender
+from strop.weight_sync.transports.cuda_ipc import CudaIpcSender
+from strop.weight_sync.transports.host_memory import MemorySender
+from strop.weight_sync.transports.shared_folder import FolderSender
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLocations:
+    """Where the engines are, seen from the process that sends weights."""
+
+    count: int = 1
+    colocated: bool = True  # on the devices that train
+    same_machine: bool = True  # all engines are on the sender's machine
+    host: str = "127.0.0.1"  # address of the sender's machine
+
+
+def make_sender_factory(
+    config: WeightSyncConfig, device: torch.device, engines: EngineLocations, default_folder: Path
+) -> Callable[[int], Sender]:
+    """Return a factory of senders for the configured transport. ``device``: of the learner. ``default_folder``: for the transport through
+    files, unless one is configured. Raises ValueError for a transport that cannot work."""
+    raise_problems(
+        config.transport_errors(
+            "policy.generation",
+            device.type,
+            engines=engines.count,
+            colocated=engines.colocated,
+            same_machine=engines.same_machine,
+        )
+    )
+    size: dict[str, Any] = {} if config.bucket_mb is None else {"bucket_size": int(config.bucket_mb * 2**20)}
+    timeout = config.timeout_seconds
+    match choose_transport(device, engines) if config.transport == "auto" else config.transport:
+        case "memory":
+            return lambda receivers: MemorySender(receivers, timeout=timeout, **size)
+        case "cuda_ipc":
+            return lambda receivers: CudaIpcSender(receivers, device=device, timeout=timeout, **size)
+        case "broadcast":
+            backend: Any = "nccl" if device.type == "cuda" and not engines.colocated else "gloo"
+            backend_device = device if backend == "nccl" else torch.device("cpu")
+            return lambda receivers: BroadcastSender(
+                receivers, backend=backend, device=backend_device, host=engines.host, timeout=timeout, **size
+            )
+        case _:
+            folder = Path(config.folder) if config.folder else default_folder
+            return lambda receivers: FolderSender(folder, receivers, timeout=timeout)
+
+
+def choose_transport(device: torch.device, engines: EngineLocations) -> str:
+    """Return the transport that ``auto`` stands for."""
+    if not engines.same_machine:
+        return "broadcast"
+    if device.type == "cpu":
+        return "memory"
+    if not engines.colocated:
+        return "broadcast"
+    return "cuda_ipc" if engines.count == 1 else "memory"  # of several engines only the first can access the learner's GPU

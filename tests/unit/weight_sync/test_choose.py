@@ -1,0 +1,74 @@
+"""By which way weights reach the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.weight_sync.transports import choose
+from strop.weight_sync.transports.choose import EngineLocations, make_sender_factory
+from strop.weight_sync.weight_sync_config import WeightSyncConfig
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BROADCAST = WeightSyncConfig(transport="broadcast")
+FOLDER = WeightSyncConfig(transport="folder")
+
+
+class Recorder:
+    """A sender that notes what it is made with."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.arguments, self.options = arguments, options
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Recorder]]:
+    kinds = {name: type(name, (Recorder,), {}) for name in ("MemorySender", "CudaIpcSender", "BroadcastSender", "FolderSender")}
+    for name, kind in kinds.items():
+        monkeypatch.setattr(choose, name, kind)
+    return kinds
+
+
+def sender(config: WeightSyncConfig, device: torch.device, **engines: Any) -> Any:
+    return make_sender_factory(config, device, EngineLocations(**engines), Path("own"))(3)
+
+
+@pytest.mark.parametrize(
+    ("engines", "device", "expected"),
+    [
+        ({}, CPU, "MemorySender"),
+        ({"colocated": False}, CPU, "MemorySender"),
+        ({}, GPU, "CudaIpcSender"),
+        ({"count": 2}, GPU, "MemorySender"),
+        ({"count": 2, "colocated": False}, GPU, "BroadcastSender"),
+        ({"same_machine": False}, CPU, "BroadcastSender"),
+        ({"same_machine": False}, GPU, "BroadcastSender"),
+        ({"same_machine": False, "colocated": False}, GPU, "BroadcastSender"),
+    ],
+)
+def test_weights_travel_by_the_way_that_reaches_every_engine(
+    engines: dict[str, Any], device: torch.device, expected: str, made: dict[str, type[Recorder]]
+) -> None:
+    assert type(sender(WeightSyncConfig(), device, **engines)) is made[expected]
+
+
+def test_a_transport_that_is_named_is_taken(made: dict[str, type[Recorder]]) -> None:
+    assert type(sender(FOLDER, GPU)) is made["FolderSender"]
+    assert type(sender(BROADCAST, CPU)) is made["BroadcastSender"]
+
+
+@pytest.mark.usefixtures("made")
+def test_a_sender_is_made_as_the_configuration_says() -> None:
+    sized = WeightSyncConfig(bucket_mb=2.0, timeout_seconds=5.0)
+    assert sender(sized, CPU).options == {"timeout": 5.0, "bucket_size": 2 << 20}
+    assert "bucket_size" not in sender(WeightSyncConfig(), CPU).options
+    assert sender(BROADCAST, CPU).options["backend"] == "gloo"
+    assert sender(BROADCAST, GPU, colocated=False, host="10.0.0.1").options["backend"] == "nccl"
+    assert sender(BROADCAST, CPU, host="10.0.0.1").options["host"] == "10.0.0.1"
+    with pytest.raises(ValueError, match="NCCL does not connect two processes on one GPU"):
+        sender(BROADCAST, GPU)
+    assert sender(WeightSyncConfig(transport="folder", folder="there"), CPU).arguments == (Path("there"), 3)
+    assert sender(FOLDER, CPU).arguments == (Path("own"), 3)
