@@ -441,14 +441,14 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.build.models import load_training_policy, make_torch_engine
+    from strop.build.models import load_policy, make_torch_engine
     from strop.build.rollout_run import make_episode_rules
     from strop.build.tasks import make_validation_tasks
     from strop.sampling import Sampling
     from strop.trainer.evaluation import Evaluator
 
     config = strop_config(settings, model)
-    policy = load_training_policy(config.policy)
+    policy = load_policy(config.policy)
     source = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
     assert source is not None
 

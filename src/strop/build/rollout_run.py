@@ -13,7 +13,6 @@ from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
-from strop.build.models import make_tokenizer_saver
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
@@ -64,7 +63,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
     scorers = await make_scorers(config, backend, algorithm, learners, tracker)
 
     bundle = backend.bundle
-    checkpoints = make_checkpoints(config, make_tokenizer_saver(bundle.tokenizer))
+    checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
     synced = await backend.build_generator(

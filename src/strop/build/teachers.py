@@ -10,11 +10,13 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.base_config import validate_section
 from strop.build.models import LoadedPolicy, load_policy
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
+from strop.learner.model_config import ModelConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
@@ -109,7 +111,8 @@ def load_teacher(
         raise ValueError(
             f"{key}.demonstration: only the policy as its own teacher uses it; set {key}.model_name=self, or the demonstration to null"
         )
-    teacher_policy = _load_teacher_model(teacher)
+    model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision")}
+    teacher_policy = load_policy(validate_section(ModelConfig, model))
     network = teacher_policy.network
     vocab_size = shared_vocabulary_size(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
@@ -150,18 +153,6 @@ def _make_source(column: str, scorer: NetworkScorer, config: DistillationRunConf
     if column == TEACHER_LOGPROBS:
         return TeacherLogprobs(scorer)
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)
-
-
-def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
-    return load_policy(
-        teacher.model_name,
-        tokenizer_name=teacher.tokenizer.name,
-        chat_template=teacher.tokenizer.chat_template,
-        chat_options=teacher.tokenizer.chat_template_kwargs,
-        device=teacher.device,
-        precision=teacher.precision,
-        threads=None,
-    )
 
 
 def _make_self_scorer(

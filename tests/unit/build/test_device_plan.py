@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from strop.build.cluster.device_plan import format_device_rows, format_placement, make_device_plan, make_parallel_dims
+from strop.build.cluster.device_plan import format_device_rows, format_placement, make_device_plan
 from strop.build.summary import summarize
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.distributed.placement import PlacementError
+from strop.learner.parallel.parallel_dims import ParallelDims
 
 TWO_NODES = ["cluster.num_nodes=2", "cluster.gpus_per_node=4"]
 APART = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2"]
@@ -79,7 +80,7 @@ def test_more_engines_than_fit_are_refused() -> None:
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="do not divide the 3 training devices"):
-        make_parallel_dims(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
+        ParallelDims.from_config(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
 
 
 def test_a_run_on_a_cluster_says_where_it_is_and_one_process_says_nothing_of_it() -> None:

@@ -22,10 +22,10 @@ from strop.build.models import LoadedPolicy
 from strop.build.recorded_run import (
     RecordedExamples,
     load_validation_groups,
+    make_examples,
     make_recorded_options,
     make_recorded_rules,
     make_recorded_stream,
-    make_training_examples,
 )
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -61,7 +61,7 @@ def config(section: str, *overrides: str) -> RecordedRunConfig:
 
 
 def examples(found: RecordedRunConfig, algorithm: Algorithm, policy: LoadedPolicy) -> RecordedExamples:
-    return make_training_examples(found, algorithm, policy, make_recorded_rules(found, policy))
+    return make_examples(found, found.data.train, "train", algorithm, policy, make_recorded_rules(found, policy))
 
 
 def said(group: Group) -> str:
@@ -141,7 +141,7 @@ def test_what_is_taught_ends_as_the_configuration_says(tmp_path: Path, policy: L
     rows = conversations(tmp_path / "rows.jsonl", 1)
     with pytest.warns(UserWarning, match="has no chat template"):
         template = ChatTemplate(_without_template(policy.tokenizer))
-    plain = LoadedPolicy(policy.network, policy.tokenizer, template, policy.stop_ids)
+    plain = LoadedPolicy(policy.tokenizer, template, policy.stop_ids, policy.network)
     ends = {}
     for add in ("true", "false"):
         found = examples(config("sft", f"data.train.dataset_name={rows}", f"data.add_eos={add}"), SFT(), plain)

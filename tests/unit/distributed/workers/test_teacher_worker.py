@@ -20,7 +20,7 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distill
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
 from strop.build.cluster.cluster_run import compute_reserved_cpus
 from strop.build.cluster.ray_backend import make_actor_options
-from strop.build.models import LoadedPolicy, load_training_policy
+from strop.build.models import LoadedPolicy, load_policy
 from strop.build.scorers import make_learners
 from strop.build.teachers import (
     combine_teachers,
@@ -95,7 +95,7 @@ def config_of(model: Path, *overrides: str, name: str = "distillation") -> Disti
 
 @pytest.fixture(scope="module")
 def policy(tiny_model_folder: Path) -> LoadedPolicy:
-    return load_training_policy(config_of(tiny_model_folder).policy)
+    return load_policy(config_of(tiny_model_folder).policy)
 
 
 def groups_of_size(count: int) -> list[Group]:
