@@ -255,9 +255,7 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
     from strop.build.tasks import make_training_tasks
 
     config = strop_config(settings, settings.model)
-    source = make_training_tasks(
-        config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
-    )
+    source = make_training_tasks(config)
     found = (source.at(index) for index in range(settings.prompts * settings.total_steps))
     return [
         {"prompt": [message.as_dict() for message in environment.prompt(task)], "answer": task.answer}
@@ -449,7 +447,7 @@ def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) ->
 
     config = strop_config(settings, model)
     policy = load_policy(config.policy)
-    source = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
+    source = make_validation_tasks(config)
     assert source is not None
 
     async def evaluate() -> list[float]:

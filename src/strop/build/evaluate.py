@@ -10,7 +10,7 @@ from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
 from strop.build.models import load_policy
 from strop.build.summary import summarize
-from strop.build.tasks import make_validation_tasks
+from strop.build.tasks import make_mixture
 from strop.config import EvalRunConfig
 from strop.learner.model_config import ModelConfig
 from strop.monitoring.console.console import open_console
@@ -27,8 +27,7 @@ def run_evaluation(config: EvalRunConfig) -> int:
 async def _evaluate(config: EvalRunConfig) -> None:
     print(summarize(config))
     generation = config.generation
-    source = make_validation_tasks([config.data], [], config.env, seed=config.eval.seed)
-    assert source is not None
+    source = make_mixture([config.data], config.env, "validation", seed=config.eval.seed)
     model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
     policy = load_policy(validate_section(ModelConfig, {**model, "tokenizer": config.tokenizer}))
     engine = await make_serving_engine(policy, generation, generation.max_total_sequence_length, threads=generation.num_threads)

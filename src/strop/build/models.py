@@ -76,8 +76,8 @@ def prepare_device(device: str, threads: int | None) -> torch.device:
 class ModelLoader(Protocol):
     """Loads a model in this process, which may be one of several ranks that shard it."""
 
-    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        """Return ``load(device)``."""
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        """Return ``load(device=...)``."""
         ...
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
@@ -88,8 +88,8 @@ class ModelLoader(Protocol):
 class LocalLoader:
     """Loads the whole model in this process."""
 
-    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        return load(str(device))
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        return load(device=str(device))
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return make(model)
@@ -105,7 +105,7 @@ def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_
     """
     device = prepare_device(config.device, config.num_threads)
     load = partial(load_model, config.model_name, overrides=config.hf_config_overrides)
-    model = loader.load_model(lambda device: load(device=device), device)
+    model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
     tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template)
@@ -181,7 +181,7 @@ def make_learners(
 def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, init_std: float | None = None) -> ValueNetwork:
     device = prepare_device(config.device, config.num_threads)
     load = partial(load_classifier, config.model_name, overrides=config.hf_config_overrides, seed=seed, init_std=init_std)
-    model = loader.load_model(lambda device: load(device=device), device)
+    model = loader.load_model(load, device)
     disable_dropout(model)
     network: ValueNetwork = _make_network(ValueNetwork, model, config, loader)
     return network

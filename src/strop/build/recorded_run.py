@@ -93,9 +93,8 @@ async def build_recorded_run(config: RecordedRunConfig, tracker: Tracker, cluste
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     algorithm = make_recorded_algorithm(config)
     backend = await make_backend(config, cluster, tracker)
-    rules = make_recorded_rules(config, backend.bundle)
-    examples = make_examples(config, config.data.train, "train", algorithm, backend.bundle, rules)
-    validation_groups = load_validation_groups(config, algorithm, backend.bundle, rules, tracker)
+    examples = make_examples(config, config.data.train, "train", algorithm, backend.bundle)
+    validation_groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
     options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
@@ -151,12 +150,7 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
 
 
 def make_examples(
-    config: RecordedRunConfig,
-    entries: Sequence[DataEntryConfig],
-    part: Part,
-    algorithm: Algorithm,
-    bundle: TokenizerBundle,
-    rules: RecordedRules,
+    config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm, bundle: TokenizerBundle
 ) -> RecordedExamples:
     """Read the examples of data entries. Raises DataError for an entry without any that the algorithm can learn from."""
     training = config.recorded_training
@@ -173,22 +167,20 @@ def make_examples(
         shuffle=config.data.shuffle,
         max_epochs=training.max_num_epochs,
     )
+    rules = make_recorded_rules(config, bundle)
     return RecordedExamples(algorithm.recorded_data, names, examples, interleaving, bundle, rules)
 
 
 def load_validation_groups(
-    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, rules: RecordedRules, tracker: Tracker
+    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, tracker: Tracker
 ) -> list[Group]:
     """Return the validation groups: from the validation entries, else from the held-out part of the training entries, else none."""
     training = config.recorded_training
     if not (training.val_period or training.val_at_start or training.val_at_end):
         return []
-    entries = config.data.validation
-    if entries is None:
-        entries = tuple(entry for entry in config.data.train if entry.split_validation_size)
-    if not entries:
+    if not config.data.validation_entries:
         return []
-    examples = make_examples(config, entries, "validation", algorithm, bundle, rules)
+    examples = make_examples(config, config.data.validation_entries, "validation", algorithm, bundle)
     groups = examples.read_all()
     limit = len(groups) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
     if dropped := len(examples) - len(groups):

@@ -41,17 +41,8 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
     training = config.rollout_training
     algorithm = make_rollout_algorithm(config)
     remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
-    train_source = make_training_tasks(
-        config.data.train,
-        config.env,
-        seed=training.seed,
-        shuffle=config.data.shuffle,
-        max_epochs=training.max_num_epochs,
-        remote=remote_environments,
-    )
-    validation_source = make_validation_tasks(
-        config.data.validation, config.data.train, config.env, seed=training.seed, remote=remote_environments
-    )
+    train_source = make_training_tasks(config, remote_environments)
+    validation_source = make_validation_tasks(config, remote_environments)
     backend = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
@@ -80,7 +71,6 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         )
     )
     generator = synced.generator
-    rules = make_episode_rules(config)
     stream_state = None
     if state is not None:
         stream_state = requeue_stale(
@@ -99,7 +89,6 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
             generator,
             bundle.template,
             sampling,
-            rules,
             options,
             stream_state,
             greedy=algorithm.greedy_baseline,
@@ -110,7 +99,7 @@ async def build_rollout_run(config: RolloutRunConfig, tracker: Tracker, cluster:
         tracker=tracker,
         rollouts=store,
         decode=bundle.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, rules, tracker),
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
         checkpoints=make_saver(config, checkpoints),
@@ -127,7 +116,7 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         group_size=config.rollout_training.num_generations_per_prompt,
         optimizer_steps=options.steps_per_batch * options.update_epochs,
         max_staleness=options.max_staleness,
-        environment_rewards=list_reward_names(config.data.train, config.env),
+        environment_rewards=list_reward_names(config),
     )
     check_algorithm(algorithm, plan)
     return algorithm
@@ -139,12 +128,13 @@ def make_rollout_stream(
     generator: Generator,
     template: ChatTemplate,
     sampling: Sampling,
-    rules: EpisodeRules,
     options: TrainOptions,
     state: StreamState | None,
     *,
     greedy: bool = False,
 ) -> RolloutStream:
+    rules = make_episode_rules(config)
+
     async def run(index: int) -> Group:
         try:
             name, environment, task = source.at(index)
@@ -198,7 +188,6 @@ def make_evaluator(
     source: Mixture | None,
     generator: Generator,
     template: ChatTemplate,
-    rules: EpisodeRules,
     tracker: Tracker,
 ) -> Evaluator | None:
     training = config.rollout_training
@@ -214,7 +203,7 @@ def make_evaluator(
         generator=generator,
         template=template,
         sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
-        rules=replace(rules, scaling=None),
+        rules=replace(make_episode_rules(config), scaling=None),
         seed=training.seed,
         folder=Path(config.logger.log_dir) / "validation",
         samples_to_print=config.logger.num_val_samples_to_print,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from strop.config import RolloutRunConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, Part
@@ -16,53 +17,49 @@ from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 
 T = TypeVar("T")
-DataEntries = Sequence[DataEntryConfig]
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 RemoteEnvironments = Mapping[str, Environment[Any]]
 """Environments in other processes, by alias; the others are made in this process."""
 
 
-def make_training_tasks(
-    data: DataEntries,
+def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture:
+    """Make the mixture of training tasks."""
+    training, data = config.rollout_training, config.data
+    return make_mixture(
+        data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
+    )
+
+
+def make_validation_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture | None:
+    """Make the mixture of validation tasks; None if there are none."""
+    entries = config.data.validation_entries
+    return make_mixture(entries, config.env, "validation", remote, seed=config.rollout_training.seed) if entries else None
+
+
+def make_mixture(
+    entries: Sequence[DataEntryConfig],
     env: EnvironmentConfigs,
+    part: Part,
+    remote: RemoteEnvironments = MappingProxyType({}),
     *,
     seed: int,
-    shuffle: bool,
-    max_epochs: int | None,
-    remote: RemoteEnvironments = MappingProxyType({}),
+    shuffle: bool = False,
+    max_epochs: int | None = None,
 ) -> Mixture:
-    """Make the mixture of training tasks. ``remote``: environments in other processes, by alias."""
-    weighted = len(data) > 1
-    components = [_make_component(entry, env, seed, "train", remote, weight=entry.weight if weighted else None) for entry in data]
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights."""
+    weighted = part == "train" and len(entries) > 1
+    components = [_make_component(entry, env, seed, part, remote, weight=entry.weight if weighted else None) for entry in entries]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
-def make_validation_tasks(
-    data: DataEntries | None,
-    train: DataEntries,
-    env: EnvironmentConfigs,
-    *,
-    seed: int,
-    remote: RemoteEnvironments = MappingProxyType({}),
-) -> Mixture | None:
-    """Make the validation tasks: from the validation entries, else from the held-out part of the training entries, else None."""
-    entries = _validation_entries(data, train)
-    if not entries:
-        return None
-    components = [_make_component(entry, env, seed, "validation", remote, weight=None) for entry in entries]
-    return Mixture(tuple(components), seed=seed, shuffle=False)
-
-
-def _validation_entries(data: DataEntries | None, train: DataEntries) -> DataEntries:
-    return data if data is not None else [entry for entry in train if entry.split_validation_size]
-
-
-def describe_environments(
-    train: DataEntries, validation: DataEntries | None, env: EnvironmentConfigs, *, seed: int
-) -> Mapping[str, EnvironmentDescription]:
+def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentDescription]:
     """Return by alias what another process needs to make an environment of the run and its tasks."""
     sources: dict[str, list[DataSource]] = {}
-    parts: list[tuple[Part, DataEntries]] = [("train", train), ("validation", _validation_entries(validation, train))]
+    env, seed = config.env, config.rollout_training.seed
+    parts: list[tuple[Part, Sequence[DataEntryConfig]]] = [
+        ("train", config.data.train),
+        ("validation", config.data.validation_entries),
+    ]
     for part, entries in parts:
         for entry in entries:
             known = sources.setdefault(resolve_alias(entry, env), [])
@@ -95,14 +92,15 @@ def _make_component(
     return Component(alias, environment, tasks, weight)
 
 
-def list_reward_names(data: DataEntries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
-    """Return the names of the rewards that the environments of these entries give."""
-    aliases = {alias: _environment_config(env, alias) for alias in (resolve_alias(entry, env) for entry in data)}
+def list_reward_names(config: RolloutRunConfig) -> tuple[str, ...]:
+    """Return the names of the rewards that the environments of the training tasks give."""
+    used = [resolve_alias(entry, config.env) for entry in config.data.train]
+    aliases = {alias: _environment_config(config.env, alias) for alias in used}
     listed = [_call_for_alias(alias, list_rewards, config.type_of(alias), config.options) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for names in listed for name in names))
 
 
-def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
+def resolve_alias(entry: DataEntryConfig, env: EnvironmentConfigs) -> str:
     """Return the alias of the environment that scores an entry's tasks. Raises EnvironmentConfigError if the choice is ambiguous."""
     alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
     if alias is None:

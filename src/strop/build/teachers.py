@@ -28,6 +28,7 @@ from strop.learner.torch.teacher import (
     shared_vocabulary_size,
 )
 from strop.models.adapters import lora_layers
+from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Group, Message
 
@@ -50,7 +51,7 @@ def make_teachers(
     """Make the sources of the teachers' columns, by teacher key and column. Call it before a checkpoint is loaded. Raises ValueError."""
     student = get_student_info(policy)
     return {
-        key: _make_self_teacher(key, teacher, config, policy, columns, sampling, learners)
+        key: _make_self_teacher(key, config, policy, columns, sampling, learners["policy"])
         if teacher.model_name == "self"
         else load_teacher(key, config, student, columns, sampling)
         for key, teacher in named_teachers(config).items()
@@ -125,16 +126,22 @@ def load_teacher(
 
 def _make_self_teacher(
     key: str,
-    teacher: TeacherConfig,
     config: DistillationRunConfig,
     policy: LoadedPolicy,
     columns: Collection[str],
     sampling: Sampling,
-    learners: Mapping[str, TorchLearner],
+    learner: TorchLearner,
 ) -> dict[str, ColumnSource]:
-    """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    scorer = _make_self_scorer(key, teacher, policy, _unfiltered_sampling(sampling, columns), learners)
-    assert teacher.demonstration is not None
+    """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt.
+
+    Raises ValueError without a demonstration: teacher and student would be the same."""
+    teacher = named_teachers(config)[key]
+    unfiltered = _unfiltered_sampling(sampling, columns)
+    if teacher.demonstration is None:
+        raise ValueError(
+            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
+        )
+    scorer = _make_self_scorer(key, teacher, policy.network, unfiltered, learner)
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
     return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
 
@@ -156,16 +163,10 @@ def _make_source(column: str, scorer: NetworkScorer, config: DistillationRunConf
 
 
 def _make_self_scorer(
-    key: str, teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, TorchLearner]
+    key: str, teacher: TeacherConfig, network: Network, sampling: Sampling, learner: TorchLearner
 ) -> NetworkScorer:
-    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights.
-
-    Raises ValueError without a demonstration: teacher and student would be the same."""
-    if teacher.demonstration is None:
-        raise ValueError(
-            f"{key}.demonstration: found null, and without a demonstration the policy and its teacher are the same model; set it"
-        )
-    learner, network, tokens = learners["policy"], policy.network, teacher.logprob_mb_tokens
+    """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights."""
+    tokens = teacher.logprob_mb_tokens
     match teacher.self_weights:
         case "current":
             return NetworkScorer(network, sampling, tokens)

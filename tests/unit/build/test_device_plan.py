@@ -9,7 +9,6 @@ from strop.build.summary import summarize
 from strop.config import TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.distributed.placement import PlacementError
-from strop.learner.parallel.parallel_dims import ParallelDims
 
 TWO_NODES = ["cluster.num_nodes=2", "cluster.gpus_per_node=4"]
 APART = ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2"]
@@ -76,11 +75,6 @@ def test_more_engines_than_fit_are_refused() -> None:
     many = config(*TWO_NODES, *APART, "policy.generation.torch_cfg.num_engines=9")
     with pytest.raises(PlacementError, match="9"):
         format_placement(many, on_cpu=True)
-
-
-def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not divide the 3 training devices"):
-        ParallelDims.from_config(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
 
 
 def test_a_run_on_a_cluster_says_where_it_is_and_one_process_says_nothing_of_it() -> None:

@@ -24,7 +24,6 @@ from strop.build.recorded_run import (
     load_validation_groups,
     make_examples,
     make_recorded_options,
-    make_recorded_rules,
     make_recorded_stream,
 )
 from strop.config import RecordedRunConfig, load_config
@@ -61,7 +60,7 @@ def config(section: str, *overrides: str) -> RecordedRunConfig:
 
 
 def examples(found: RecordedRunConfig, algorithm: Algorithm, policy: LoadedPolicy) -> RecordedExamples:
-    return make_examples(found, found.data.train, "train", algorithm, policy, make_recorded_rules(found, policy))
+    return make_examples(found, found.data.train, "train", algorithm, policy)
 
 
 def said(group: Group) -> str:
@@ -222,8 +221,7 @@ def test_the_stream_is_in_order_and_goes_on_where_it_was_left(tmp_path: Path, po
 
 
 def measured(found: RecordedRunConfig, policy: LoadedPolicy, notes: Recorder | None = None) -> list[str]:
-    rules = make_recorded_rules(found, policy)
-    return [said(group) for group in load_validation_groups(found, SFT(), policy, rules, notes or Recorder())]
+    return [said(group) for group in load_validation_groups(found, SFT(), policy, notes or Recorder())]
 
 
 def test_nothing_is_measured_where_no_validation_is_due(tmp_path: Path, policy: LoadedPolicy) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from strop.data.packing_config import DynamicBatchingConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
-from support.learners import make_scheduler_config, make_torch_learner
+from support.learners import make_model_config, make_scheduler_config, make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import pack_for, simple_groups
 
@@ -191,3 +193,11 @@ def test_weights_come_under_their_hugging_face_names() -> None:
     names = dict(make_learner().weights())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" in names
+
+
+def test_the_budgets_of_padded_micro_batches_apply_where_packing_is_off() -> None:
+    padded = DynamicBatchingConfig(train_mb_tokens=30, logprob_mb_tokens=40)
+    config = replace(make_model_config(train_tokens=10, score_tokens=20), dynamic_batching=padded)
+    assert (config.batching.train_mb_tokens, config.batching.logprob_mb_tokens) == (10, 20)
+    config = replace(config, sequence_packing=replace(config.sequence_packing, enabled=False))
+    assert config.batching == padded

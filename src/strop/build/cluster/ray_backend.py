@@ -265,7 +265,7 @@ def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict
     count, role = config.cluster.environment_hosts, config.cluster.roles.environment
     if not count:
         return {}
-    descriptions = describe_environments(config.data.train, config.data.validation, config.env, seed=config.rollout_training.seed)
+    descriptions = describe_environments(config)
     threads = {"OMP_NUM_THREADS": "1"}
     gpus = 0.0 if cluster.on_cpu else role.num_gpus or 0.0
     options = {
