@@ -142,3 +142,9 @@ def test_half_precision_trunks_have_a_head_in_full_precision() -> None:
     network = ValueHead(trunk)
     assert network.model.score.weight.dtype == torch.float32
     assert network.outputs(batch_of(), Sampling()).values.dtype == torch.float32
+
+
+def test_a_head_on_a_trunk_whose_weights_are_yet_to_arrive_has_its_zeros() -> None:
+    """As on every rank but the first, which alone loads the policy."""
+    critic = ValueHead(Network(build("llama").to("meta"), packed=True))
+    assert all(not parameter.is_meta and not parameter.any() for parameter in critic.model.parameters())
