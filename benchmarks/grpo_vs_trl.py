@@ -255,9 +255,7 @@ def training_rows(settings: Settings) -> list[dict[str, Any]]:
     from strop.build.tasks import make_training_tasks
 
     config = strop_config(settings, settings.model)
-    source = make_training_tasks(
-        config.data.train, config.env, seed=config.grpo.seed, shuffle=config.data.shuffle, max_epochs=config.grpo.max_num_epochs
-    )
+    source = make_training_tasks(config)
     found = (source.at(index) for index in range(settings.prompts * settings.total_steps))
     return [
         {"prompt": [message.as_dict() for message in environment.prompt(task)], "answer": task.answer}
@@ -441,7 +439,7 @@ def model_shape(folder: str) -> ModelShape:
 
 def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) -> tuple[float, float]:
     """Return the mean reward on held-out sums at temperature 1, sampled by Strop's engine, and its standard error over tasks."""
-    from strop.build.models import load_training_policy
+    from strop.build.models import load_policy
     from strop.build.rollout_run import make_episode_rules
     from strop.build.tasks import make_validation_tasks
     from strop.generation.torch.torch_engine import make_torch_engine
@@ -449,8 +447,8 @@ def held_out_reward(settings: Settings, model: str, tasks: int, samples: int) ->
     from strop.trainer.evaluation import Evaluator
 
     config = strop_config(settings, model)
-    policy = load_training_policy(config.policy)
-    source = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=config.grpo.seed)
+    policy = load_policy(config.policy)
+    source = make_validation_tasks(config)
     assert source is not None
 
     async def evaluate() -> list[float]:

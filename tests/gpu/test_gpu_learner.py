@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from strop.algorithms.policy_gradient.advantages.grpo import GRPO
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import NetworkScorer, offload
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
+from support.learners import make_torch_learner
 from support.models import FAMILIES, build, copy_gradients, largest_difference, to_float64
 from support.rollouts import pack_for, simple_groups
 
@@ -47,7 +47,7 @@ def batch_of(algorithm: GRPO) -> Batch:
 def gradient_on(device: str, algorithm: GRPO, *, budget: int = 10**9, packed: bool = True) -> tuple[dict[str, torch.Tensor], Any]:
     model = to_float64(build("llama")).to(device)
     network = Network(model, precision=torch.float64, packed=packed, chunk=13)
-    learner = TorchLearner(network, Sampling(temperature=0.9), TorchLearnerOptions(train_tokens=budget))
+    learner = make_torch_learner(network, Sampling(temperature=0.9), train_tokens=budget)
     result = learner.forward_backward(batch_of(algorithm), algorithm.loss)
     return {name: tensor.cpu() for name, tensor in copy_gradients(model).items()}, result
 

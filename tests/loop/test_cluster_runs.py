@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from loop.kinds import GRADED, recorded_config, write_data
+from loop.kinds import GRADED, recorded_config, sampling_config, write_data
 from loop.runs import Environ, Outcome, metrics_of, overrides, start, tiny_config
 from loop.tiny import build_tiny
 from support.needs import needs_vllm
@@ -106,6 +106,24 @@ def test_tensor_parallel_ranks_with_adapters_and_a_reference_give_the_curve_of_o
     outcome = grpo(tiny, tmp_path / "two", **TWO, **asked, **sizes)
     assert outcome.code == 0, outcome.err
     curves_agree(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_only", [False, True])
+def test_a_critic_on_two_ranks_gives_the_curve_of_one_process(head_only: bool, tiny: Path, tmp_path: Path) -> None:
+    settings = {
+        **sampling_config("ppo", tiny),
+        "ppo.max_num_steps": 3,
+        "value.head_only": head_only,
+        "value.optimizer.kwargs.lr": 1e-4,  # the noise of ranks grows with each step of AdamW
+        "checkpointing.enabled": False,
+    }
+    for name, more in (("one", {}), ("two", TWO)):
+        folder = tmp_path / name
+        folder.mkdir()
+        outcome = run("ppo", {**settings, **more}, folder)
+        assert outcome.code == 0, outcome.err
+    curves_agree(tmp_path / "one", tmp_path / "two", steps=3)
 
 
 @pytest.mark.parametrize("section", sweep(["sft", "dpo", "rm"], "rm"))

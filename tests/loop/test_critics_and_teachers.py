@@ -23,7 +23,7 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, GeneratedTasks, reward
 from strop.learner.client import AsyncColumnSource, LogprobColumn, ScorerClient, ValueColumn
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen
 from strop.learner.torch.teacher import SelfTeacher, TeacherLogprobs, TeacherTopK
 from strop.models.chat_template import ChatTemplate
@@ -40,6 +40,7 @@ from strop.trainer.train import train
 from strop.types import Group, Rollout, Task
 from strop.weight_sync.in_process import InProcessWeights
 from support.clients import column_client, learner_client, scorer_client
+from support.learners import make_torch_learner
 from support.torch_engine import make_engine, make_runner
 
 pytestmark = pytest.mark.slow
@@ -78,9 +79,7 @@ def own_critic(policy: Network) -> TrainableNetwork:
 
 
 def learner_on(network: TrainableNetwork, rate: float) -> TorchLearner:
-    return TorchLearner(
-        network, SAMPLING, TorchLearnerOptions(optimizer_kwargs={"lr": rate, "weight_decay": 0.0}, train_tokens=200)
-    )
+    return make_torch_learner(network, SAMPLING, optimizer_kwargs={"lr": rate, "weight_decay": 0.0}, train_tokens=200)
 
 
 def frozen(network: Network) -> ScorerClient:

@@ -18,7 +18,6 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.rank_zero_loading import load_on_rank_zero
 from strop.learner.parallel.sharded import parallelize_head, parallelize_network
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.loading import cast_weights
 from strop.models.network import Network
@@ -27,6 +26,7 @@ from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
 from support.algorithms import grpo
+from support.learners import make_torch_learner
 from support.lora import with_random_adapters
 from support.models import ExactNorm, build, to_float64
 from support.recorded import build_classifier, random_groups
@@ -154,7 +154,10 @@ def _value_loss(outputs: Any, batch: Batch) -> Any:
 
 def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> TrainingResult:
     network, placement = build_trained_network(case, meshes)
-    options = TorchLearnerOptions(
+    learner = make_torch_learner(
+        network,
+        case.sampling,
+        placement,
         optimizer_kwargs={"lr": case.rate, "weight_decay": 0.1, "eps": 1e-3},
         no_decay=() if case.lora or case.head else ("norm",),
         max_grad_norm=0.3,
@@ -163,7 +166,6 @@ def train(case: Case, batch: Batch, meshes: DeviceMeshes | None = None) -> Train
         activation_checkpointing=case.checkpointing,
         whole_groups=ALGORITHMS[case.algorithm].whole_groups,
     )
-    learner = TorchLearner(network, case.sampling, options, placement)
     steps, stepped = [], []
     for _ in range(case.steps):
         steps.append(learner.forward_backward_local(batch, get_loss(case)))

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from strop.algorithms.base import Algorithm
 from strop.learner.base import require_token_outputs
 from strop.learner.client import AsyncColumnSource
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.models.value_network import get_score_layer
 from strop.sampling import Sampling
 from strop.types import Batch, Group, Rollout, Task, Turn
+from support.learners import make_torch_learner
 from support.models import CONFIGS, VOCABULARY, build
 from support.rollouts import GroupShape, make_group, make_rollout, pack_for, rollout_shapes
 
@@ -99,7 +100,7 @@ def make_learner(network: Any, algorithm: Algorithm, **options: Any) -> TorchLea
         "whole_groups": algorithm.whole_groups,
         **options,
     }
-    return TorchLearner(network, Sampling(), TorchLearnerOptions(**chosen))
+    return make_torch_learner(network, Sampling(), **chosen)
 
 
 def train_steps(

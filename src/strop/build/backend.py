@@ -8,11 +8,18 @@ from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
 from strop.build.engines import GeneratorSpec, make_generator
-from strop.build.models import LoadedPolicy, TokenizerBundle, load_reward_policy, load_training_policy, make_reference
-from strop.build.scorers import ScoringModels, make_learners
+from strop.build.models import (
+    LoadedPolicy,
+    TokenizerBundle,
+    load_training_policy,
+    make_learners,
+    make_reference,
+    make_trained_networks,
+)
+from strop.build.scorers import ScoringModels
 from strop.build.teachers import make_teachers
 from strop.config import RolloutRunConfig, TrainingRunConfig
-from strop.config.schema.run_config import DistillationRunConfig, RmRunConfig
+from strop.config.schema.run_config import DistillationRunConfig
 from strop.distributed.base import Cluster
 from strop.generation.synced_generator import SyncedGenerator
 from strop.learner.client import (
@@ -62,7 +69,8 @@ class LocalBackend:
 
     async def build_learners(self, algorithm: Algorithm, sampling: Sampling, total_steps: int | None) -> dict[str, LearnerClient]:
         self._sampling = sampling
-        self.learners = make_learners(self.config, self.policy, algorithm, sampling, total_steps)
+        networks = make_trained_networks(self.config, self.policy)
+        self.learners = make_learners(self.config, networks, algorithm, sampling, total_steps)
         return {name: LearnerClient(self.make_caller(learner)) for name, learner in self.learners.items()}
 
     def make_reference(self) -> ScorerClient:
@@ -70,7 +78,7 @@ class LocalBackend:
 
     def make_untrained_policy(self) -> tuple[ScorerClient, str]:
         network = self.policy.network
-        scorer = NetworkScorer(network, self._sampling, self.config.policy.sequence_packing.logprob_mb_tokens)
+        scorer = NetworkScorer(network, self._sampling, self.config.policy.batching.logprob_mb_tokens)
         return ScorerClient(self.make_caller(scorer)), model_fingerprint(network.model)
 
     async def make_teachers(
@@ -98,12 +106,7 @@ def generates_meanwhile(config: TrainingRunConfig) -> bool:
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
     """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
     if cluster is None:
-        policy = (
-            load_reward_policy(config)
-            if isinstance(config, RmRunConfig)
-            else load_training_policy(config.policy, config.training.seed)
-        )
-        return LocalBackend(config, policy)
+        return LocalBackend(config, load_training_policy(config))
     from strop.build.cluster.ray_backend import make_ray_backend
 
     return await make_ray_backend(config, cluster, tracker)

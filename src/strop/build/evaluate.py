@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.base_config import validate_section
 from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
 from strop.build.models import load_policy
 from strop.build.summary import summarize
-from strop.build.tasks import make_validation_tasks
+from strop.build.tasks import make_mixture
 from strop.config import EvalRunConfig
+from strop.learner.model_config import ModelConfig
 from strop.monitoring.console.console import open_console
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
@@ -44,17 +46,9 @@ async def _print_evaluation(config: EvalRunConfig) -> None:
 
 async def evaluate_as_configured(config: EvalRunConfig) -> EvaluationReport:
     generation = config.generation
-    source = make_validation_tasks([config.data], [], config.env, seed=config.eval.seed)
-    assert source is not None
-    policy = load_policy(
-        generation.model_name,
-        tokenizer_name=config.tokenizer.name,
-        chat_template=config.tokenizer.chat_template,
-        chat_options=config.tokenizer.chat_template_kwargs,
-        device=generation.device,
-        precision=generation.precision,
-        threads=generation.num_threads,
-    )
+    source = make_mixture([config.data], config.env, "validation", seed=config.eval.seed)
+    model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
+    policy = load_policy(validate_section(ModelConfig, {**model, "tokenizer": config.tokenizer}))
     engine = await make_serving_engine(policy, generation, generation.max_total_sequence_length, threads=generation.num_threads)
     evaluator = Evaluator(
         source=source,

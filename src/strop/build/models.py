@@ -8,16 +8,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
+from strop.algorithms.base import Algorithm
+from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import PpoRunConfig, RmRunConfig
+from strop.config.schema.run_config import PpoRunConfig, RmRunConfig, list_trained_models
 from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.parallelism import Parallelism
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.optimizer import ParameterGroup
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, offload, without_adapters
 from strop.models.chat_template import ChatTemplate
 from strop.models.classifiers import load_classifier, set_pad_token
@@ -34,27 +36,20 @@ log = logging.getLogger(__name__)
 PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class TokenizerBundle(Protocol):
+@dataclass(frozen=True, eq=False)
+class TokenizerBundle:
     """The tokenizer, chat template and stop tokens of a model, which may be in another process."""
 
-    @property
-    def tokenizer(self) -> Any: ...
-
-    @property
-    def template(self) -> ChatTemplate: ...
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedPolicy:
-    """The model of a run with its tokenizer, chat template and stop tokens."""
-
-    network: Network
     tokenizer: Any
     template: ChatTemplate
     stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedPolicy(TokenizerBundle):
+    """A model in this process, with its tokenizer."""
+
+    network: Network
 
 
 def resolve_device(device: str) -> torch.device:
@@ -79,8 +74,8 @@ def prepare_device(device: str, threads: int | None) -> torch.device:
 class ModelLoader(Protocol):
     """Loads a model in this process, which may be one of several ranks that shard it."""
 
-    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        """Return ``load(device)``."""
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        """Return ``load(device=...)``."""
         ...
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
@@ -91,8 +86,8 @@ class ModelLoader(Protocol):
 class LocalLoader:
     """Loads the whole model in this process."""
 
-    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        return load(str(device))
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        return load(device=str(device))
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return make(model)
@@ -101,137 +96,108 @@ class LocalLoader:
 LOCAL_LOADER = LocalLoader()
 
 
-def load_policy(
-    model_name: str,
-    *,
-    tokenizer_name: str,
-    chat_template: str | None,
-    chat_options: Mapping[str, Any] | None,
-    device: str,
-    precision: str,
-    threads: int | None,
-    overrides: Mapping[str, Any] | None = None,
-    chunk: int | None = 1024,
-    packed: bool = True,
-    weights_dtype: str = "float32",
-    loader: ModelLoader = LOCAL_LOADER,
-) -> LoadedPolicy:
-    """Load a model with its tokenizer. Raises ModelNotFound, ValueError."""
-    chosen = prepare_device(device, threads)
-    model = loader.load_model(lambda device: load_model(model_name, overrides=overrides, device=device), chosen)
+def load_policy(config: ModelConfig, seed: int = 0, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
+    """Load a language model with its tokenizer, and with adapters if LoRA is enabled; ``seed`` initializes them.
+
+    Raises ModelNotFound, ValueError.
+    """
+    device = prepare_device(config.device, config.num_threads)
+    load = partial(load_model, config.model_name, overrides=config.hf_config_overrides)
+    model = loader.load_model(load, device)
     for name in disable_dropout(model):
         log.warning("dropout of %s is disabled: with it, generator and learner would compute different log-probabilities", name)
-    tokenizer = load_tokenizer(tokenizer_name, chat_template=chat_template)
-    make = partial(Network, precision=PRECISIONS[precision], chunk=chunk or 1 << 40)
-    network = loader.make_network(model, make) if packed else make(model, packed=False)
-    cast_weights(model, PRECISIONS[weights_dtype])
-    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=chat_options), find_stop_token_ids(model, tokenizer))
-
-
-def load_training_policy(config: PolicyConfig, seed: int = 0, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
-    """Load the policy of a run, with adapters if LoRA is enabled. ``seed``: of the run; initializes the adapters."""
-    policy = load_policy(
-        config.model_name,
-        tokenizer_name=config.tokenizer.name,
-        chat_template=config.tokenizer.chat_template,
-        chat_options=config.tokenizer.chat_template_kwargs,
-        device=config.device,
-        precision=config.precision,
-        threads=config.num_threads,
-        overrides=config.hf_config_overrides,
-        chunk=config.logprob_chunk_size,
-        packed=config.sequence_packing.enabled,
-        weights_dtype=config.weights_dtype,
-        loader=loader,
-    )
-    apply_lora(policy.network, config, seed)
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template)
+    network = _make_network(partial(Network, chunk=config.logprob_chunk_size or 1 << 40), model, config, loader)
+    template = ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs)
+    policy = LoadedPolicy(tokenizer, template, find_stop_token_ids(model, tokenizer), network)
+    _apply_lora(network, config, seed)
     return policy
 
 
-def apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
-    """Add LoRA adapters to a model if its configuration enables them. Call it after the weights are rounded to ``weights_dtype``."""
-    if config.dtensor_cfg.lora_cfg.enabled:
-        add_adapters(network.model, config.dtensor_cfg.lora_cfg, base=config.model_name, seed=seed)
-        log.info("%s", count_parameters(network.model))
-
-
-def make_learner(
-    network: TrainableNetwork,
-    config: ModelConfig,
-    sampling: Sampling,
-    *,
-    whole_groups: bool = False,
-    total_steps: int | None = None,
-    section: str = "policy",
-    parallelism: Parallelism | None = None,
-) -> TorchLearner:
-    """Make a learner for a network. ``parallelism``: how the network is sharded; None: on a single device.
-
-    ``total_steps``: optimizer steps of the run, the length of a schedule that sets none; None if the run has no limit."""
-    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
-    schedule: list[Mapping[str, Any]] = []
-    if config.scheduler is not None:
-        schedule = [{"name": stage.name, "kwargs": stage.kwargs} for stage in config.scheduler.stages]
-        schedule += [{"milestones": list(config.scheduler.milestones)}] if config.scheduler.milestones else []
-    options = TorchLearnerOptions(
-        optimizer=config.optimizer.name,
-        optimizer_kwargs=config.optimizer.kwargs,
-        schedule=schedule,
-        max_grad_norm=config.max_grad_norm,
-        train_tokens=packing.train_mb_tokens,
-        score_tokens=packing.logprob_mb_tokens,
-        activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
-        whole_groups=whole_groups,
-        no_decay=config.optimizer.no_decay,
-        parameter_groups=[
-            ParameterGroup(match=group.match, lr=group.lr, weight_decay=group.weight_decay) for group in config.optimizer.groups
-        ],
-        total_steps=total_steps,
-        average_decay=config.ema.decay if config.ema.enabled else None,
-        average_start=config.ema.start_step,
-        section=section,
-    )
-    return TorchLearner(network, sampling, options, parallelism)
-
-
-def load_reward_policy(config: RmRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
+def load_reward_policy(config: ModelConfig, seed: int, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
     """Load a reward model to train: a sequence classifier with one label, from a causal LM or from an earlier reward model."""
-    settings = config.policy
-    device = prepare_device(settings.device, settings.num_threads)
-    tokenizer = load_tokenizer(settings.tokenizer.name, chat_template=settings.tokenizer.chat_template)
-    load = partial(load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.rm.seed)
-    model = loader.load_model(lambda device: load(device=device), device)
-    stop_ids = find_stop_token_ids(model, tokenizer)
-    set_pad_token(model, tokenizer, stop_ids)
-    disable_dropout(model)
-    network = _make_value_network(model, settings, loader)
-    apply_lora(network, settings, config.rm.seed)
-    return LoadedPolicy(network, tokenizer, ChatTemplate(tokenizer, options=settings.tokenizer.chat_template_kwargs), stop_ids)
+    tokenizer = load_tokenizer(config.tokenizer.name, chat_template=config.tokenizer.chat_template)
+    network = _load_value_network(config, seed, loader)
+    stop_ids = find_stop_token_ids(network.model, tokenizer)
+    set_pad_token(network.model, tokenizer, stop_ids)
+    _apply_lora(network, config, seed)
+    return LoadedPolicy(tokenizer, ChatTemplate(tokenizer, options=config.tokenizer.chat_template_kwargs), stop_ids, network)
+
+
+def load_training_policy(config: TrainingRunConfig, loader: ModelLoader = LOCAL_LOADER) -> LoadedPolicy:
+    """Load the model that a run trains. Raises ModelNotFound, ValueError."""
+    load = load_reward_policy if isinstance(config, RmRunConfig) else load_policy
+    return load(config.policy, config.training.seed, loader)
 
 
 def make_critic(config: PpoRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER) -> TrainableNetwork:
     """Make the critic: a value head on the policy's hidden states, or a sequence classifier with one label. Raises ValueError."""
-    settings = config.value
-    if settings.head_only:
+    if config.value.head_only:
         return ValueHead(policy.network)
-    if settings.tokenizer.name != config.policy.tokenizer.name:
-        _check_same_vocabulary(policy.tokenizer, settings.tokenizer.name)
-    device = prepare_device(settings.device, settings.num_threads)
-    load = partial(
-        load_classifier, settings.model_name, overrides=settings.hf_config_overrides, seed=config.ppo.seed, init_std=0.0
-    )
-    model = loader.load_model(lambda device: load(device=device), device)
+    if config.value.tokenizer.name != config.policy.tokenizer.name:
+        _check_same_vocabulary(policy.tokenizer, config.value.tokenizer.name)
+    network = _load_value_network(config.value, config.ppo.seed, loader, init_std=0.0)
+    _apply_lora(network, config.value, config.ppo.seed)
+    return network
+
+
+def make_trained_networks(
+    config: TrainingRunConfig, policy: LoadedPolicy, loader: ModelLoader = LOCAL_LOADER
+) -> dict[str, TrainableNetwork]:
+    """Return the networks that a run trains by learner: the policy's, and the critic's if there is one. Raises ValueError."""
+    critic = {"value": make_critic(config, policy, loader)} if isinstance(config, PpoRunConfig) else {}
+    return {"policy": policy.network, **critic}
+
+
+def make_learners(
+    config: TrainingRunConfig,
+    networks: Mapping[str, TrainableNetwork],
+    algorithm: Algorithm,
+    sampling: Sampling,
+    total_steps: int | None,
+    parallelism: Mapping[str, Parallelism] = MappingProxyType({}),
+) -> dict[str, TorchLearner]:
+    """Make the learners of a run. ``parallelism``: how their networks are sharded; those without are on a single device.
+
+    ``total_steps``: optimizer steps of the run; None: no limit.
+    """
+    sections = dict(list_trained_models(config))
+    return {
+        name: TorchLearner(
+            network,
+            sections[name],
+            sampling,
+            whole_groups=algorithm.whole_groups and name == "policy",
+            total_steps=total_steps,
+            section=name,
+            parallelism=parallelism.get(name),
+        )
+        for name, network in networks.items()
+    }
+
+
+def _load_value_network(config: ModelConfig, seed: int, loader: ModelLoader, init_std: float | None = None) -> ValueNetwork:
+    device = prepare_device(config.device, config.num_threads)
+    load = partial(load_classifier, config.model_name, overrides=config.hf_config_overrides, seed=seed, init_std=init_std)
+    model = loader.load_model(load, device)
     disable_dropout(model)
-    network = _make_value_network(model, settings, loader)
-    apply_lora(network, settings, config.ppo.seed)
+    network: ValueNetwork = _make_network(ValueNetwork, model, config, loader)
     return network
 
 
-def _make_value_network(model: Any, settings: ModelConfig, loader: ModelLoader) -> ValueNetwork:
-    make = partial(ValueNetwork, precision=PRECISIONS[settings.precision])
-    network: ValueNetwork = loader.make_network(model, make) if settings.sequence_packing.enabled else make(model, packed=False)
-    cast_weights(model, PRECISIONS[settings.weights_dtype])
+def _make_network(make: Callable[..., Any], model: Any, config: ModelConfig, loader: ModelLoader) -> Any:
+    """Return ``make(model)`` with the configured precisions. The model is probed for packed rows before its weights are rounded."""
+    make = partial(make, precision=PRECISIONS[config.precision])
+    network = loader.make_network(model, make) if config.sequence_packing.enabled else make(model, packed=False)
+    cast_weights(model, PRECISIONS[config.weights_dtype])
     return network
+
+
+def _apply_lora(network: Network, config: ModelConfig, seed: int) -> None:
+    """Add LoRA adapters if they are enabled. Call it after the weights are rounded to ``weights_dtype``."""
+    if config.dtensor_cfg.lora_cfg.enabled:
+        add_adapters(network.model, config.dtensor_cfg.lora_cfg, base=config.model_name, seed=seed)
+        log.info("%s", count_parameters(network.model))
 
 
 def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
@@ -254,8 +220,7 @@ def _check_same_vocabulary(tokenizer: Any, name: str) -> None:
 
 def make_reference(policy: LoadedPolicy, config: PolicyConfig, sampling: Sampling) -> NetworkScorer:
     """Make the reference: the policy with its adapters disabled, or a frozen copy of it. Call it before a checkpoint is loaded."""
-    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
-    tokens = packing.logprob_mb_tokens
+    tokens = config.batching.logprob_mb_tokens
     if config.dtensor_cfg.lora_cfg.enabled:
         return NetworkScorer(policy.network, sampling, tokens, context=without_adapters(policy.network))
     network = copy_frozen(policy.network)
@@ -275,7 +240,3 @@ def write_model_folder(policy: LoadedPolicy, folder: Path, *, weights: bool = Fa
         config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     return folder
-
-
-def make_tokenizer_saver(tokenizer: Any) -> Callable[[Path], Any]:
-    return lambda folder: tokenizer.save_pretrained(folder)

@@ -13,15 +13,15 @@ from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
-from strop.build.models import TokenizerBundle, make_tokenizer_saver
+from strop.build.models import TokenizerBundle
 from strop.build.scorers import count_optimizer_steps, make_scorers
-from strop.build.tasks import make_data_source
 from strop.config import RecordedRunConfig
 from strop.config.schema.recorded_config import SftConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.interleaving import Interleaving
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
+from strop.data.sources.source import DataSource, Part
 from strop.distributed.base import Cluster
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import Tracker
@@ -95,9 +95,8 @@ async def build_recorded_run(
 ) -> TrainingRun:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     backend = await make_backend(config, cluster, tracker)
-    rules = make_recorded_rules(config, backend.bundle)
-    examples = make_training_examples(config, algorithm, backend.bundle, rules)
-    validation_groups = load_validation_groups(config, algorithm, backend.bundle, rules, tracker)
+    examples = make_examples(config, config.data.train, "train", algorithm, backend.bundle)
+    validation_groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
     options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
@@ -106,7 +105,7 @@ async def build_recorded_run(
     )
     columns = ColumnSources(algorithm.requires, scorers)
 
-    checkpoints = make_checkpoints(config, make_tokenizer_saver(backend.bundle.tokenizer))
+    checkpoints = make_checkpoints(config, backend.bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), "none")
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
     evaluator = None
@@ -152,57 +151,43 @@ def make_recorded_rules(config: RecordedRunConfig, bundle: TokenizerBundle) -> R
     )
 
 
-def make_training_examples(
-    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, rules: RecordedRules
+def make_examples(
+    config: RecordedRunConfig, entries: Sequence[DataEntryConfig], part: Part, algorithm: Algorithm, bundle: TokenizerBundle
 ) -> RecordedExamples:
-    entries = config.data.train
-    parts = tuple(_read_examples(config, entry, algorithm, "train") for entry in entries)
+    """Read the examples of data entries. Raises DataError for an entry without any that the algorithm can learn from."""
+    training = config.recorded_training
+    sources = (DataSource.from_entry(entry, seed=training.seed, part=part) for entry in entries)
+    examples = tuple(EXAMPLE_READERS[algorithm.recorded_data](source) for source in sources)
+    names = tuple(str(entry.data_name) for entry in entries)
+    for name, of_entry in zip(names, examples, strict=True):
+        if not len(of_entry):
+            raise DataError(f"data.{part}: {name} has no example that {config.algorithm.name} can learn from")
     interleaving = Interleaving(
-        sizes=tuple(len(part) for part in parts),
+        sizes=tuple(map(len, examples)),
         weights=tuple(entry.weight if len(entries) > 1 else None for entry in entries),
-        seed=config.recorded_training.seed,
+        seed=training.seed,
         shuffle=config.data.shuffle,
-        max_epochs=config.recorded_training.max_num_epochs,
+        max_epochs=training.max_num_epochs,
     )
-    return RecordedExamples(
-        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, interleaving, bundle, rules
-    )
+    rules = make_recorded_rules(config, bundle)
+    return RecordedExamples(algorithm.recorded_data, names, examples, interleaving, bundle, rules)
 
 
 def load_validation_groups(
-    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, rules: RecordedRules, tracker: Tracker
+    config: RecordedRunConfig, algorithm: Algorithm, bundle: TokenizerBundle, tracker: Tracker
 ) -> list[Group]:
     """Return the validation groups: from the validation entries, else from the held-out part of the training entries, else none."""
     training = config.recorded_training
     if not (training.val_period or training.val_at_start or training.val_at_end):
         return []
-    entries = config.data.validation
-    if entries is None:
-        entries = tuple(entry for entry in config.data.train if entry.split_validation_size)
-    if not entries:
+    if not config.data.validation_entries:
         return []
-    parts = tuple(_read_examples(config, entry, algorithm, "validation") for entry in entries)
-    interleaving = Interleaving(sizes=tuple(map(len, parts)), weights=(None,) * len(parts), shuffle=False)
-    groups = RecordedExamples(
-        algorithm.recorded_data, tuple(_dataset_name(entry) for entry in entries), parts, interleaving, bundle, rules
-    ).read_all()
+    examples = make_examples(config, config.data.validation_entries, "validation", algorithm, bundle)
+    groups = examples.read_all()
     limit = len(groups) if training.val_batches < 0 else training.val_batches * training.val_global_batch_size
-    if dropped := sum(map(len, parts)) - len(groups):
+    if dropped := len(examples) - len(groups):
         tracker.note(f"{dropped} examples of the validation data are unusable (most likely too long) and are left out")
     return groups[:limit]
-
-
-def _dataset_name(entry: DataEntryConfig) -> str:
-    return str(entry.data_name)
-
-
-def _read_examples(config: RecordedRunConfig, entry: DataEntryConfig, algorithm: Algorithm, part: str) -> Sequence[Task]:
-    examples: Sequence[Task] = EXAMPLE_READERS[algorithm.recorded_data](
-        make_data_source(entry, config.recorded_training.seed, part)
-    )
-    if not len(examples):
-        raise DataError(f"data.{part}: {_dataset_name(entry)} has no example that {config.algorithm.name} can learn from")
-    return examples
 
 
 def make_recorded_stream(examples: RecordedExamples, options: TrainOptions, state: StreamState | None) -> RolloutStream:

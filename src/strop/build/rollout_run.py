@@ -14,7 +14,6 @@ from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
 from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
-from strop.build.models import make_tokenizer_saver
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
@@ -44,17 +43,8 @@ async def build_rollout_run(
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
     remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
-    train_source = make_training_tasks(
-        config.data.train,
-        config.env,
-        seed=training.seed,
-        shuffle=config.data.shuffle,
-        max_epochs=training.max_num_epochs,
-        remote=remote_environments,
-    )
-    validation_source = make_validation_tasks(
-        config.data.validation, config.data.train, config.env, seed=training.seed, remote=remote_environments
-    )
+    train_source = make_training_tasks(config, remote_environments)
+    validation_source = make_validation_tasks(config, remote_environments)
     backend = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
@@ -66,7 +56,7 @@ async def build_rollout_run(
     scorers = await make_scorers(config, backend, algorithm, learners, tracker)
 
     bundle = backend.bundle
-    checkpoints = make_checkpoints(config, make_tokenizer_saver(bundle.tokenizer))
+    checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
     synced = await backend.build_generator(
@@ -83,7 +73,6 @@ async def build_rollout_run(
         )
     )
     generator = synced.generator
-    rules = make_episode_rules(config)
     stream_state = None
     if state is not None:
         stream_state = requeue_stale(
@@ -102,7 +91,6 @@ async def build_rollout_run(
             generator,
             bundle.template,
             sampling,
-            rules,
             options,
             stream_state,
             greedy=algorithm.greedy_baseline,
@@ -113,7 +101,7 @@ async def build_rollout_run(
         tracker=tracker,
         rollouts=store,
         decode=bundle.tokenizer.decode,
-        evaluator=make_evaluator(config, validation_source, generator, bundle.template, rules, tracker),
+        evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
         checkpoints=make_saver(config, checkpoints),
@@ -130,7 +118,7 @@ def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
         group_size=config.rollout_training.num_generations_per_prompt,
         optimizer_steps=options.steps_per_batch * options.update_epochs,
         max_staleness=options.max_staleness,
-        environment_rewards=list_reward_names(config.data.train, config.env),
+        environment_rewards=list_reward_names(config),
     )
     check_algorithm(algorithm, plan)
     return algorithm
@@ -142,12 +130,13 @@ def make_rollout_stream(
     generator: Generator,
     template: ChatTemplate,
     sampling: Sampling,
-    rules: EpisodeRules,
     options: TrainOptions,
     state: StreamState | None,
     *,
     greedy: bool = False,
 ) -> RolloutStream:
+    rules = make_episode_rules(config)
+
     async def run(index: int) -> Group:
         try:
             name, environment, task = source.at(index)
@@ -201,7 +190,6 @@ def make_evaluator(
     source: Mixture | None,
     generator: Generator,
     template: ChatTemplate,
-    rules: EpisodeRules,
     tracker: Tracker,
 ) -> Evaluator | None:
     training = config.rollout_training
@@ -217,7 +205,7 @@ def make_evaluator(
         generator=generator,
         template=template,
         sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
-        rules=replace(rules, scaling=None),
+        rules=replace(make_episode_rules(config), scaling=None),
         seed=training.seed,
         folder=Path(config.logger.log_dir) / "validation",
         samples_to_print=config.logger.num_val_samples_to_print,

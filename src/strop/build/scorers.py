@@ -1,4 +1,4 @@
-"""Make the learners of a run and the sources of the columns that an algorithm requires."""
+"""Make the sources of the columns that an algorithm requires."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.critic.gae import VALUES
 from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.base_config import to_json
-from strop.build.models import LoadedPolicy, make_critic, make_learner
 from strop.build.teachers import combine_teachers, find_teacher_columns
 from strop.config import TrainingRunConfig
-from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig, PpoRunConfig
+from strop.config.schema.run_config import DistillationRunConfig, DpoRunConfig
 from strop.learner.client import (
     AsyncColumnSource,
     ColumnClient,
@@ -23,27 +22,10 @@ from strop.learner.client import (
     ScorerClient,
     ValueColumn,
 )
-from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.reference_store import load_or_compute_reference
 from strop.monitoring.trackers.base import Tracker
-from strop.sampling import Sampling
 from strop.trainer.run import TrainOptions
 from strop.types import Group
-
-
-def make_learners(
-    config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm, sampling: Sampling, total_steps: int | None
-) -> dict[str, TorchLearner]:
-    """Make the policy's learner, and the critic's if there is one. ``total_steps``: optimizer steps of the run; None: no limit."""
-    learners = {
-        "policy": make_learner(
-            policy.network, config.policy, sampling, whole_groups=algorithm.whole_groups, total_steps=total_steps
-        )
-    }
-    if isinstance(config, PpoRunConfig):
-        critic = make_critic(config, policy)
-        learners["value"] = make_learner(critic, config.value, sampling, total_steps=total_steps, section="value")
-    return learners
 
 
 def count_optimizer_steps(options: TrainOptions, tasks: int | None) -> int | None:

@@ -75,7 +75,7 @@ def _summarize_recorded(config: RecordedRunConfig, algorithm: Algorithm, devices
     lines = [
         f"policy      {_format_model(policy, devices)}",
         f"algorithm   {format_algorithm(config.algorithm.name, algorithm)}",
-        f"step        {examples} examples, micro-batches of at most {policy.sequence_packing.train_mb_tokens} tokens",
+        f"step        {examples} examples, micro-batches of at most {policy.batching.train_mb_tokens} tokens",
         f"data        {', '.join(str(entry.data_name) for entry in config.data.train) or 'none'}",
         *devices.lines,
         _format_folders(config),

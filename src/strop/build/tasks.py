@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from strop.config import RolloutRunConfig
 from strop.data.data_config import DataEntryConfig
 from strop.data.sources.records import DataError
-from strop.data.sources.source import DataSource
+from strop.data.sources.source import DataSource, Part
 from strop.environments.base import Environment, EnvironmentConfigError
 from strop.environments.environment_config import EnvironmentConfig
 from strop.environments.mixture import Component, Mixture
@@ -17,80 +17,73 @@ from strop.environments.registry import list_rewards, make_environment
 from strop.environments.remote import EnvironmentDescription
 
 T = TypeVar("T")
-DataEntries = Sequence[DataEntryConfig]
 EnvironmentConfigs = Mapping[str, EnvironmentConfig]
 RemoteEnvironments = Mapping[str, Environment[Any]]
 """Environments in other processes, by alias; the others are made in this process."""
 
 
-def make_training_tasks(
-    data: DataEntries,
+def make_training_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture:
+    """Make the mixture of training tasks."""
+    training, data = config.rollout_training, config.data
+    return make_mixture(
+        data.train, config.env, "train", remote, seed=training.seed, shuffle=data.shuffle, max_epochs=training.max_num_epochs
+    )
+
+
+def make_validation_tasks(config: RolloutRunConfig, remote: RemoteEnvironments = MappingProxyType({})) -> Mixture | None:
+    """Make the mixture of validation tasks; None if there are none."""
+    entries = config.data.validation_entries
+    return make_mixture(entries, config.env, "validation", remote, seed=config.rollout_training.seed) if entries else None
+
+
+def make_mixture(
+    entries: Sequence[DataEntryConfig],
     env: EnvironmentConfigs,
+    part: Part,
+    remote: RemoteEnvironments = MappingProxyType({}),
     *,
     seed: int,
-    shuffle: bool,
-    max_epochs: int | None,
-    remote: RemoteEnvironments = MappingProxyType({}),
+    shuffle: bool = False,
+    max_epochs: int | None = None,
 ) -> Mixture:
-    """Make the mixture of training tasks. ``remote``: environments in other processes, by alias."""
-    weighted = len(data) > 1
-    components = [_make_component(entry, env, seed, "train", remote, weight=entry.weight if weighted else None) for entry in data]
+    """Make a mixture of the tasks of data entries; several entries of training tasks are mixed by their weights."""
+    weighted = part == "train" and len(entries) > 1
+    components = [_make_component(entry, env, seed, part, remote, weight=entry.weight if weighted else None) for entry in entries]
     return Mixture(tuple(components), seed=seed, shuffle=shuffle, max_epochs=max_epochs)
 
 
-def make_validation_tasks(
-    data: DataEntries | None,
-    train: DataEntries,
-    env: EnvironmentConfigs,
-    *,
-    seed: int,
-    remote: RemoteEnvironments = MappingProxyType({}),
-) -> Mixture | None:
-    """Make the validation tasks: from the validation entries, else from the held-out part of the training entries, else None."""
-    entries = _validation_entries(data, train)
-    if not entries:
-        return None
-    components = [_make_component(entry, env, seed, "validation", remote, weight=None) for entry in entries]
-    return Mixture(tuple(components), seed=seed, shuffle=False)
-
-
-def _validation_entries(data: DataEntries | None, train: DataEntries) -> DataEntries:
-    return data if data is not None else [entry for entry in train if entry.split_validation_size]
-
-
-def describe_environments(
-    train: DataEntries, validation: DataEntries | None, env: EnvironmentConfigs, *, seed: int
-) -> Mapping[str, EnvironmentDescription]:
+def describe_environments(config: RolloutRunConfig) -> Mapping[str, EnvironmentDescription]:
     """Return by alias what another process needs to make an environment of the run and its tasks."""
     sources: dict[str, list[DataSource]] = {}
-    for entries, part in ((train, "train"), (_validation_entries(validation, train), "validation")):
+    env, seed = config.env, config.rollout_training.seed
+    parts: list[tuple[Part, Sequence[DataEntryConfig]]] = [
+        ("train", config.data.train),
+        ("validation", config.data.validation_entries),
+    ]
+    for part, entries in parts:
         for entry in entries:
-            sources.setdefault(resolve_alias(entry, env), []).append(_make_task_source(entry, seed, part))
-    descriptions: dict[str, EnvironmentDescription] = {}
-    for alias, alias_sources in sources.items():
-        config = env.get(alias, EnvironmentConfig(type=None))
-        distinct = tuple(source for index, source in enumerate(alias_sources) if source not in alias_sources[:index])
-        descriptions[alias] = EnvironmentDescription(
-            alias=alias, name=config.type_of(alias), options=config.options, sources=distinct
+            known = sources.setdefault(resolve_alias(entry, env), [])
+            source = DataSource.from_entry(entry, seed=seed, part=part)
+            known += [] if source in known else [source]
+    return {
+        alias: EnvironmentDescription(
+            alias=alias,
+            name=_environment_config(env, alias).type_of(alias),
+            options=_environment_config(env, alias).options,
+            sources=tuple(distinct),
         )
-    return descriptions
-
-
-def _make_task_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
-    """Return the source of an entry's tasks. Generated tasks, which have no rows to split, also belong to one part."""
-    source = make_data_source(entry, seed, part)
-    generated = entry.dataset_name is None and entry.rows is None
-    return replace(source, part="train" if part == "train" else "validation") if generated else source
+        for alias, distinct in sources.items()
+    }
 
 
 def _make_component(
-    entry: DataEntryConfig, env: EnvironmentConfigs, seed: int, part: str, remote: RemoteEnvironments, *, weight: float | None
+    entry: DataEntryConfig, env: EnvironmentConfigs, seed: int, part: Part, remote: RemoteEnvironments, *, weight: float | None
 ) -> Component:
     alias = resolve_alias(entry, env)
-    config = env.get(alias, EnvironmentConfig(type=None))
+    config = _environment_config(env, alias)
     environment = remote.get(alias) or _call_for_alias(alias, make_environment, config.type_of(alias), config.options)
     try:
-        tasks = environment.tasks(_make_task_source(entry, seed, part))
+        tasks = environment.tasks(DataSource.from_entry(entry, seed=seed, part=part))
     except (DataError, EnvironmentConfigError):
         raise
     except Exception as error:  # user-defined environments may raise anything
@@ -99,39 +92,15 @@ def _make_component(
     return Component(alias, environment, tasks, weight)
 
 
-def make_data_source(entry: DataEntryConfig, seed: int, part: str) -> DataSource:
-    """Return the source of an entry's rows. If the entry holds out a validation split: the rows of ``part``, train or validation."""
-    return DataSource(
-        dataset_name=entry.dataset_name,
-        rows=entry.rows,
-        subset=entry.subset,
-        split=entry.split,
-        input_key=entry.input_key,
-        output_key=entry.output_key,
-        messages_key=entry.messages_key,
-        chosen_key=entry.chosen_key,
-        rejected_key=entry.rejected_key,
-        label_key=entry.label_key,
-        margin_key=entry.margin_key,
-        prompt_file=entry.prompt_file,
-        system_prompt=entry.system_prompt,
-        system_prompt_file=entry.system_prompt_file,
-        size=entry.size,
-        repeat=entry.repeat,
-        seed=entry.seed if entry.seed is not None else seed,
-        split_validation_size=entry.split_validation_size,
-        part=("train" if part == "train" else "validation") if entry.split_validation_size else "all",
-    )
-
-
-def list_reward_names(data: DataEntries, env: Mapping[str, EnvironmentConfig]) -> tuple[str, ...]:
-    """Return the names of the rewards that the environments of these entries give."""
-    aliases = {alias: env.get(alias, EnvironmentConfig(type=None)) for alias in (resolve_alias(entry, env) for entry in data)}
+def list_reward_names(config: RolloutRunConfig) -> tuple[str, ...]:
+    """Return the names of the rewards that the environments of the training tasks give."""
+    used = [resolve_alias(entry, config.env) for entry in config.data.train]
+    aliases = {alias: _environment_config(config.env, alias) for alias in used}
     listed = [_call_for_alias(alias, list_rewards, config.type_of(alias), config.options) for alias, config in aliases.items()]
     return tuple(dict.fromkeys(name for names in listed for name in names))
 
 
-def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) -> str:
+def resolve_alias(entry: DataEntryConfig, env: EnvironmentConfigs) -> str:
     """Return the alias of the environment that scores an entry's tasks. Raises EnvironmentConfigError if the choice is ambiguous."""
     alias = entry.env_name or (next(iter(env)) if len(env) == 1 else None)
     if alias is None:
@@ -139,6 +108,11 @@ def resolve_alias(entry: DataEntryConfig, env: Mapping[str, EnvironmentConfig]) 
             f"data: an entry has no env_name, and env has {sorted(env)}; set it to the one that scores its tasks"
         )
     return alias
+
+
+def _environment_config(env: EnvironmentConfigs, alias: str) -> EnvironmentConfig:
+    """Return the section of an alias; an alias without one is the name of an environment."""
+    return env.get(alias, EnvironmentConfig(type=None))
 
 
 def _call_for_alias(alias: str, make: Callable[..., T], *arguments: Any) -> T:

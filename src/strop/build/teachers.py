@@ -10,11 +10,13 @@ from typing import Any
 from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES
+from strop.base_config import validate_section
 from strop.build.models import LoadedPolicy, load_policy
 from strop.config.schema.distillation_config import TeacherConfig
 from strop.config.schema.run_config import DistillationRunConfig
 from strop.learner.base import ColumnSource
 from strop.learner.client import AsyncColumnSource
+from strop.learner.model_config import ModelConfig
 from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen, offload, without_adapters
 from strop.learner.torch.teacher import (
@@ -26,6 +28,7 @@ from strop.learner.torch.teacher import (
     shared_vocabulary_size,
 )
 from strop.models.adapters import lora_layers
+from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Group, Message
 
@@ -48,7 +51,7 @@ def make_teachers(
     """Make the sources of the teachers' columns, by teacher key and column. Call it before a checkpoint is loaded. Raises ValueError."""
     student = get_student_info(policy)
     return {
-        key: _make_self_teacher(teacher, config, policy, columns, sampling, learners)
+        key: _make_self_teacher(teacher, config, policy, columns, sampling, learners["policy"])
         if teacher.model_name == "self"
         else load_teacher(key, config, student, columns, sampling)
         for key, teacher in config.all_teachers.items()
@@ -90,7 +93,8 @@ def load_teacher(
     """Load a teacher model. Return its sources by column. Raises ModelNotFound, and ValueError if its vocabulary is not the student's."""
     teacher = config.all_teachers[key]
     unfiltered = _unfiltered_sampling(sampling, columns)
-    teacher_policy = _load_teacher_model(teacher)
+    model = {name: getattr(teacher, name) for name in ("model_name", "tokenizer", "device", "precision")}
+    teacher_policy = load_policy(validate_section(ModelConfig, model))
     network = teacher_policy.network
     vocab_size = shared_vocabulary_size(
         student.vocab_size, get_student_info(teacher_policy).vocab_size, (student.tokenizer, teacher_policy.tokenizer)
@@ -107,11 +111,11 @@ def _make_self_teacher(
     policy: LoadedPolicy,
     columns: Collection[str],
     sampling: Sampling,
-    learners: Mapping[str, TorchLearner],
+    learner: TorchLearner,
 ) -> dict[str, ColumnSource]:
     """Make the policy its own teacher: it scores rollouts with a demonstration in the prompt."""
-    scorer = _make_self_scorer(teacher, policy, _unfiltered_sampling(sampling, columns), learners)
-    assert teacher.demonstration is not None
+    scorer = _make_self_scorer(teacher, policy.network, _unfiltered_sampling(sampling, columns), learner)
+    assert teacher.demonstration is not None  # a rule of the configuration
     prompt = _make_demonstration_prompt(teacher.demonstration, policy)
     return {column: SelfTeacher(_make_source(column, scorer, config, None), prompt) for column in columns}
 
@@ -132,23 +136,9 @@ def _make_source(column: str, scorer: NetworkScorer, config: DistillationRunConf
     return TeacherTopK(scorer, config.distillation.topk_logits_k, vocab_size)
 
 
-def _load_teacher_model(teacher: TeacherConfig) -> LoadedPolicy:
-    return load_policy(
-        teacher.model_name,
-        tokenizer_name=teacher.tokenizer.name,
-        chat_template=teacher.tokenizer.chat_template,
-        chat_options=teacher.tokenizer.chat_template_kwargs,
-        device=teacher.device,
-        precision=teacher.precision,
-        threads=None,
-    )
-
-
-def _make_self_scorer(
-    teacher: TeacherConfig, policy: LoadedPolicy, sampling: Sampling, learners: Mapping[str, TorchLearner]
-) -> NetworkScorer:
+def _make_self_scorer(teacher: TeacherConfig, network: Network, sampling: Sampling, learner: TorchLearner) -> NetworkScorer:
     """Make the scorer of a self-teacher: the policy with its current, averaged or initial weights."""
-    learner, network, tokens = learners["policy"], policy.network, teacher.logprob_mb_tokens
+    tokens = teacher.logprob_mb_tokens
     match teacher.self_weights:
         case "current":
             return NetworkScorer(network, sampling, tokens)

@@ -133,6 +133,13 @@ class DataConfig(BaseConfig):
     )
     default: DefaultEntryConfig = subsection(DefaultEntryConfig)
 
+    @property
+    def validation_entries(self) -> tuple[DataEntryConfig, ...]:
+        """The entries to validate on: those of ``validation``, else those of ``train`` that hold out a part."""
+        if self.validation is not None:
+            return self.validation
+        return tuple(entry for entry in self.train if entry.split_validation_size)
+
     @model_validator(mode="before")
     @classmethod
     def _merge_defaults(cls, values: Any) -> Any:

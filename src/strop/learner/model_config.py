@@ -71,6 +71,11 @@ class ModelConfig(BaseConfig):
     sequence_packing: SequencePackingConfig = subsection(SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = subsection(DynamicBatchingConfig)
 
+    @property
+    def batching(self) -> SequencePackingConfig | DynamicBatchingConfig:
+        """The section whose token budgets apply: of packed micro-batches, or of padded ones."""
+        return self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+
     @field_validator("weights_dtype")
     @classmethod
     def _check_weights_dtype(cls, weights_dtype: str, values: ValidationInfo) -> str:

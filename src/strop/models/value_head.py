@@ -71,7 +71,9 @@ class ValueHead:
         self.compute_hidden: Callable[[Batch], Tensor] = trunk.hidden
         self.device: torch.device = trunk.device
         self.packed = trunk.packed
-        self.model = (ScalarHead(size) if head is None else head).to(device=trunk.device, dtype=wide)
+        # The trunk is on the meta device on ranks that have not received it yet; the head is the same zeros on all of them.
+        device = torch.device("cpu") if trunk.device.type == "meta" else trunk.device
+        self.model = (ScalarHead(size) if head is None else head).to(device=device, dtype=wide)
 
     def outputs(self, batch: Batch, sampling: Sampling) -> ValueOutputs:
         """Return the values at each sampled token, [N]. ``sampling`` has no effect."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.build.cluster.device_plan import format_device_rows, format_placement, make_parallel_dims
+from strop.build.cluster.device_plan import format_device_rows, format_placement
 from strop.build.summary import summarize
 from strop.config import TrainingRunConfig, load_config
 from strop.config.checks.device_counts import count_devices
@@ -80,11 +80,6 @@ def test_more_engines_than_fit_are_refused() -> None:
     many = config(*TWO_NODES, *APART, "policy.generation.torch_cfg.num_engines=9")
     with pytest.raises(PlacementError, match="9"):
         format_placement(many, on_cpu=True)
-
-
-def test_sizes_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="these 2 ranks do not divide 3 devices that train"):
-        make_parallel_dims(config("policy.dtensor_cfg.tensor_parallel_size=2", *TWO_NODES).policy.dtensor_cfg, 3)
 
 
 def test_a_run_on_a_cluster_says_where_it_is_and_one_process_says_nothing_of_it() -> None:

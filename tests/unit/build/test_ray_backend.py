@@ -66,7 +66,7 @@ def generator_of(config: TrainingRunConfig, *, on_cpu: bool = False) -> tuple[Sy
     )
     synced = asyncio.run(RayBackend(config, cluster, plan, ranks, info).build_generator(spec))
     (make_exporter,) = ranks.calls["open_export"]
-    return synced, make_exporter.args[1].engines
+    return synced, make_exporter.keywords["engines"]
 
 
 @pytest.mark.parametrize(

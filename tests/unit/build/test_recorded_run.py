@@ -22,10 +22,9 @@ from strop.build.models import LoadedPolicy
 from strop.build.recorded_run import (
     RecordedExamples,
     load_validation_groups,
+    make_examples,
     make_recorded_options,
-    make_recorded_rules,
     make_recorded_stream,
-    make_training_examples,
 )
 from strop.config import RecordedRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
@@ -61,7 +60,7 @@ def config(section: str, *overrides: str) -> RecordedRunConfig:
 
 
 def examples(found: RecordedRunConfig, algorithm: Algorithm, policy: LoadedPolicy) -> RecordedExamples:
-    return make_training_examples(found, algorithm, policy, make_recorded_rules(found, policy))
+    return make_examples(found, found.data.train, "train", algorithm, policy)
 
 
 def said(group: Group) -> str:
@@ -141,7 +140,7 @@ def test_what_is_taught_ends_as_the_configuration_says(tmp_path: Path, policy: L
     rows = conversations(tmp_path / "rows.jsonl", 1)
     with pytest.warns(UserWarning, match="has no chat template"):
         template = ChatTemplate(_without_template(policy.tokenizer))
-    plain = LoadedPolicy(policy.network, policy.tokenizer, template, policy.stop_ids)
+    plain = LoadedPolicy(policy.tokenizer, template, policy.stop_ids, policy.network)
     ends = {}
     for add in ("true", "false"):
         found = examples(config("sft", f"data.train.dataset_name={rows}", f"data.add_eos={add}"), SFT(), plain)
@@ -222,8 +221,7 @@ def test_the_stream_is_in_order_and_goes_on_where_it_was_left(tmp_path: Path, po
 
 
 def measured(found: RecordedRunConfig, policy: LoadedPolicy, notes: Recorder | None = None) -> list[str]:
-    rules = make_recorded_rules(found, policy)
-    return [said(group) for group in load_validation_groups(found, SFT(), policy, rules, notes or Recorder())]
+    return [said(group) for group in load_validation_groups(found, SFT(), policy, notes or Recorder())]
 
 
 def test_nothing_is_measured_where_no_validation_is_due(tmp_path: Path, policy: LoadedPolicy) -> None:

@@ -173,8 +173,8 @@ def test_what_training_holds_out_is_validated_on(tmp_path):
     found = config(
         f"data.train.dataset_name={rows}", "data.train.env_name=math", "env.math={}", "data.train.split_validation_size=5"
     )
-    train = make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
-    held_out = make_validation_tasks(found.data.validation, found.data.train, found.env, seed=1)
+    train = make_training_tasks(found)
+    held_out = make_validation_tasks(found)
     assert held_out is not None and (len(train), len(held_out)) == (15, 5)
     questions = [{source.at(index)[2].question for index in range(len(source))} for source in (train, held_out)]
     assert not questions[0] & questions[1] and len(questions[0] | questions[1]) == 20
@@ -182,7 +182,7 @@ def test_what_training_holds_out_is_validated_on(tmp_path):
 
 def test_there_is_no_validation_where_nothing_is_held_out():
     found = config()
-    assert make_validation_tasks(found.data.validation, found.data.train, found.env, seed=1) is None
+    assert make_validation_tasks(found) is None
 
 
 def test_several_entries_are_mixed_by_weight():
@@ -190,7 +190,7 @@ def test_several_entries_are_mixed_by_weight():
     base = ["policy.model_name=m", "grpo.val_period=0", "checkpointing.metric_name=null"]
     environments = ["env.easy.type=arithmetic", "env.hard.type=arithmetic", "env.hard.operands=3"]
     found = load_config(None, [*base, f"data.train={entries}", *environments], root=GrpoRunConfig).config
-    train = make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=None)
+    train = make_training_tasks(found)
     names = [train.at(index)[0] for index in range(40)]
     assert names.count("hard") == 30 and train.at(names.index("hard"))[2].question.count("+") == 2
 
@@ -202,7 +202,7 @@ def test_a_data_sets_own_configuration_reaches_the_data(monkeypatch):
     monkeypatch.setattr(DataSource, "load_rows", lambda self, **options: seen.append(self) or [])
     found = config("data.train.dataset_name=acme/sums", "data.train.subset=hard", "data.train.env_name=math", "env.math={}")
     with pytest.raises(EnvironmentConfigError, match="has no tasks"):
-        make_training_tasks(found.data.train, found.env, seed=1, shuffle=True, max_epochs=1)
+        make_training_tasks(found)
     assert seen[0].subset == "hard"
 
 

@@ -21,8 +21,8 @@ from strop.algorithms.policy_gradient.advantages.grpo import GRPO
 from strop.algorithms.preference.dpo import DPO
 from strop.algorithms.preference.simpo import SimPO
 from strop.build.backend import LocalBackend
-from strop.build.models import LoadedPolicy, load_training_policy
-from strop.build.scorers import count_optimizer_steps, make_learners, make_scorers
+from strop.build.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
+from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig, load_config
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.learner.torch.learner import TorchLearner
@@ -55,7 +55,7 @@ def rollouts(section: str, model: Path, *overrides: str) -> RolloutRunConfig:
 
 
 def learners(config: TrainingRunConfig, policy: LoadedPolicy, algorithm: Algorithm) -> dict[str, TorchLearner]:
-    return make_learners(config, policy, algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
+    return make_learners(config, make_trained_networks(config, policy), algorithm, SAMPLING, count_optimizer_steps(OPTIONS, None))
 
 
 def backend_with_scorers(
@@ -109,9 +109,9 @@ def test_a_schedule_is_as_long_as_steps_and_tasks_allow(max_steps: int, tasks: i
 
 def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_folder: Path) -> None:
     found = config("grpo", tiny_model_folder, "policy.scheduler={name: linear, kwargs: {min_ratio: 0.0}}")
-    policy = load_training_policy(found.policy)
-    made = make_learners(found, policy, GRPO(), SAMPLING, count_optimizer_steps(OPTIONS, None))["policy"]
-    assert isinstance(made, TorchLearner) and made.scheduler is not None
+    policy = load_policy(found.policy)
+    made = learners(found, policy, GRPO())["policy"]
+    assert made.scheduler is not None
     rates = []
     for _ in range(30):
         rates.append(made.optimizer.param_groups[0]["lr"])
@@ -125,24 +125,29 @@ def test_the_run_s_steps_are_the_length_of_a_schedule_that_sets_none(tiny_model_
 
 def test_pairs_are_never_cut_where_the_loss_compares_them(tiny_model_folder: Path) -> None:
     found = config("dpo", tiny_model_folder)
-    made = learners(found, load_training_policy(found.policy), DPO())
-    assert list(made) == ["policy"] and made["policy"].options.whole_groups  # type: ignore[attr-defined]
+    made = learners(found, load_policy(found.policy), DPO())
+    assert list(made) == ["policy"] and made["policy"].whole_groups
 
 
 def test_a_critic_has_the_settings_of_its_own_section(tiny_model_folder: Path) -> None:
     found = rollouts("ppo", tiny_model_folder, "value.optimizer.kwargs.lr=0.5", "value.max_grad_norm=9", "value.device=cpu")
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     made: Any = learners(found, policy, PPO())
     assert list(made) == ["policy", "value"] and isinstance(made["value"].network, ValueNetwork)
-    assert made["value"].optimizer.param_groups[0]["lr"] == 0.5 and made["value"].options.max_grad_norm == 9
-    assert made["value"].options.section == "value"
+    assert made["value"].optimizer.param_groups[0]["lr"] == 0.5 and made["value"].config == found.value
     shared = {id(parameter) for parameter in made["policy"].parameters} & {id(one) for one in made["value"].parameters}
     assert not shared, "each learner steps its own weights"
 
 
+def test_a_mistake_in_the_section_of_a_critic_is_named_with_its_key(tiny_model_folder: Path) -> None:
+    found = rollouts("ppo", tiny_model_folder, "value.optimizer.kwargs={lr: 0.1, momentun: 0.5}", "value.device=cpu")
+    with pytest.raises(ValueError, match=r"^value\.optimizer\.kwargs\.momentun: "):
+        learners(found, load_policy(found.policy), PPO())
+
+
 def test_a_critic_that_is_a_head_trains_nothing_of_the_policy(tiny_model_folder: Path) -> None:
     found = rollouts("ppo", tiny_model_folder, "value.head_only=true")
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     made: Any = learners(found, policy, PPO())
     assert isinstance(made["value"].network, ValueHead)
     count = sum(parameter.numel() for parameter in made["value"].parameters)
@@ -155,19 +160,19 @@ def test_a_critic_with_another_vocabulary_is_refused(tiny_model_folder: Path, tm
     other = build_tiny(tmp_path / "other")
     found = rollouts("ppo", tiny_model_folder, f"value.model_name={other}")
     with pytest.raises(ValueError, match=r"^value\.tokenizer\.name: the critic reads the tokens that the policy wrote"):
-        learners(found, load_training_policy(found.policy), PPO())
+        learners(found, load_policy(found.policy), PPO())
 
 
 def test_a_critic_that_was_saved_without_its_tokenizer_can_be_given_the_policy_s(tiny_model_folder: Path, tmp_path: Path) -> None:
     found = rollouts("ppo", tiny_model_folder)
-    made: Any = learners(found, load_training_policy(found.policy), PPO())
+    made: Any = learners(found, load_policy(found.policy), PPO())
     made["value"].save(tmp_path)
     saved = f"value.model_name={tmp_path / 'weights'}"
     with pytest.raises(ValueError, match=r"value\.tokenizer\.name: no tokenizer could be loaded from .*name the policy's"):
         alone = rollouts("ppo", tiny_model_folder, saved)
-        learners(alone, load_training_policy(alone.policy), PPO())
+        learners(alone, load_policy(alone.policy), PPO())
     given = rollouts("ppo", tiny_model_folder, saved, f"value.tokenizer.name={tiny_model_folder}")
-    assert list(learners(given, load_training_policy(given.policy), PPO())) == ["policy", "value"]
+    assert list(learners(given, load_policy(given.policy), PPO())) == ["policy", "value"]
 
 
 # --- columns -----------------------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_a_critic_that_was_saved_without_its_tokenizer_can_be_given_the_policy_s
 
 def test_a_reference_is_loaded_only_where_it_is_asked_for(tiny_model_folder: Path) -> None:
     found = rollouts("grpo", tiny_model_folder)
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     assert backend_with_scorers(found, policy, GRPO())[1] == {}
     assert backend_with_scorers(found, policy, GRPO(kl=Kl(weight=0.0)))[1] == {}
     assert list(backend_with_scorers(found, policy, GRPO(kl=Kl(weight=0.1)))[1]) == [REFERENCE_LOGPROBS]
@@ -185,7 +190,7 @@ def test_a_reference_is_loaded_only_where_it_is_asked_for(tiny_model_folder: Pat
 def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overrides: list[str]) -> None:
     algorithm = GRPO(kl=Kl(weight=0.1))
     found = rollouts("grpo", tiny_model_folder, *overrides)
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     source = backend_with_scorers(found, policy, algorithm)[1][REFERENCE_LOGPROBS]
     groups = random_groups(3)
     batch = pack_for(groups, algorithm)
@@ -200,7 +205,7 @@ def test_the_reference_stays_what_the_policy_was(tiny_model_folder: Path, overri
 
 def test_values_are_those_of_the_critic_that_learns(tiny_model_folder: Path) -> None:
     found = rollouts("ppo", tiny_model_folder)
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     backend, made = backend_with_scorers(found, policy, PPO())
     source = made[VALUES]
     groups = random_groups(3)
@@ -220,7 +225,7 @@ class Wishful(GRPO):
 
 def test_a_column_that_nobody_fills_is_named(tiny_model_folder: Path) -> None:
     found = rollouts("grpo", tiny_model_folder)
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     with pytest.raises(ValueError, match=r"requires the columns \['oracle'\], which strop grpo does not provide"):
         backend_with_scorers(found, policy, Wishful())[1]
     with pytest.raises(ValueError, match="which strop grpo does not provide"):
@@ -230,7 +235,7 @@ def test_a_column_that_nobody_fills_is_named(tiny_model_folder: Path) -> None:
 def test_a_teacher_fills_the_column_of_its_algorithm(tiny_model_folder: Path) -> None:
     teacher = [f"teacher.model_name={tiny_model_folder}", "algorithm.name=distillation"]
     found = rollouts("distillation", tiny_model_folder, *teacher)
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     made = learners(found, policy, Distillation())
     source = backend_with_scorers(found, policy, Distillation())[1][TEACHER_LOGPROBS]
     groups = random_groups(2)
@@ -256,7 +261,7 @@ def scorers_of(
 
 def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp_path: Path) -> None:
     found, groups, notes = recorded(tiny_model_folder, tmp_path / "logs"), random_groups(5), Recorder()
-    policy = load_training_policy(found.policy)
+    policy = load_policy(found.policy)
     source = scorers_of(found, policy, DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
     assert "computed once" in notes.notes[-1]
     batch = pack_for(groups, DPO())
@@ -266,21 +271,21 @@ def test_a_reference_is_computed_once_and_then_read(tiny_model_folder: Path, tmp
     def nobody() -> Sequence[Group]:
         raise AssertionError("the data is not read again")
 
-    again = scorers_of(found, load_training_policy(found.policy), DPO(), nobody, notes)[REFERENCE_LOGPROBS]
+    again = scorers_of(found, load_policy(found.policy), DPO(), nobody, notes)[REFERENCE_LOGPROBS]
     assert "loaded from" in notes.notes[-1]
     assert torch.equal(asked(again, batch, groups)[REFERENCE_LOGPROBS], asked(source, batch, groups)[REFERENCE_LOGPROBS])
 
 
 def test_what_a_reference_was_computed_with_must_not_change(tiny_model_folder: Path, tmp_path: Path) -> None:
     found, groups, notes = recorded(tiny_model_folder, tmp_path / "logs"), random_groups(2), Recorder()
-    scorers_of(found, load_training_policy(found.policy), DPO(), lambda: groups, notes)
-    changed = load_training_policy(found.policy)
+    scorers_of(found, load_policy(found.policy), DPO(), lambda: groups, notes)
+    changed = load_policy(found.policy)
     disturb(changed)
     with pytest.raises(ValueError, match="were computed with other weights"):
         scorers_of(found, changed, DPO(), lambda: groups, notes)
     other = recorded(tiny_model_folder, tmp_path / "logs", "data.train.system_prompt=Think.")
     with pytest.raises(ValueError, match="were computed with other data"):
-        scorers_of(other, load_training_policy(found.policy), DPO(), lambda: groups, notes)
+        scorers_of(other, load_policy(found.policy), DPO(), lambda: groups, notes)
 
 
 def test_adapters_leave_a_reference_what_it_is_without_them(tiny_model_folder: Path, tmp_path: Path) -> None:
@@ -288,12 +293,12 @@ def test_adapters_leave_a_reference_what_it_is_without_them(tiny_model_folder: P
     columns = []
     for name, overrides in (("whole", []), ("adapters", [LORA])):
         found = recorded(tiny_model_folder, tmp_path / name, *overrides)
-        source = scorers_of(found, load_training_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
+        source = scorers_of(found, load_policy(found.policy), DPO(), lambda: groups, notes)[REFERENCE_LOGPROBS]
         columns.append(asked(source, pack_for(groups, DPO()), groups)[REFERENCE_LOGPROBS])
     assert torch.allclose(columns[0], columns[1], atol=1e-6)
 
 
 def test_an_algorithm_without_a_reference_has_none(tiny_model_folder: Path, tmp_path: Path) -> None:
     found = recorded(tiny_model_folder, tmp_path / "logs")
-    assert scorers_of(found, load_training_policy(found.policy), SimPO(), list, Recorder()) == {}
+    assert scorers_of(found, load_policy(found.policy), SimPO(), list, Recorder()) == {}
     assert not (tmp_path / "logs").exists()

@@ -28,13 +28,13 @@ def test_a_run_over_hosted_environments_asks_the_same_tasks_in_the_same_order(tm
     config = load_config(None, [*base, *environments], root=GrpoRunConfig).config
 
     def streams(hosted: dict[str, RemoteEnvironment]) -> list[tuple[str, str, str, str]]:
-        train = make_training_tasks(config.data.train, config.env, seed=3, shuffle=True, max_epochs=1, remote=hosted)
-        held_out = make_validation_tasks(config.data.validation, config.data.train, config.env, seed=3, remote=hosted)
+        train = make_training_tasks(config, hosted)
+        held_out = make_validation_tasks(config, hosted)
         assert held_out is not None
         found = [source.at(index) for source in (train, held_out) for index in range(len(source))]
         return [(name, task.id, task.question, task.answer) for name, _, task in found]
 
-    made = describe_environments(config.data.train, config.data.validation, config.env, seed=3)
+    made = describe_environments(config)
     assert {alias: (own.name, len(own.sources)) for alias, own in made.items()} == {
         "sums": ("arithmetic", 1),
         "written": ("math", 2),
@@ -59,9 +59,10 @@ def test_a_reward_without_a_type_is_an_environment_of_functions(tmp_path: Path) 
     config = load_config(None, overrides, root=GrpoRunConfig, check=False).config
     entry = config.data.train[0].with_rows([{"prompt": f"{n}+1", "answer": n + 1} for n in range(3)])
     for env in (config.env, {"mine": EnvironmentConfig(type=None, rewards={"correct": {"function": correct, "weight": 2.0}})}):
-        name, environment, task = make_training_tasks([entry], env, seed=1, shuffle=False, max_epochs=1).at(1)
+        given = replace(config, env=env, data=replace(config.data, train=(entry,), shuffle=False))
+        name, environment, task = make_training_tasks(given).at(1)
         assert name == "mine" and isinstance(environment, FunctionEnvironment)
         assert (task.question, task.answer) == ("1+1", "2")
-        assert list_reward_names([entry], env) == ("correct",)
+        assert list_reward_names(given) == ("correct",)
     saved = dump_config(replace(config, env=env))
     assert f"function: {correct.__module__}:correct" in saved and "rows" not in saved

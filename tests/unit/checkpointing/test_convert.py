@@ -14,11 +14,11 @@ from torch import Tensor
 
 from strop.learner.parallel.shard_files import TensorShard, write_shards
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.loading import ModelNotFound, load_model
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.user_code import import_attribute
+from support.learners import make_torch_learner
 from support.models import build
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "converters" / "convert_dcp_to_hf.py"
@@ -32,7 +32,7 @@ def script() -> ModuleType:
 def saved(folder: Path, family: str, tokenizer: Any) -> dict[str, Tensor]:
     """A checkpoint as ranks write it (here one has it all), with its tokenizer; and the model's weights."""
     model = build(family)
-    learner = TorchLearner(Network(model, precision=torch.float32), Sampling(), TorchLearnerOptions(average_decay=0.9))
+    learner = make_torch_learner(Network(model, precision=torch.float32), Sampling(), average_decay=0.9)
     take_snapshot(learner.parallelism, learner.state, copies=False).save(folder / "policy")
     for name in ("weights", "ema"):
         tokenizer.save_pretrained(folder / "policy" / name)
@@ -69,7 +69,7 @@ def test_a_model_in_bfloat16_stays_in_it(script: ModuleType, tmp_path: Path, tok
     from transformers import AutoModelForCausalLM
 
     model = build("llama").bfloat16()
-    learner = TorchLearner(Network(model, precision=torch.bfloat16), Sampling(), TorchLearnerOptions())
+    learner = make_torch_learner(Network(model, precision=torch.bfloat16), Sampling())
     take_snapshot(learner.parallelism, learner.state, copies=False).save(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy" / "weights")
     (tmp_path / "config.yaml").write_text("{}")

@@ -224,14 +224,18 @@ def model_folder(tmp_path_factory):
 
 
 def torch_learner(folder: Path, seed: int = 0):
-    from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
     from strop.models.loading import load_model
     from strop.models.network import Network
     from strop.sampling import Sampling
+    from support.learners import make_scheduler_config, make_torch_learner
 
     network = Network(load_model(str(folder)), packed=True)
-    options = TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, schedule=[{"name": "torch.optim.lr_scheduler.ConstantLR"}])
-    return TorchLearner(network, Sampling(), options)
+    return make_torch_learner(
+        network,
+        Sampling(),
+        optimizer_kwargs={"lr": 1e-2},
+        schedule=make_scheduler_config({"name": "torch.optim.lr_scheduler.ConstantLR"}),
+    )
 
 
 def move(learner) -> None:

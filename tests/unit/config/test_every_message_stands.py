@@ -142,6 +142,7 @@ REWORDED: dict[str, str] = {
 
 # The old message -> why nothing says it any more.
 DROPPED: dict[str, str] = {
+    "{}.scheduler: {} stages need {} milestones between them; found {}": "the section says it, and no scheduler is built without one",
     "a batch that is only scored has no loss": "a batch that is only scored is packed without an algorithm",
     "a coroutine of a rank suspended; local learners must not await anything": "learners are no coroutines",
     "dtensor_cfg.lora_cfg.lora_A_init: {} is unknown{}": "the section's type says which values there are",

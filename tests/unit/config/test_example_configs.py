@@ -76,12 +76,12 @@ def test_an_example_on_sums_loads_with_the_data_that_is_made_for_it(
 @pytest.mark.parametrize("kind", ["conversations", "preferences", "judgements"])
 def test_the_data_of_the_examples_is_read_and_no_question_is_held_out_and_trained_on(kind: str, sums: Path) -> None:
     from strop.build.recorded_run import EXAMPLE_READERS
-    from strop.build.tasks import make_data_source
+    from strop.data.sources.source import DataSource
 
     parts = {}
     for part, size in (("train", 200), ("validation", 20)):
         entry = DataEntryConfig(dataset_name=str(sums / "data" / "arithmetic" / f"{kind}_{part}.jsonl"))
-        rows = EXAMPLE_READERS[kind](make_data_source(entry, 0, part))
+        rows = EXAMPLE_READERS[kind](DataSource.from_entry(entry, seed=0, part=part))
         assert len(rows) == size
         parts[part] = {row.question if kind != "conversations" else row.messages[0].content for row in rows}
     assert not parts["train"] & parts["validation"]

@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 from strop.base_config import to_tree
-from strop.build.tasks import make_data_source
 from strop.data.data_config import DataEntryConfig
 from strop.data.recorded.examples import conversations, preferences, unpaired_preferences
 from strop.data.sources.records import DataError
@@ -79,5 +78,5 @@ def test_a_name_and_rows_are_an_error():
 def test_a_data_entry_carries_rows_to_its_source_and_keeps_them_out_of_the_saved_configuration(make):
     entry = DataEntryConfig(dataset_name="gsm8k", split_validation_size=4).with_rows(make(ROWS))
     assert "rows" not in to_tree(entry) and "gsm8k" not in str(to_tree(entry))
-    source = make_data_source(pickle.loads(pickle.dumps(entry)), 1, "validation")
+    source = DataSource.from_entry(pickle.loads(pickle.dumps(entry)), seed=1, part="validation")
     assert len(source.load_rows()) == 4

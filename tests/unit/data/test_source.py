@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from strop.data.data_config import DataConfig, DataEntryConfig
 from strop.data.sources.records import DataError
 from strop.data.sources.source import DataSource, split_train_validation
 
@@ -209,3 +210,31 @@ def test_a_split_that_leaves_nothing_on_one_side_is_an_error(size, tmp_path):
 def test_a_split_of_one_question_is_an_error(tmp_path):
     with pytest.raises(DataError, match="too few"):
         DataSource(dataset_name=jsonl(tmp_path, [ROWS[0]] * 9), split_validation_size=0.5, part="train").load_rows()
+
+
+def test_the_source_of_an_entry_has_its_keys_and_the_seed_of_the_run():
+    entry = DataEntryConfig(dataset_name="a.jsonl", input_key="q", system_prompt="Add.", size=7, repeat=2, env_name="sums")
+    assert DataSource.from_entry(entry, seed=5, part="train") == DataSource(
+        dataset_name="a.jsonl", input_key="q", system_prompt="Add.", size=7, repeat=2, seed=5
+    )
+    assert DataSource.from_entry(DataEntryConfig(dataset_name="a.jsonl", seed=0), seed=5, part="train").seed == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"dataset_name": "a.jsonl"}, "all"),
+        ({"rows": [{"prompt": "1+1"}]}, "all"),
+        ({"dataset_name": "a.jsonl", "split_validation_size": 0.1}, "validation"),
+        ({"size": 9}, "validation"),
+    ],
+)
+def test_an_entry_gives_one_part_only_where_it_is_divided_or_generated(keys, part):
+    assert DataSource.from_entry(DataEntryConfig(**keys), seed=1, part="validation").part == part
+
+
+def test_validation_entries_are_those_of_validation_else_those_that_hold_out():
+    kept, divided = DataEntryConfig(dataset_name="a"), DataEntryConfig(dataset_name="b", split_validation_size=3)
+    assert DataConfig(train=(kept, divided)).validation_entries == (divided,)
+    assert DataConfig(train=(kept, divided), validation=(kept,)).validation_entries == (kept,)
+    assert DataConfig(train=(kept,)).validation_entries == ()

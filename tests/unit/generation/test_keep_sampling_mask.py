@@ -18,13 +18,13 @@ from strop.algorithms.base import CANDIDATES, TokenOutputs
 from strop.generation.base import Completion
 from strop.generation.torch.model_runner import RecomputeRunner
 from strop.generation.torch.sampler import sample_tokens
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.heads import LMHead, token_logprobs
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, MAX_RECORDED_TOP_K, NO_TOKEN, Sampling, filtered_logits, pad_kept_tokens
 from strop.types import Batch, Group, Rollout
 from support.algorithms import grpo
+from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.rollouts import batch_shapes, make_group, make_groups, make_rollout, make_turn, pack_for, with_columns
 from support.torch_engine import Request, make_engine, make_runner, run_requests
@@ -249,8 +249,9 @@ def test_a_policy_that_trains_stays_in_agreement(network: Network) -> None:
     """Three steps of engine and learner on one module: at each step the recorded sets are those of the weights that sampled."""
     own = Network(build("llama"))
     sampling = RECORDING["top_k_and_top_p"]
-    options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40)
-    learner = TorchLearner(own, sampling, options)
+    learner = make_torch_learner(
+        own, sampling, optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40
+    )
     runner = make_runner(own, prepack=True)
     seen = []
     for _ in range(3):
@@ -301,9 +302,10 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(shapes: Any, budget: 
 
     def gradient(batch: Batch, budget: int, packed: bool) -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
-        options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
         network = Network(model, precision=torch.float64, chunk=5, packed=packed)
-        TorchLearner(network, sampling, options).forward_backward(batch, algorithm.loss)
+        make_torch_learner(
+            network, sampling, optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget
+        ).forward_backward(batch, algorithm.loss)
         return copy_gradients(model)
 
     def packed_batch(share: bool) -> Batch:

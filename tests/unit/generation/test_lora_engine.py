@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from strop.generation.torch.fast_linears import FastLinears
 from strop.generation.torch.model_runner import CachedRunner, RecomputeRunner
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import NetworkScorer, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.lora import add_adapters
@@ -24,6 +23,7 @@ from strop.models.lora_config import LoraConfig
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
+from support.learners import make_torch_learner
 from support.lora import build_with_adapters, copy_base_weights, with_random_adapters
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
@@ -84,8 +84,9 @@ def test_the_engine_follows_every_optimizer_step_and_the_base_does_not_move(prec
     add_adapters(model, LoraConfig(), base="base")
     before = copy_base_weights(model)
     network = Network(model, precision=precision)
-    options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.2}, max_grad_norm=None, train_tokens=40)
-    learner = TorchLearner(network, SAMPLING, options)
+    learner = make_torch_learner(
+        network, SAMPLING, optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.2}, max_grad_norm=None, train_tokens=40
+    )
     reference = NetworkScorer(network, SAMPLING, 40, context=without_adapters(network))
     runner = make_runner(network, prepack=prepack)
     found, scored = [], []

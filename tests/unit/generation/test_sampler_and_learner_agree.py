@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from strop.generation.torch.model_runner import RecomputeRunner
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
+from support.learners import make_torch_learner
 from support.models import FAMILIES, VOCABULARY, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_grpo
 from support.torch_engine import Request, make_engine, make_runner, run_requests
@@ -84,8 +85,9 @@ def test_a_learner_that_trains_agrees_after_every_step() -> None:
     """Engine and learner share the module; after a step the engine's fast copies are those of the new weights."""
     network = Network(build("llama"))
     sampling = SAMPLINGS["temperature"]
-    options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40)
-    learner = TorchLearner(network, sampling, options)
+    learner = make_torch_learner(
+        network, sampling, optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.5}, max_grad_norm=None, train_tokens=40
+    )
     runner = make_runner(network, prepack=True)
     found = []
     for _ in range(3):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.data.packing_config import DynamicBatchingConfig
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, copy_frozen
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
+from support.learners import make_model_config, make_scheduler_config, make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import pack_for, simple_groups
 
-SCHEDULE = (
+SCHEDULE = make_scheduler_config(
     {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 3}},
     {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.7}},
     {"milestones": [3]},
@@ -26,7 +29,7 @@ SCHEDULE = (
 
 def make_learner(family: str = "llama", *, seed: int = 0, **options: Any) -> TorchLearner:
     chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.01}, "train_tokens": 20, **options}
-    return TorchLearner(Network(build(family, seed=seed)), Sampling(), TorchLearnerOptions(**chosen))
+    return make_torch_learner(Network(build(family, seed=seed)), Sampling(), **chosen)
 
 
 def batch_of(seed: int) -> Batch:
@@ -138,7 +141,7 @@ def test_activation_checkpointing_gives_the_same_gradient(packed: bool) -> None:
     for checkpointing in (False, True):
         model = to_float64(build("llama"))
         network = Network(model, precision=torch.float64, packed=packed)
-        learner = TorchLearner(network, Sampling(), TorchLearnerOptions(activation_checkpointing=checkpointing, train_tokens=25))
+        learner = make_torch_learner(network, Sampling(), activation_checkpointing=checkpointing, train_tokens=25)
         result = learner.forward_backward(batch_of(0), grpo().loss)
         found.append((copy_gradients(model), result.outputs.logprobs))
     assert largest_difference(found[0][0], found[1][0]) < 1e-12
@@ -190,3 +193,11 @@ def test_weights_come_under_their_hugging_face_names() -> None:
     names = dict(make_learner().weights())
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" in names
+
+
+def test_the_budgets_of_padded_micro_batches_apply_where_packing_is_off() -> None:
+    padded = DynamicBatchingConfig(train_mb_tokens=30, logprob_mb_tokens=40)
+    config = replace(make_model_config(train_tokens=10, score_tokens=20), dynamic_batching=padded)
+    assert (config.batching.train_mb_tokens, config.batching.logprob_mb_tokens) == (10, 20)
+    config = replace(config, sequence_packing=replace(config.sequence_packing, enabled=False))
+    assert config.batching == padded

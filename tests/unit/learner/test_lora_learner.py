@@ -16,7 +16,7 @@ from strop.algorithms.kl import REFERENCE_LOGPROBS
 from strop.algorithms.supervised.sft import SFT
 from strop.checkpointing.base import RunState
 from strop.checkpointing.folders import CheckpointError, FolderCheckpointer
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.learner.torch.scorer import NetworkScorer, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.classifiers import load_classifier
@@ -28,6 +28,7 @@ from strop.rollouts.stream import StreamState
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
+from support.learners import make_scheduler_config, make_torch_learner
 from support.lora import build_with_adapters, copy_base_weights, copy_weights, with_random_adapters
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups, with_columns
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLING = Sampling(temperature=0.8)
 EXACT = 1e-9
-SCHEDULE = ({"name": "cosine", "kwargs": {"warmup_steps": 2, "total_steps": 8}},)
+SCHEDULE = make_scheduler_config({"name": "cosine", "kwargs": {"warmup_steps": 2, "total_steps": 8}})
 
 
 def make_learner(model: Any = None, **options: Any) -> TorchLearner:
@@ -45,7 +46,7 @@ def make_learner(model: Any = None, **options: Any) -> TorchLearner:
         model = build("llama")
         add_adapters(model, LoraConfig(), base="base")
     chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.01}, "train_tokens": 20, **options}
-    return TorchLearner(Network(model), SAMPLING, TorchLearnerOptions(**chosen))
+    return make_torch_learner(Network(model), SAMPLING, **chosen)
 
 
 def batch_of(seed: int, **options: Any) -> Batch:
@@ -78,13 +79,14 @@ class Bench:
         self, batch: Batch, *, budget: int = 10**9, packed: bool = True, checkpointing: bool = False
     ) -> dict[str, Tensor]:
         self.model.zero_grad(set_to_none=True)
-        options = TorchLearnerOptions(
+        learner = make_torch_learner(
+            self.network(packed),
+            SAMPLING,
             optimizer="torch.optim.SGD",
             optimizer_kwargs={"lr": 0.0},
             train_tokens=budget,
             activation_checkpointing=checkpointing,
         )
-        learner = TorchLearner(self.network(packed), SAMPLING, options)
         learner.forward_backward(batch, grpo(kl_penalty=0.3).loss)
         self.model.gradient_checkpointing_disable()
         return copy_gradients(self.model)
@@ -149,7 +151,7 @@ def test_the_adapters_off_are_a_frozen_copy_of_the_base_to_the_last_bit(
 ) -> None:
     base = NetworkScorer(Network(build(family), precision=precision, packed=packed), SAMPLING, score_tokens=13)
     network = Network(build_with_adapters(family), precision=precision, packed=packed)
-    learner = TorchLearner(network, SAMPLING, TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=20))
+    learner = make_torch_learner(network, SAMPLING, optimizer_kwargs={"lr": 1e-2}, train_tokens=20)
     reference = NetworkScorer(network, SAMPLING, 13, context=without_adapters(network))
     for step in range(3):
         batch = batch_of(step)
@@ -232,7 +234,7 @@ def test_a_killed_learner_goes_on_bit_for_bit(weights: torch.dtype, tmp_path: Pa
         model = build("llama", dtype=weights)
         add_adapters(model, LoraConfig(), base="base", seed=seed)
         chosen = {"optimizer_kwargs": {"lr": 1e-2}, "train_tokens": 20, **options}
-        return TorchLearner(Network(model, precision=torch.bfloat16), SAMPLING, TorchLearnerOptions(**chosen))
+        return make_torch_learner(Network(model, precision=torch.bfloat16), SAMPLING, **chosen)
 
     straight = fresh()
     for step in range(3):
@@ -280,7 +282,7 @@ def test_a_checkpoint_of_adapters_is_one_that_folders_save_and_load(tmp_path: Pa
 
 
 def test_adapters_and_whole_models_do_not_load_each_other(tmp_path: Path) -> None:
-    whole = TorchLearner(Network(build("llama")), SAMPLING, TorchLearnerOptions())
+    whole = make_torch_learner(Network(build("llama")), SAMPLING)
     whole.save(tmp_path / "whole")
     learner = make_learner()
     learner.save(tmp_path / "adapters")
@@ -329,7 +331,7 @@ def test_a_reward_model_trains_adapters_and_its_score_layer_and_goes_on_bit_for_
         model = load_classifier(str(tmp_path / "base"), seed=seed)
         add_adapters(model, LoraConfig(), base=str(tmp_path / "base"), seed=seed)
         chosen: dict[str, Any] = {"optimizer_kwargs": {"lr": 1e-2}, "train_tokens": 20}
-        return TorchLearner(ValueNetwork(model), SAMPLING, TorchLearnerOptions(**chosen))
+        return make_torch_learner(ValueNetwork(model), SAMPLING, **chosen)
 
     def loss(outputs: Any, part: Batch) -> Any:
         value = ((outputs.values - part.advantages) ** 2).sum() / part.totals.tokens

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import make_optimizer
 from strop.models.loading import cast_weights
+from support.learners import make_named_optimizer
 from support.models import build
 
 
@@ -54,9 +54,9 @@ def test_a_thousand_small_updates_are_not_lost_as_they_are_in_bfloat16_alone(nam
     """Steps of 1e-4 from 1: the nearest bfloat16 below 1 is 0.0039 away, so each is rounded back, and all of them make 0.1."""
     kwargs = {"lr": rate} if name.endswith("SGD") else {"lr": rate, "weight_decay": 0.0}
     alone, kept = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    plain = make_optimizer(name, [("weight", alone)], kwargs)
+    plain = make_named_optimizer(name, [("weight", alone)], kwargs)
     masters = MasterWeights([("weight", kept)])
-    stepped = make_optimizer(name, masters.named_parameters, kwargs)
+    stepped = make_named_optimizer(name, masters.named_parameters, kwargs)
     for _ in range(1000):
         for weight, optimizer in ((alone, plain), (kept, stepped)):
             weight.sum().backward()  # a gradient of 1
@@ -112,7 +112,7 @@ def test_clipping_the_masters_clips_the_summed_gradient() -> None:
     flat = torch.cat([master.grad.flatten() for master in masters.parameters if master.grad is not None])
     norm = nn.utils.clip_grad_norm_(masters.parameters, 0.5)
     assert norm.item() == pytest.approx(flat.double().norm().item(), rel=1e-5)
-    make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1.0}).step()
+    make_named_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1.0}).step()
     moved = torch.cat([(master.detach() - start).flatten() for master, start in zip(masters.parameters, before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -133,7 +133,7 @@ def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
     masters = masters_of(kept)
     kwargs = {"lr": 1e-4, "weight_decay": 0.0}
     ours = [list(exact.named_parameters()), masters.named_parameters, list(alone.named_parameters())]
-    optimizers = [make_optimizer("torch.optim.AdamW", named, kwargs) for named in ours]
+    optimizers = [make_named_optimizer("torch.optim.AdamW", named, kwargs) for named in ours]
     for step in range(300):
         for place, rows in enumerate(zip(*ours, strict=True)):
             gradient = torch.randn(rows[0][1].shape, generator=torch.Generator().manual_seed(100 * step + place)) + 0.5
@@ -159,11 +159,11 @@ def test_training_follows_float32_where_bfloat16_alone_does_not() -> None:
 def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
     through = layer()
     masters = masters_of(through)
-    train(through, masters, make_optimizer(name, masters.named_parameters, {"lr": 1e-3}), 0, 6)
+    train(through, masters, make_named_optimizer(name, masters.named_parameters, {"lr": 1e-3}), 0, 6)
 
     first = layer()
     saved = masters_of(first)
-    optimizer = make_optimizer(name, saved.named_parameters, {"lr": 1e-3})
+    optimizer = make_named_optimizer(name, saved.named_parameters, {"lr": 1e-3})
     train(first, saved, optimizer, 0, 3)
     torch.save({"masters": saved.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
 
@@ -171,7 +171,7 @@ def test_a_saved_run_continues_bit_for_bit(name: str, tmp_path: Any) -> None:
     second.load_state_dict(first.state_dict())
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = masters_of(second)
-    again = make_optimizer(name, resumed.named_parameters, {"lr": 1e-3})
+    again = make_named_optimizer(name, resumed.named_parameters, {"lr": 1e-3})
     resumed.load_state_dict(state["masters"])
     again.load_state_dict(state["optimizer"])
     train(second, resumed, again, 3, 6)
@@ -183,7 +183,7 @@ def test_without_its_masters_a_run_would_not_continue_exactly() -> None:
     """What the masters hold below bfloat16's precision is not in the weights."""
     module = layer()
     masters = masters_of(module)
-    train(module, masters, make_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1e-4}), 0, 3)
+    train(module, masters, make_named_optimizer("torch.optim.SGD", masters.named_parameters, {"lr": 1e-4}), 0, 3)
     assert not equal(masters.state_dict(), masters_of(module).state_dict())
 
 
@@ -280,7 +280,6 @@ def test_bfloat16_weights_with_float32_computation_are_refused() -> None:
     from strop.config.schema.policy_config import PolicyConfig
     from strop.models.tokenizer_config import TokenizerConfig
 
-    tokenizer = TokenizerConfig(name="m")
-    assert PolicyConfig(model_name="m", tokenizer=tokenizer, weights_dtype="bfloat16").precision == "bfloat16"
+    assert PolicyConfig(model_name="m", tokenizer=TokenizerConfig(name="m"), weights_dtype="bfloat16").precision == "bfloat16"
     with pytest.raises(ValidationError, match="set precision=bfloat16, or weights_dtype=float32"):
-        PolicyConfig(model_name="m", tokenizer=tokenizer, weights_dtype="bfloat16", precision="float32")
+        PolicyConfig(model_name="m", tokenizer=TokenizerConfig(name="m"), weights_dtype="bfloat16", precision="float32")

@@ -26,11 +26,11 @@ from strop.algorithms.policy_gradient.corrections.truncated import Tis
 from strop.algorithms.policy_gradient.objectives.clip_cov import CovarianceClip
 from strop.algorithms.policy_gradient.top_entropy import TopEntropy
 from strop.data.splitting import split_mini_batches
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch, Ending, Group
 from support.algorithms import grpo
+from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups, with_columns
 
@@ -92,8 +92,9 @@ class Bench:
         self, batch: Batch, algorithm: PolicyGradient, *, budget: int = 10**9, packed: bool = True
     ) -> tuple[dict[str, Tensor], Any]:
         self.model.zero_grad(set_to_none=True)
-        options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
-        learner = TorchLearner(self.network(packed), self.sampling, options)
+        learner = make_torch_learner(
+            self.network(packed), self.sampling, optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget
+        )
         result = learner.forward_backward(batch, algorithm.loss)
         return copy_gradients(self.model), result
 

@@ -22,12 +22,12 @@ from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distill
 from strop.algorithms.distillation.topk_distillation import TEACHER_CANDIDATES, TopKDistillation
 from strop.algorithms.kl import REFERENCE_LOGPROBS, Kl
 from strop.data.splitting import split_micro_batches
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
+from support.learners import make_torch_learner
 from support.models import VOCABULARY, build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier
 from support.rollouts import GroupShape, batch_shapes, make_groups, pack_for, simple_groups
@@ -78,8 +78,13 @@ class Bench:
 
     def gradient(self, batch: Batch, loss: LossFn, *, packed: bool, budget: int = 10**9) -> tuple[dict[str, Tensor], Any]:
         self.model.zero_grad(set_to_none=True)
-        options = TorchLearnerOptions(optimizer="torch.optim.SGD", optimizer_kwargs={"lr": 0.0}, train_tokens=budget)
-        learner = TorchLearner(self.network(packed), Sampling(temperature=0.8), options)
+        learner = make_torch_learner(
+            self.network(packed),
+            Sampling(temperature=0.8),
+            optimizer="torch.optim.SGD",
+            optimizer_kwargs={"lr": 0.0},
+            train_tokens=budget,
+        )
         result = learner.forward_backward(batch, loss)
         return copy_gradients(self.model), result.metrics
 

@@ -29,11 +29,11 @@ from strop.algorithms.preference.simpo import SimPO
 from strop.algorithms.preference.slic import SLiC
 from strop.algorithms.supervised.reward_model import RewardModel
 from strop.algorithms.supervised.sft import SFT
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.network import Network
 from strop.models.value_network import ValueNetwork
 from strop.sampling import Sampling
 from strop.types import Batch, Group
+from support.learners import make_torch_learner
 from support.models import build, copy_gradients, largest_difference, to_float64
 from support.recorded import build_classifier, pair_shapes, recorded_group
 from support.rollouts import GroupShape, make_groups, pack_for, with_columns
@@ -83,13 +83,14 @@ class Bench:
     ) -> tuple[dict[str, Tensor], Any]:
         model = self.models[algorithm.predict]
         model.zero_grad(set_to_none=True)
-        options = TorchLearnerOptions(
+        learner = make_torch_learner(
+            self.network(algorithm, packed),
+            Sampling(),
             optimizer="torch.optim.SGD",
             optimizer_kwargs={"lr": 0.0},
             train_tokens=budget,
             whole_groups=algorithm.whole_groups,
         )
-        learner = TorchLearner(self.network(algorithm, packed), Sampling(), options)
         result = learner.forward_backward(batch, algorithm.losses(0)["policy"])
         return copy_gradients(model), result
 
@@ -204,8 +205,7 @@ def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> No
     groups = [recorded_group([4, 5], [6, 7], [6, 7, 8]), recorded_group([9], [10, 11, 12], [13], rewards=(0.0, 0.0), index=1)]
     algorithm = KTO()
     batch = bench.batches(groups, algorithm)["shared"]
-    options = TorchLearnerOptions(score_tokens=3)
-    learner = TorchLearner(bench.network(algorithm), Sampling(), options)
+    learner = make_torch_learner(bench.network(algorithm), Sampling(), score_tokens=3)
     surveyed = algorithm.prepare_step(batch, learner.score(batch))  # type: ignore[arg-type]
     wanted = batch.column("kto_reference_point")
     assert torch.allclose(surveyed.column("kto_reference_point"), wanted, atol=1e-6)
@@ -213,6 +213,6 @@ def test_the_reference_point_of_kto_is_the_learners_own_word(bench: Bench) -> No
 
 def test_a_learner_that_cuts_pairs_is_told_so(bench: Bench) -> None:
     batch = bench.batches([recorded_group([4, 5], [6, 7], [6, 7, 8])], DPO())["shared"]
-    learner = TorchLearner(bench.network(DPO()), Sampling(), TorchLearnerOptions(train_tokens=4))
+    learner = make_torch_learner(bench.network(DPO()), Sampling(), train_tokens=4)
     with pytest.raises(ValueError, match="a learner must not split a group"):
         learner.forward_backward(batch, DPO().loss)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from strop.learner.torch.optimizer import (
-    ParameterGroup,
     load_optimizer,
-    make_optimizer,
     make_parameter_groups,
     make_scheduler,
     matches_any,
 )
+from strop.learner.torch.optimizer_config import OptimizerGroupConfig
+from support.learners import make_named_optimizer, make_scheduler_config
 
 NAMES = (
     "embed_tokens.weight",
@@ -59,7 +59,7 @@ def members(groups: list[dict[str, Any]]) -> list[tuple[set[str], dict[str, Any]
 def test_an_optimizer_by_name_takes_the_same_steps_as_torchs_own(name: str, kwargs: dict[str, Any]) -> None:
     ours, theirs = parameters(), parameters()
     factory: Any = getattr(torch.optim, name.rsplit(".", 1)[1])
-    made, own = make_optimizer(name, named(ours), kwargs), factory(theirs, **kwargs)
+    made, own = make_named_optimizer(name, named(ours), kwargs), factory(theirs, **kwargs)
     assert type(made) is factory
     for step in range(3):
         for left, right in zip(ours, theirs, strict=True):
@@ -72,22 +72,27 @@ def test_an_optimizer_by_name_takes_the_same_steps_as_torchs_own(name: str, kwar
 
 
 def test_the_fused_form_is_used_unless_the_configuration_chooses() -> None:
-    assert make_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3}).defaults["fused"] is True
-    assert make_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3, "fused": False}).defaults["fused"] is False
-    assert not make_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3, "foreach": True}).defaults["fused"]
+    assert make_named_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3}).defaults["fused"] is True
+    assert make_named_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3, "fused": False}).defaults["fused"] is False
+    assert not make_named_optimizer("torch.optim.AdamW", named(), {"lr": 1e-3, "foreach": True}).defaults["fused"]
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.optim.AdamWW", "torch.optimm.AdamW", "AdamW", "", "torch.optim.lr_scheduler.LinearLR", "torch.zeros"]
+    "name", ["torch.optim.AdamWW", "torch.optimm.AdamW", "AdamW", "torch.optim.lr_scheduler.LinearLR", "torch.zeros"]
 )
 def test_a_name_that_is_no_optimizer_is_refused_with_its_key(name: str) -> None:
     with pytest.raises(ValueError, match=r"policy\.optimizer\.name"):
-        make_optimizer(name, named(), {"lr": 1e-3})
+        make_named_optimizer(name, named(), {"lr": 1e-3})
+
+
+def test_an_empty_name_is_refused_by_the_section() -> None:
+    with pytest.raises(ValueError, match=r"name\s+String should have at least 1 character"):
+        make_named_optimizer("", named(), {"lr": 1e-3})
 
 
 def test_an_argument_the_optimizer_does_not_take_is_refused_with_those_it_takes() -> None:
     with pytest.raises(ValueError, match=r"policy\.optimizer\.kwargs\.learning_rate: torch\.optim\.AdamW takes .*'lr'"):
-        make_optimizer("torch.optim.AdamW", named(), {"learning_rate": 1e-3})
+        make_named_optimizer("torch.optim.AdamW", named(), {"learning_rate": 1e-3})
 
 
 def rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -117,39 +122,39 @@ def test_stages_with_milestones_give_the_rates_of_torchs_sequential_schedule() -
         torchs.CosineAnnealingLR(theirs, T_max=6),
     ]
     wanted = rates(torchs.SequentialLR(theirs, stages, milestones=[5, 9]), theirs, 15)
-    found = rates(make_scheduler(schedule, ours), ours, 15)
+    found = rates(make_scheduler(make_scheduler_config(*schedule), ours), ours, 15)
     assert found == wanted
     assert found[:6] == pytest.approx([0.03, 0.084, 0.138, 0.192, 0.246, 0.3])
 
 
 def test_one_stage_needs_no_milestone_and_none_leaves_the_rate_alone() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=0.3)
-    assert make_scheduler([], optimizer) is None
+    assert make_scheduler(None, optimizer) is None
     stage = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
-    assert rates(make_scheduler([stage], optimizer), optimizer, 3) == pytest.approx([0.3, 0.15, 0.075])
+    assert rates(make_scheduler(make_scheduler_config(stage), optimizer), optimizer, 3) == pytest.approx([0.3, 0.15, 0.075])
 
 
 def test_stages_and_milestones_must_fit_together() -> None:
     stage = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {}}
-    with pytest.raises(ValueError, match=r"policy\.scheduler: 2 stages need 1 milestones between them; found \[\]"):
-        make_scheduler([stage, stage], torch.optim.SGD(parameters(), lr=0.3))
+    with pytest.raises(ValueError, match=r"2 schedulers need 1 milestones .* found 0"):
+        make_scheduler(make_scheduler_config(stage, stage), torch.optim.SGD(parameters(), lr=0.3))
 
 
 @pytest.mark.parametrize("name", ["torch.optim.lr_scheduler.LinearRL", "torch.optim.SGD", "LinearLR"])
 def test_a_name_that_is_no_schedule_is_refused_with_its_key(name: str) -> None:
     with pytest.raises(ValueError, match=r"policy\.scheduler\.name"):
-        make_scheduler([{"name": name, "kwargs": {}}], torch.optim.SGD(parameters(), lr=0.3))
+        make_scheduler(make_scheduler_config({"name": name, "kwargs": {}}), torch.optim.SGD(parameters(), lr=0.3))
 
 
 def test_an_argument_the_schedule_does_not_take_is_refused_with_its_key() -> None:
     stage = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_facto": 0.1}}
     with pytest.raises(ValueError, match=r"policy\.scheduler.*start_facto"):
-        make_scheduler([stage], torch.optim.SGD(parameters(), lr=0.3))
+        make_scheduler(make_scheduler_config(stage), torch.optim.SGD(parameters(), lr=0.3))
 
 
 def test_without_groups_there_is_one_group_with_every_parameter() -> None:
     ours = network()
-    optimizer = make_optimizer("torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.3})
+    optimizer = make_named_optimizer("torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.3})
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [
         parameter for _, parameter in ours
     ]
@@ -177,7 +182,9 @@ def test_a_pattern_is_a_part_of_the_name_or_a_shell_pattern_of_all_of_it(pattern
 def test_parameters_without_decay_are_not_decayed_and_the_others_are() -> None:
     """A gradient of zero leaves decay alone: weights shrink by lr x decay a step, and those without stay."""
     ours = network()
-    optimizer = make_optimizer("torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.5}, no_decay=["bias", "norm", "embed"])
+    optimizer = make_named_optimizer(
+        "torch.optim.AdamW", ours, {"lr": 0.1, "weight_decay": 0.5}, no_decay=["bias", "norm", "embed"]
+    )
     for _, parameter in ours:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -189,8 +196,8 @@ def test_parameters_without_decay_are_not_decayed_and_the_others_are() -> None:
 
 def test_a_parameter_is_of_the_first_group_that_matches_and_no_decay_goes_before_any() -> None:
     groups = [
-        ParameterGroup(match=["layers.0"], lr=0.01, weight_decay=0.2),
-        ParameterGroup(match=["layers.*", "head"], lr=0.001),
+        OptimizerGroupConfig(match=("layers.0",), lr=0.01, weight_decay=0.2),
+        OptimizerGroupConfig(match=("layers.*", "head"), lr=0.001),
     ]
     found = members(make_parameter_groups(network(), groups, ["bias", "embed"]))
     assert found == [
@@ -203,8 +210,8 @@ def test_a_parameter_is_of_the_first_group_that_matches_and_no_decay_goes_before
 
 def test_the_rate_of_a_group_is_the_one_its_parameters_move_with() -> None:
     ours = network()
-    groups = [ParameterGroup(match=["head"], lr=0.5), ParameterGroup(match=["embed"], lr=0.0)]
-    optimizer = make_optimizer("torch.optim.SGD", ours, {"lr": 0.1}, groups=groups)
+    groups = [OptimizerGroupConfig(match=("head",), lr=0.5), OptimizerGroupConfig(match=("embed",), lr=0.0)]
+    optimizer = make_named_optimizer("torch.optim.SGD", ours, {"lr": 0.1}, groups=groups)
     assert optimizer.param_groups[0]["lr"] == 0.1, "the first group, whose rate is logged, is the one without options of its own"
     for _, parameter in ours:
         parameter.grad = torch.ones_like(parameter)
@@ -220,24 +227,27 @@ def test_the_rate_of_a_group_is_the_one_its_parameters_move_with() -> None:
             {"no_decay": ["bias", "layernorm"]},
             r"policy\.optimizer\.no_decay: 'layernorm' matches none of the 6 trained parameters",
         ),
-        ({"groups": [ParameterGroup(match=["haed"], lr=1.0)]}, r"policy\.optimizer\.groups\.0\.match: 'haed' matches none"),
         (
-            {"groups": [ParameterGroup(match=["layers"], lr=1.0), ParameterGroup(match=["proj"], lr=2.0)]},
+            {"groups": [OptimizerGroupConfig(match=("haed",), lr=1.0)]},
+            r"policy\.optimizer\.groups\.0\.match: 'haed' matches none",
+        ),
+        (
+            {"groups": [OptimizerGroupConfig(match=("layers",), lr=1.0), OptimizerGroupConfig(match=("proj",), lr=2.0)]},
             r"policy\.optimizer\.groups\.1: earlier groups contain every parameter",
         ),
     ],
 )
 def test_a_pattern_or_a_group_that_changes_nothing_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **options)
+        make_named_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **options)
 
 
 def test_a_group_option_that_the_optimizer_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy\.optimizer\.groups\.weight_decay: torch\.optim\.Rprop takes .*'lr'"):
-        make_optimizer("torch.optim.Rprop", network(), {"lr": 0.1}, no_decay=["bias"])
+        make_named_optimizer("torch.optim.Rprop", network(), {"lr": 0.1}, no_decay=["bias"])
 
 
-GROUPED: dict[str, Any] = {"groups": [ParameterGroup(match=["head"], lr=0.01)], "no_decay": ["bias", "norm"]}
+GROUPED: dict[str, Any] = {"groups": [OptimizerGroupConfig(match=("head",), lr=0.01)], "no_decay": ["bias", "norm"]}
 
 
 def steps(ours: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
@@ -252,12 +262,12 @@ def steps(ours: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 def test_a_saved_state_loads_into_the_same_groups_and_continues_bit_for_bit() -> None:
     kwargs = {"lr": 0.1, "weight_decay": 0.3}
     through = network()
-    steps(through, make_optimizer("torch.optim.AdamW", through, kwargs, **GROUPED), 0, 6)
+    steps(through, make_named_optimizer("torch.optim.AdamW", through, kwargs, **GROUPED), 0, 6)
     first = network()
-    saved = make_optimizer("torch.optim.AdamW", first, kwargs, **GROUPED)
+    saved = make_named_optimizer("torch.optim.AdamW", first, kwargs, **GROUPED)
     steps(first, saved, 0, 3)
     second = [(name, nn.Parameter(parameter.detach().clone())) for name, parameter in first]
-    resumed = make_optimizer("torch.optim.AdamW", second, kwargs, **GROUPED)
+    resumed = make_named_optimizer("torch.optim.AdamW", second, kwargs, **GROUPED)
     load_optimizer(resumed, saved.state_dict())
     steps(second, resumed, 3, 6)
     assert all(torch.equal(left, right) for (_, left), (_, right) in zip(second, through, strict=True))
@@ -274,9 +284,9 @@ def test_a_saved_state_loads_into_the_same_groups_and_continues_bit_for_bit() ->
     ],
 )
 def test_a_state_of_other_groups_is_refused_though_their_sizes_fit(options: dict[str, Any], message: str) -> None:
-    saved = make_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **GROUPED)
+    saved = make_named_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **GROUPED)
     with pytest.raises(ValueError, match=message):
-        load_optimizer(make_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **options), saved.state_dict())
+        load_optimizer(make_named_optimizer("torch.optim.AdamW", network(), {"lr": 0.1}, **options), saved.state_dict())
 
 
 def test_a_state_without_names_loads_by_its_sizes() -> None:
@@ -284,7 +294,7 @@ def test_a_state_without_names_loads_by_its_sizes() -> None:
     ours = network()
     saved = torch.optim.AdamW([parameter for _, parameter in ours], lr=0.1)
     steps(ours, saved, 0, 2)
-    made = make_optimizer("torch.optim.AdamW", network(), {"lr": 0.1})
+    made = make_named_optimizer("torch.optim.AdamW", network(), {"lr": 0.1})
     load_optimizer(made, saved.state_dict())
     assert all(float(state["step"]) == 2 for state in made.state.values()) and len(made.state) == len(NAMES)
 
@@ -301,7 +311,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_install_it(package: str,
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [type("Finder", (), {"find_spec": staticmethod(missing)}), *sys.meta_path])
     with pytest.raises(ValueError, match=rf"{package}\.optim\.AdamW8bit needs the package {package}.*pip install {package}"):
-        make_optimizer(f"{package}.optim.AdamW8bit", network(), {"lr": 0.1})
+        make_named_optimizer(f"{package}.optim.AdamW8bit", network(), {"lr": 0.1})
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.slow)])
@@ -317,7 +327,7 @@ def test_an_8_bit_optimizer_trains_like_adamw_and_continues_bit_for_bit(package:
         return [("weight", nn.Parameter(torch.randn(128, 64, generator=generator))), ("bias", nn.Parameter(torch.zeros(64)))]
 
     def made(name: str, ours: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return make_optimizer(name, ours, {"lr": 0.01, "weight_decay": 0.1}, no_decay=["bias"])
+        return make_named_optimizer(name, ours, {"lr": 0.01, "weight_decay": 0.1}, no_decay=["bias"])
 
     name = f"{package}.optim.AdamW8bit"
     through, reference, first = fresh(), fresh(), fresh()

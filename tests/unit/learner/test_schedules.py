@@ -14,6 +14,7 @@ from torch import nn
 
 from strop.learner.torch.optimizer import make_scheduler
 from strop.learner.torch.schedules import SCHEDULES, make_schedule
+from support.learners import make_scheduler_config
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "wsd")
 
@@ -215,7 +216,7 @@ def test_another_learners_section_is_named_where_it_is_wrong() -> None:
 def test_each_group_keeps_its_own_rate_under_the_schedule() -> None:
     optimizer = optimizer_of(0.4, 0.02)
     schedule = [{"name": "linear", "kwargs": {"warmup_steps": 2}}]
-    found = follow(make_scheduler(schedule, optimizer, total_steps=6), optimizer, 6)
+    found = follow(make_scheduler(make_scheduler_config(*schedule), optimizer, total_steps=6), optimizer, 6)
     assert [rates[0] for rates in found] == pytest.approx([0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
     assert [rates[1] for rates in found] == pytest.approx([rates[0] / 20 for rates in found])
 
@@ -229,17 +230,21 @@ def test_stages_by_name_and_by_class_follow_one_another() -> None:
         {"name": "linear", "kwargs": {"min_ratio": 0.5}},
         {"milestones": [2, 6]},
     ]
-    found = follow(make_scheduler(schedule, optimizer, total_steps=8), optimizer, 9)
+    found = follow(make_scheduler(make_scheduler_config(*schedule), optimizer, total_steps=8), optimizer, 9)
     assert [rates[0] for rates in found] == pytest.approx([0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 1.0, 0.75, 0.5])
 
 
 def test_a_stage_that_begins_after_the_run_does_no_harm_unless_it_needs_a_length() -> None:
     stages = [{"name": "constant", "kwargs": {"warmup_steps": 50}}, {"name": "constant"}, {"milestones": [50]}]
     optimizer = optimizer_of(1.0)
-    assert follow(make_scheduler(stages, optimizer, total_steps=3), optimizer, 3) == [[0.02], [0.04], [0.06]]
+    assert follow(make_scheduler(make_scheduler_config(*stages), optimizer, total_steps=3), optimizer, 3) == [
+        [0.02],
+        [0.04],
+        [0.06],
+    ]
     stages[1] = {"name": "linear"}
     with pytest.raises(ValueError, match="total_steps: found null"):
-        make_scheduler(stages, optimizer_of(1.0), total_steps=3)
+        make_scheduler(make_scheduler_config(*stages), optimizer_of(1.0), total_steps=3)
 
 
 @pytest.mark.parametrize("milestones", [(), (4,)])
@@ -247,13 +252,13 @@ def test_a_saved_schedule_continues_where_it_was(milestones: tuple[int, ...]) ->
     schedule: list[dict[str, Any]] = [{"name": "cosine", "kwargs": {"warmup_steps": 2}}]
     schedule += [{"name": "wsd", "kwargs": {"decay_steps": 3}}, {"milestones": list(milestones)}] if milestones else []
     through = optimizer_of(0.3, 0.1)
-    wanted = follow(make_scheduler(schedule, through, total_steps=10), through, 10)
+    wanted = follow(make_scheduler(make_scheduler_config(*schedule), through, total_steps=10), through, 10)
     for cut in range(1, 10):
         first, second = optimizer_of(0.3, 0.1), optimizer_of(0.3, 0.1)
-        scheduler: Any = make_scheduler(schedule, first, total_steps=10)
+        scheduler: Any = make_scheduler(make_scheduler_config(*schedule), first, total_steps=10)
         found = follow(scheduler, first, cut)
         state, rates = scheduler.state_dict(), first.state_dict()
-        resumed: Any = make_scheduler(schedule, second, total_steps=10)
+        resumed: Any = make_scheduler(make_scheduler_config(*schedule), second, total_steps=10)
         second.load_state_dict(rates)
         resumed.load_state_dict(state)
         assert found + follow(resumed, second, 10 - cut) == wanted
@@ -263,10 +268,10 @@ def test_a_resumed_run_follows_the_number_of_steps_in_force() -> None:
     """A run that is continued for longer decays until its new end, not the one that was saved."""
     schedule = [{"name": "linear", "kwargs": {}}]
     first, second, longer = optimizer_of(1.0), optimizer_of(1.0), optimizer_of(1.0)
-    scheduler: Any = make_scheduler(schedule, first, total_steps=10)
+    scheduler: Any = make_scheduler(make_scheduler_config(*schedule), first, total_steps=10)
     follow(scheduler, first, 5)
-    resumed: Any = make_scheduler(schedule, second, total_steps=20)
+    resumed: Any = make_scheduler(make_scheduler_config(*schedule), second, total_steps=20)
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict(scheduler.state_dict())
-    wanted = follow(make_scheduler(schedule, longer, total_steps=20), longer, 20)
+    wanted = follow(make_scheduler(make_scheduler_config(*schedule), longer, total_steps=20), longer, 20)
     assert follow(resumed, second, 15)[1:] == wanted[6:]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.base import TokenOutputs
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
-from strop.learner.torch.optimizer import ParameterGroup
+from strop.learner.torch.learner import TorchLearner
+from strop.learner.torch.optimizer_config import OptimizerGroupConfig
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.algorithms import grpo
+from support.learners import make_scheduler_config, make_torch_learner
 from support.models import FAMILIES, build
 from support.rollouts import make_group, make_rollout, make_turn, pack_for, pack_grpo, simple_groups
 from support.torch_engine import Request, make_engine, make_runner, run_requests
@@ -25,21 +26,21 @@ from support.torch_engine import Request, make_engine, make_runner, run_requests
 EVERYTHING: dict[str, Any] = {
     "optimizer_kwargs": {"lr": 3e-3, "weight_decay": 0.1},
     "no_decay": ("norm", "embed"),
-    "parameter_groups": (ParameterGroup(match=("lm_head", "model.layers.1.*"), lr=1e-3),),
-    "schedule": ({"name": "wsd", "kwargs": {"warmup_steps": 2, "decay_steps": 3, "min_ratio": 0.1}},),
+    "parameter_groups": (OptimizerGroupConfig(match=("lm_head", "model.layers.1.*"), lr=1e-3),),
+    "schedule": make_scheduler_config({"name": "wsd", "kwargs": {"warmup_steps": 2, "decay_steps": 3, "min_ratio": 0.1}}),
     "total_steps": 8,
     "average_decay": 0.7,
     "average_start": 1,
     "train_tokens": 20,
 }
-OTHER_GROUPS: dict[str, Any] = {"parameter_groups": (ParameterGroup(match=("model.layers.1.*",), lr=1e-3),)}
+OTHER_GROUPS: dict[str, Any] = {"parameter_groups": (OptimizerGroupConfig(match=("model.layers.1.*",), lr=1e-3),)}
 
 
 def make_learner(family: str = "llama", *, rounded: bool = False, seed: int = 0, **options: Any) -> TorchLearner:
     network = Network(build(family, seed=seed), precision=torch.bfloat16 if rounded else torch.float32)
     if rounded:
         cast_weights(network.model, torch.bfloat16)
-    return TorchLearner(network, Sampling(), TorchLearnerOptions(**{**EVERYTHING, **options}))
+    return make_torch_learner(network, Sampling(), **{**EVERYTHING, **options})
 
 
 def batch_of(seed: int) -> Batch:
@@ -144,7 +145,7 @@ def test_a_checkpoint_of_the_other_weights_dtype_is_refused(tmp_path: Path, save
 
 def test_bfloat16_weights_are_trained_as_float32_ones_are() -> None:
     """The same batches, twenty steps: the masters end near float32's weights, relative to how far those went (measured 0.11)."""
-    exact, rounded = (make_learner(rounded=chosen, schedule=(), average_decay=None) for chosen in (False, True))
+    exact, rounded = (make_learner(rounded=chosen, schedule=None, average_decay=None) for chosen in (False, True))
     start = dict(build("llama").named_parameters())
     for learner in (exact, rounded):
         for step in range(20):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.supervised.reward_model import RewardModel
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.models.classifiers import load_classifier, set_pad_token
 from strop.models.loading import ModelNotFound, find_stop_token_ids, load_tokenizer
 from strop.models.value_network import ValueNetwork, get_score_layer
 from strop.sampling import Sampling
+from support.learners import make_torch_learner
 from support.models import build
 from support.recorded import build_classifier, make_learner, recorded_group, train_steps
 from support.rollouts import pack_for
@@ -205,11 +205,14 @@ def test_an_exported_reward_model_gives_transformers_the_same_scores(
 
 def test_a_saved_reward_model_continues_where_it_was(tmp_path: Path) -> None:
     groups = [recorded_group([5, 6], [7, 8], [9])]
-    options = TorchLearnerOptions(whole_groups=True, optimizer_kwargs={"lr": 1e-3})
-    first = TorchLearner(ValueNetwork(build_classifier("llama")), Sampling(), options)
+    first = make_torch_learner(
+        ValueNetwork(build_classifier("llama")), Sampling(), whole_groups=True, optimizer_kwargs={"lr": 1e-3}
+    )
     train_steps(first, RewardModel(), groups, 2)
     first.save(tmp_path)
-    second = TorchLearner(ValueNetwork(build_classifier("llama", seed=7)), Sampling(), options)
+    second = make_torch_learner(
+        ValueNetwork(build_classifier("llama", seed=7)), Sampling(), whole_groups=True, optimizer_kwargs={"lr": 1e-3}
+    )
     second.load(tmp_path)
     wanted, found = (train_steps(learner, RewardModel(), groups, 2) for learner in (first, second))
     assert found == wanted

@@ -13,12 +13,13 @@ from strop.algorithms.critic.gae import RETURNS, VALUES
 from strop.algorithms.critic.ppo import PPO
 from strop.learner.base import Learner
 from strop.learner.client import ValueColumn
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.models.network import Network
 from strop.models.value_head import ScalarHead, ValueHead
 from strop.sampling import Sampling
 from strop.types import Batch
 from support.clients import scorer_client
+from support.learners import make_torch_learner
 from support.models import build, copy_gradients, to_float64
 from support.rollouts import pack_for, simple_groups
 
@@ -32,7 +33,7 @@ def batch_of(seed: int = 0) -> Batch:
 
 def learner_on(trunk: Network, **options: Any) -> TorchLearner:
     chosen = {"optimizer_kwargs": {"lr": 1e-2, "weight_decay": 0.0}, "train_tokens": 20, "max_grad_norm": None, **options}
-    return TorchLearner(ValueHead(trunk), Sampling(), TorchLearnerOptions(**chosen))
+    return make_torch_learner(ValueHead(trunk), Sampling(), **chosen)
 
 
 def train(learner: TorchLearner, steps: int = 1) -> list[float]:
@@ -86,7 +87,7 @@ def test_only_the_head_is_trained_and_the_policy_feels_nothing() -> None:
 def test_the_policys_training_goes_on_beside_it() -> None:
     """Two learners on one trunk: each steps its own weights, and the head sees the trunk as it is now."""
     trunk = Network(build("llama"))
-    policy: Learner = TorchLearner(trunk, Sampling(), TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}))
+    policy: Learner = make_torch_learner(trunk, Sampling(), optimizer_kwargs={"lr": 1e-2})
     critic = learner_on(trunk)
     train(critic, 3)
 
@@ -141,3 +142,9 @@ def test_half_precision_trunks_have_a_head_in_full_precision() -> None:
     network = ValueHead(trunk)
     assert network.model.score.weight.dtype == torch.float32
     assert network.outputs(batch_of(), Sampling()).values.dtype == torch.float32
+
+
+def test_a_head_on_a_trunk_whose_weights_are_yet_to_arrive_has_its_zeros() -> None:
+    """As on every rank but the first, which alone loads the policy."""
+    critic = ValueHead(Network(build("llama").to("meta"), packed=True))
+    assert all(not parameter.is_meta and not parameter.any() for parameter in critic.model.parameters())

@@ -6,30 +6,7 @@ from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import PpoRunConfig
 from strop.distributed.placement import DevicePlan, plan_devices
-from strop.learner.parallel.dtensor_config import DtensorConfig
 from strop.learner.parallel.parallel_dims import ParallelDims
-from strop.problems import raise_problems
-
-
-def make_parallel_dims(config: DtensorConfig, world: int) -> ParallelDims:
-    """Return the parallel dimensions of ``world`` ranks. Raises ValueError if they do not divide ``world``."""
-    raise_problems(config.size_errors("dtensor_cfg", world, uses_ray=True))
-    tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
-    return ParallelDims(
-        replicate=copies,
-        shard=world // (tensor * context * copies),
-        context=context,
-        tensor=tensor,
-        expert=config.expert_parallel_size,
-        sequence=config.sequence_parallel,
-    )
-
-
-def format_parallel_dims(sizes: ParallelDims) -> str:
-    """Format the dimensions as copies x shards x context x tensor."""
-    copies = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate} copies"
-    experts = f", experts {sizes.expert_size} ways" if sizes.expert > 1 else ""
-    return f"{copies} x {sizes.shard} shards x {sizes.context} context x {sizes.tensor} tensor{experts}"
 
 
 def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
@@ -40,17 +17,15 @@ def format_placement(config: TrainingRunConfig, *, on_cpu: bool) -> list[str]:
     plan = plan_devices(counts, on_cpu=on_cpu)
     per_node = f"{_pluralize(counts.per_node, 'CPU process')} instead of GPUs" if on_cpu else _pluralize(counts.per_node, "GPU")
     world, nodes = len(plan.training), {slot.node for slot in plan.training}
+    dims = ParallelDims.from_config(config.policy.dtensor_cfg, world)
     lines = [
         f"cluster     {_pluralize(counts.nodes, 'node')} of a Ray cluster, {per_node} on each",
-        (
-            f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: "
-            f"{format_parallel_dims(make_parallel_dims(config.policy.dtensor_cfg, world))}"
-        ),
+        f"learner     {_pluralize(world, 'rank')} on {_pluralize(len(nodes), 'node')}: {dims}",
     ]
     if isinstance(config, PpoRunConfig) and not config.value.head_only:
-        critic = make_parallel_dims(config.value.dtensor_cfg, world)
-        if critic != make_parallel_dims(config.policy.dtensor_cfg, world):
-            lines.append(f"            the critic: {format_parallel_dims(critic)}")
+        critic = ParallelDims.from_config(config.value.dtensor_cfg, world)
+        if critic != dims:
+            lines.append(f"            the critic: {critic}")
     if isinstance(config, RolloutRunConfig):
         lines += [
             f"engines     {_format_engines(plan, counts.engine_size)}",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.worker_builders import (
-    ExportOptions,
     build_rank_models,
     build_torch_engine,
     load_rank_policy,
@@ -47,15 +45,6 @@ from strop.weight_sync.transports.choose import EngineLocations
 COLLECTIVE_TIMEOUT = 1800.0  # seconds that a rank waits in a collective; the death of a rank is detected immediately
 
 
-@dataclass(frozen=True)
-class RemoteTokenizerBundle:
-    """The tokenizer and chat template of a policy in other processes."""
-
-    tokenizer: Any
-    template: ChatTemplate
-    stop_ids: tuple[int, ...]
-
-
 class RayBackend:
     """Builds models in the processes of a Ray cluster."""
 
@@ -75,7 +64,7 @@ class RayBackend:
         self.packed = policy_info.packed
         tokenizer_config = config.policy.tokenizer
         tokenizer = load_tokenizer(tokenizer_config.name, chat_template=tokenizer_config.chat_template)
-        self.bundle: TokenizerBundle = RemoteTokenizerBundle(
+        self.bundle = TokenizerBundle(
             tokenizer, ChatTemplate(tokenizer, options=tokenizer_config.chat_template_kwargs), policy_info.stop_ids
         )
 
@@ -129,7 +118,9 @@ class RayBackend:
         adapters = uses_vllm and options.weight_sync.adapters_alone and self.config.policy.dtensor_cfg.lora_cfg.enabled
         folder = (spec.output_folder / "model").resolve()
         await self.group.call_one(0, "call_with_policy", partial(write_model_folder, folder=folder))
-        export_options = ExportOptions(
+        make_exporter = partial(
+            make_rank_exporter,
+            self.config.policy,
             keep_snapshot=spec.max_staleness > 0,
             adapters=adapters,
             engines=EngineLocations(
@@ -140,7 +131,7 @@ class RayBackend:
             ),
             folder=(spec.output_folder / "weights").resolve(),
         )
-        await self.group.call_all("open_export", partial(make_rank_exporter, self.config.policy, export_options))
+        await self.group.call_all("open_export", make_exporter)
         make = self._make_vllm_engine if uses_vllm else self._make_torch_engine
         engines = [make(number, slot, folder, spec.output_folder.resolve(), adapters) for number, slot in enumerate(slots)]
         return pool_engines(
@@ -224,7 +215,7 @@ def make_remote_environments(config: RolloutRunConfig, cluster: Cluster) -> dict
     count = config.cluster.environment_hosts
     if not count:
         return {}
-    descriptions = describe_environments(config.data.train, config.data.validation, config.env, seed=config.rollout_training.seed)
+    descriptions = describe_environments(config)
     return spawn_environments(cluster, descriptions, count, config.cluster.roles.environment)
 
 

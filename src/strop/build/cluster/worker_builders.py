@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,30 @@ import torch
 
 from strop.algorithms.base import Algorithm
 from strop.algorithms.kl import REFERENCE_LOGPROBS
-from strop.build.cluster.device_plan import make_parallel_dims
 from strop.build.lifecycle import seed_everything
 from strop.build.models import (
     PRECISIONS,
     LoadedPolicy,
-    load_reward_policy,
     load_training_policy,
-    make_critic,
-    make_learner,
+    make_learners,
+    make_trained_networks,
     prepare_device,
 )
 from strop.build.teachers import find_teacher_columns, get_student_info, load_teacher
 from strop.config import TrainingRunConfig
 from strop.config.schema.policy_config import PolicyConfig
-from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig, RmRunConfig
+from strop.config.schema.run_config import DistillationRunConfig, PpoRunConfig
 from strop.distributed.workers.learner_worker import RankModels, RankScorer
 from strop.generation.torch.standalone import StandaloneTorchEngine
 from strop.generation.torch.torch_engine import TorchEngine, make_torch_engine
 from strop.learner.base import ColumnSource
 from strop.learner.model_config import ModelConfig
-from strop.learner.parallel.parallel_dims import DeviceMeshes
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import RankZeroLoader
 from strop.learner.parallel.sharded import Sharded, parallelize_head, parallelize_network
 from strop.learner.parallel.sharded_export import ShardedAdapterSource, iter_sharded_weights
 from strop.learner.parallel.tensor_plan import load_tensor_plan
-from strop.learner.torch.learner import TorchLearner
-from strop.learner.torch.scorer import NetworkScorer, TrainableNetwork, copy_frozen, without_adapters
+from strop.learner.torch.scorer import NetworkScorer, copy_frozen, without_adapters
 from strop.models.adapters import lora_layers
 from strop.models.loading import cast_weights, model_from_config
 from strop.models.network import Network, disable_dropout
@@ -52,9 +48,7 @@ from strop.weight_sync.transports.choose import EngineLocations, make_sender_fac
 def load_rank_policy(config: TrainingRunConfig) -> LoadedPolicy:
     """Load the policy, on rank 0. Raises ModelNotFound, ValueError."""
     seed_everything(config.training.seed)
-    if isinstance(config, RmRunConfig):
-        return load_reward_policy(config, RankZeroLoader())
-    return load_training_policy(config.policy, config.training.seed, RankZeroLoader())
+    return load_training_policy(config, RankZeroLoader())
 
 
 def build_rank_models(
@@ -68,30 +62,24 @@ def build_rank_models(
 ) -> RankModels:
     """Load the other models of a run and shard all of them over ``world`` ranks. Raises ValueError for settings that do not go together."""
     network = policy.network
-    critic = make_critic(config, policy, RankZeroLoader()) if isinstance(config, PpoRunConfig) else None
+    networks = make_trained_networks(config, policy, RankZeroLoader())
     copies_reference = REFERENCE_LOGPROBS in algorithm.requires and not lora_layers(network.model)
     reference = copy_frozen(network) if copies_reference else None
-    parallelism = _parallelize(network, config.policy, device, world)
-    learners = {
-        "policy": make_learner(
-            network,
-            config.policy,
-            sampling,
-            whole_groups=algorithm.whole_groups,
-            total_steps=total_steps,
-            parallelism=parallelism,
-        )
-    }
-    if critic is not None:
-        assert isinstance(config, PpoRunConfig)
-        learners["value"] = _make_sharded_critic(config, critic, parallelism, sampling, total_steps, device, world)
-    scorers = _make_rank_scorers(config.policy, network, reference, sampling, parallelism, device, world)
+    trunk = _parallelize(network, config.policy, device, world)
+    parallelism = {"policy": trunk}
+    if isinstance(critic := networks.get("value"), ValueHead):
+        parallelism["value"] = parallelize_head(critic, trunk)
+    elif isinstance(config, PpoRunConfig):
+        assert isinstance(critic, Network)
+        parallelism["value"] = _parallelize(critic, config.value, device, world)
+    learners = make_learners(config, networks, algorithm, sampling, total_steps, parallelism)
+    scorers = _make_rank_scorers(config.policy, network, reference, sampling, trunk, device, world)
     columns = _load_rank_teachers(config, policy, algorithm, sampling) if isinstance(config, DistillationRunConfig) else {}
-    return RankModels(parallelism=parallelism, learners=learners, scorers=scorers, columns=columns)
+    return RankModels(parallelism=trunk, learners=learners, scorers=scorers, columns=columns)
 
 
 def _parallelize(network: Network, config: ModelConfig, device: str, world: int) -> Sharded:
-    meshes = DeviceMeshes(make_parallel_dims(config.dtensor_cfg, world), device)
+    meshes = DeviceMeshes(ParallelDims.from_config(config.dtensor_cfg, world), device)
     plan: Mapping[str, str] | None = None
     if (name := config.dtensor_cfg.custom_parallel_plan) is not None and meshes.dims.tensor > 1:
         plan = load_tensor_plan(name)
@@ -108,23 +96,6 @@ def _sharded_dtype(config: ModelConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.weights_dtype == "bfloat16" else None
 
 
-def _make_sharded_critic(
-    config: PpoRunConfig,
-    critic: TrainableNetwork,
-    trunk: Sharded,
-    sampling: Sampling,
-    total_steps: int | None,
-    device: str,
-    world: int,
-) -> TorchLearner:
-    if isinstance(critic, ValueHead):
-        parallelism = parallelize_head(critic, trunk)
-    else:
-        assert isinstance(critic, Network)
-        parallelism = _parallelize(critic, config.value, device, world)
-    return make_learner(critic, config.value, sampling, total_steps=total_steps, section="value", parallelism=parallelism)
-
-
 def _make_rank_scorers(
     config: PolicyConfig,
     network: Network,
@@ -134,15 +105,14 @@ def _make_rank_scorers(
     device: str,
     world: int,
 ) -> dict[str, RankScorer]:
-    packing = config.sequence_packing if config.sequence_packing.enabled else config.dynamic_batching
-    tokens = packing.logprob_mb_tokens
+    tokens = config.batching.logprob_mb_tokens
     scorers: dict[str, RankScorer] = {"untrained": NetworkScorer(network, sampling, tokens, parallelism)}
     if lora_layers(network.model):
         scorers["reference"] = NetworkScorer(network, sampling, tokens, parallelism, context=without_adapters(network))
     elif reference is not None:
         reference_parallelism = parallelize_network(
             reference,
-            DeviceMeshes(make_parallel_dims(config.dtensor_cfg, world), device),
+            DeviceMeshes(ParallelDims.from_config(config.dtensor_cfg, world), device),
             weights_dtype=_sharded_dtype(config),
             cpu_offload=config.reference.offload or config.dtensor_cfg.cpu_offload,
         )
@@ -163,28 +133,29 @@ def _load_rank_teachers(
     return sources
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """How the learner exports weights to engines."""
-
-    keep_snapshot: bool
-    adapters: bool
-    engines: EngineLocations  # seen from rank 0
-    folder: Path  # for transports that use files
-
-
 def make_rank_exporter(
-    config: PolicyConfig, options: ExportOptions, policy: LoadedPolicy, parallelism: Sharded, rank: int
+    config: PolicyConfig,
+    policy: LoadedPolicy,
+    parallelism: Sharded,
+    rank: int,
+    *,
+    keep_snapshot: bool,
+    adapters: bool,
+    engines: EngineLocations,
+    folder: Path,
 ) -> BlockingExporter:
-    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work."""
+    """Make this rank's part of the exporter. Raises ValueError for a transport that cannot work.
+
+    ``engines``: as seen from rank 0. ``folder``: for transports that use files.
+    """
     generation = config.generation
     precision = generation.vllm_cfg.precision if generation.backend == "vllm" else config.weights_dtype
     return BlockingExporter(
         lambda: iter_sharded_weights(parallelism),
-        make_sender_factory(generation.weight_sync, policy.network.device, options.engines, options.folder),
+        make_sender_factory(generation.weight_sync, policy.network.device, engines, folder),
         dtype=PRECISIONS[precision],
-        keep_snapshot=options.keep_snapshot,
-        adapters=ShardedAdapterSource(parallelism) if options.adapters else None,
+        keep_snapshot=keep_snapshot,
+        adapters=ShardedAdapterSource(parallelism) if adapters else None,
         is_sender=rank == 0,
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from strop.data.data_config import DataEntryConfig
 from strop.data.messages import get_prompt_text, get_text_or_messages, last_message_text
 from strop.data.prompt_template import PromptTemplate, parse_prompt_template, read_text_file
 from strop.data.sources.builtin import BUILTIN_DATASETS, BuiltinDataset
@@ -18,6 +19,8 @@ from strop.data.sources.records import DataError, Record, Records, get_text, has
 from strop.data.sources.split import split_by_question
 from strop.types import Message
 from strop.user_code import suggest_names
+
+Part = Literal["train", "validation"]  # of the entry that ``split_validation_size`` divides
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class DataSource:
     repeat: int = 1  # repeat every row (for validation on few questions)
     seed: int = 42  # of generated tasks, and of the held-out rows
     split_validation_size: float = 0.0  # rows to hold out: below 1 a fraction, from 1 on a number
-    part: Literal["all", "train", "validation"] = "all"  # of the validation split
+    part: Part | Literal["all"] = "all"  # of the validation split
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.rows is not None:
@@ -75,6 +78,20 @@ class DataSource:
             raise DataError(f"repeat is {self.repeat}; it must be at least 1")
         if self.split_validation_size < 0:
             raise DataError(f"split_validation_size is {self.split_validation_size}; it must be 0 (off) or positive")
+
+    @classmethod
+    def from_entry(cls, entry: DataEntryConfig, *, seed: int, part: Part) -> DataSource:
+        """Return the source of an entry's rows: of one ``part`` if the entry holds out a validation split, else of all of them.
+
+        Generated tasks, which have no rows to split, always belong to one part. ``seed``: of the run, for an entry without its own.
+        """
+        generated = entry.dataset_name is None and entry.rows is None
+        keys = {field.name for field in fields(cls)} - {"seed", "part"}  # all others are keys of an entry, too
+        return cls(
+            **{key: getattr(entry, key) for key in keys},
+            seed=seed if entry.seed is None else entry.seed,
+            part=part if entry.split_validation_size or generated else "all",
+        )
 
     @property
     def held_out(self) -> bool:

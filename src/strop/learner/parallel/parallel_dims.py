@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from strop.learner.parallel.dtensor_config import DtensorConfig
+from strop.problems import raise_problems
+
 dist: Any = torch.distributed
 
 
@@ -51,6 +54,25 @@ class ParallelDims:
                 "of the model; set it to a number that does"
             )
 
+    @classmethod
+    def from_config(cls, config: DtensorConfig, world: int) -> ParallelDims:
+        """Return the dimensions of ``world`` ranks. Raises ValueError if the configured sizes do not divide ``world``."""
+        raise_problems(config.size_errors("dtensor_cfg", world, uses_ray=True))
+        tensor, context, copies = config.tensor_parallel_size, config.context_parallel_size, config.dp_replicate_size
+        return cls(
+            replicate=copies,
+            shard=world // (tensor * context * copies),
+            context=context,
+            tensor=tensor,
+            expert=config.expert_parallel_size,
+            sequence=config.sequence_parallel,
+        )
+
+    def __str__(self) -> str:
+        copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
+        experts = f", experts {self.expert_size} ways" if self.expert > 1 else ""
+        return f"{copies} x {self.shard} shards x {self.context} context x {self.tensor} tensor{experts}"
+
     @property
     def world_size(self) -> int:
         return self.replicate * self.shard * self.context * self.tensor
@@ -76,7 +98,7 @@ class DeviceMeshes:
 
     def __init__(self, dims: ParallelDims, device_type: str) -> None:
         if dist.get_world_size() != dims.world_size:
-            raise ValueError(f"{dims} needs {dims.world_size} ranks, and there are {dist.get_world_size()}")
+            raise ValueError(f"{dims!r} needs {dims.world_size} ranks, and there are {dist.get_world_size()}")
         self.dims = dims
         self.dense: Any = dist.init_device_mesh(
             device_type,

@@ -20,8 +20,8 @@ dist: Any = torch.distributed
 class RankZeroLoader:
     """Loads a model on the first rank; the others hold it on the meta device until it is sharded."""
 
-    def load_model(self, load: Callable[[str], Any], device: torch.device) -> Any:
-        return load_on_rank_zero(lambda: load("cpu"))
+    def load_model(self, load: Callable[..., Any], device: torch.device) -> Any:
+        return load_on_rank_zero(lambda: load(device="cpu"))
 
     def make_network(self, model: Any, make: Callable[..., Any]) -> Any:
         return probe_on_rank_zero(model, make)

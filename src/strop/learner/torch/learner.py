@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from strop import metrics
 from strop.algorithms.base import LossFn, Outputs
 from strop.learner.base import BackwardResult
+from strop.learner.model_config import ModelConfig
 from strop.learner.parallel.micro_batch import (
     MicroBatch,
     MicroBatchOutputs,
@@ -24,7 +24,7 @@ from strop.learner.parallel.micro_batch import (
 from strop.learner.parallel.parallelism import Parallelism
 from strop.learner.parallel.single_device import SingleDevice
 from strop.learner.torch.master_weights import MasterWeights
-from strop.learner.torch.optimizer import ParameterGroup, make_optimizer, make_scheduler
+from strop.learner.torch.optimizer import make_optimizer, make_scheduler
 from strop.learner.torch.scorer import TrainableNetwork, score_local
 from strop.learner.torch.weight_average import AveragedWeights
 from strop.learner.training_state import TrainingState
@@ -36,26 +36,6 @@ from strop.types import Batch
 STEPS_BETWEEN_TRIMS = 10  # optimizer steps between two returns of unused CPU memory to the system
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchLearnerOptions:
-    """Training options; the model and its precision are options of the network."""
-
-    optimizer: str = "torch.optim.AdamW"
-    optimizer_kwargs: Mapping[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
-    no_decay: Sequence[str] = ()  # name patterns of parameters without weight decay
-    parameter_groups: Sequence[ParameterGroup] = ()
-    schedule: Sequence[Mapping[str, Any]] = ()
-    total_steps: int | None = None  # optimizer steps of the run if known: the default length of a schedule
-    average_decay: float | None = None  # None: no moving average of the weights
-    average_start: int = 0  # optimizer steps before averaging begins
-    section: str = "policy"  # section of the configuration, for messages
-    max_grad_norm: float | None = 1.0  # None: no clipping
-    train_tokens: int = 8192  # tokens of one micro-batch, forward and backward
-    score_tokens: int = 8192  # tokens of one forward pass without gradient
-    activation_checkpointing: bool = False
-    whole_groups: bool = False  # never split a group across micro-batches: the loss compares its rollouts
-
-
 class TorchLearner:
     """One network and its optimizer. Gradients accumulate until ``step``; the loss determines their normalization.
 
@@ -65,36 +45,44 @@ class TorchLearner:
     """
 
     def __init__(
-        self, network: TrainableNetwork, sampling: Sampling, options: TorchLearnerOptions, parallelism: Parallelism | None = None
+        self,
+        network: TrainableNetwork,
+        config: ModelConfig,
+        sampling: Sampling,
+        *,
+        whole_groups: bool = False,
+        total_steps: int | None = None,
+        section: str = "policy",
+        parallelism: Parallelism | None = None,
     ) -> None:
-        """``sampling`` are the parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3)."""
+        """Make a learner for a network that is loaded.
+
+        Args:
+            sampling: The parameters that rollouts are sampled with: log-probabilities refer to that distribution (law 3).
+            whole_groups: Never split a group across micro-batches: the loss compares its rollouts.
+            total_steps: Optimizer steps of the run, the length of a schedule that sets none; None if the run has no limit.
+            section: Key of ``config``, for messages.
+            parallelism: How the network is sharded; None is on a single device.
+        """
         self.network = network
         self.parallelism = parallelism or SingleDevice(network)
         self.sampling = sampling
-        self.options = options
+        self.config = config
+        self.whole_groups = whole_groups
         self.model: nn.Module = network.model
-        self.model.train(options.activation_checkpointing)
-        if options.activation_checkpointing:
+        self.model.train(config.dtensor_cfg.activation_checkpointing)
+        if config.dtensor_cfg.activation_checkpointing:
             network.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.trainable_parameters = self.parallelism.trainable_parameters()
         self.masters = MasterWeights(self.trainable_parameters)
         self.parameters = self.masters.parameters
-        self.optimizer = make_optimizer(
-            options.optimizer,
-            self.masters.named_parameters,
-            options.optimizer_kwargs,
-            groups=options.parameter_groups,
-            no_decay=options.no_decay,
-            section=options.section,
-        )
-        self.parallelism.check_optimizer(self.optimizer, options.section)
-        self.scheduler = make_scheduler(
-            options.schedule, self.optimizer, total_steps=options.total_steps, section=options.section
-        )
+        self.optimizer = make_optimizer(config.optimizer, self.masters.named_parameters, section=section)
+        self.parallelism.check_optimizer(self.optimizer, section)
+        self.scheduler = make_scheduler(config.scheduler, self.optimizer, total_steps=total_steps, section=section)
         self.average: AveragedWeights | None = None
-        if options.average_decay is not None:
+        if config.ema.enabled:
             self.average = AveragedWeights(
-                self.masters.named_parameters, decay=options.average_decay, start_step=options.average_start
+                self.masters.named_parameters, decay=config.ema.decay, start_step=config.ema.start_step
             )
         self.state = TrainingState(
             trainable_parameters=self.trainable_parameters,
@@ -116,21 +104,21 @@ class TorchLearner:
 
     def score_local(self, batch: Batch) -> MicroBatchOutputs:
         """Score this rank's micro-batches: the full batch on a single device."""
-        return score_local(self.parallelism, batch, self.sampling, self.options.score_tokens)
+        return score_local(self.parallelism, batch, self.sampling, self.config.batching.logprob_mb_tokens)
 
     def forward_backward_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
         """Accumulate the gradient of the batch's loss; return the results of this rank's micro-batches."""
-        result = self._run_micro_batches(batch, loss, self.options.train_tokens, backward=True)
+        result = self._run_micro_batches(batch, loss, self.config.batching.train_mb_tokens, backward=True)
         if all(parameter.grad is None for parameter in self.parameters):
             for parameter in self.parameters:  # all losses have zero gradient: the step still updates the optimizer's momentum
                 parameter.grad = torch.zeros_like(parameter)
         return result
 
     def evaluate_loss_local(self, batch: Batch, loss: LossFn) -> MicroBatchOutputs:
-        return self._run_micro_batches(batch, loss, self.options.score_tokens, backward=False)
+        return self._run_micro_batches(batch, loss, self.config.batching.logprob_mb_tokens, backward=False)
 
     def _run_micro_batches(self, batch: Batch, loss: LossFn, token_budget: int, *, backward: bool) -> MicroBatchOutputs:
-        micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.options.whole_groups)
+        micro_batches, balance = self.parallelism.split_batch(batch, token_budget, whole_groups=self.whole_groups)
         logged: list[Metrics] = [balance] if backward else []
         results: list[tuple[Tensor, Outputs]] = []
         for micro_batch in micro_batches:
@@ -151,7 +139,7 @@ class TorchLearner:
         return detach_to_cpu(outputs), logged
 
     def step(self) -> Metrics:
-        limit = self.options.max_grad_norm
+        limit = self.config.max_grad_norm
         norm = self.parallelism.clip_grad_norm(self.parameters, limit if limit is not None else float("inf"))
         rate = float(self.optimizer.param_groups[0]["lr"])  # some optimizers keep a tensor that the schedule changes in place
         if torch.isfinite(norm):

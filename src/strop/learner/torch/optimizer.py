@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from strop.learner.torch.optimizer_config import OptimizerConfig, OptimizerGroupConfig, SchedulerConfig
 from strop.learner.torch.schedules import make_lr_scheduler, make_schedule
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -26,40 +26,18 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterGroup:
-    """Parameters with their own learning rate or weight decay; None keeps the optimizer's."""
-
-    match: Sequence[str]  # patterns of parameter names, see ``matches_any``
-    lr: float | None = None
-    weight_decay: float | None = None
-
-    def options(self) -> dict[str, float]:
-        options = {"lr": self.lr, "weight_decay": self.weight_decay}
-        return {key: value for key, value in options.items() if value is not None}
-
-
-def make_optimizer(
-    name: str,
-    named_parameters: NamedParameters,
-    kwargs: Mapping[str, Any],
-    *,
-    groups: Sequence[ParameterGroup] = (),
-    no_decay: Sequence[str] = (),
-    section: str = "policy",
-) -> Optimizer:
+def make_optimizer(config: OptimizerConfig, named_parameters: NamedParameters, *, section: str = "policy") -> Optimizer:
     """Create an optimizer by dotted name, such as ``torch.optim.AdamW``. Raises ValueError for an argument that it does not take.
 
-    Defaults to the fused implementation where the optimizer has one: it reads the weights once. See ``make_parameter_groups`` for
-    ``groups`` and ``no_decay``.
+    Defaults to the fused implementation where the optimizer has one: it reads the weights once.
     """
-    factory = _import_class(name, f"{section}.optimizer.name", Optimizer)
+    factory = _import_class(config.name, f"{section}.optimizer.name", Optimizer)
     known = inspect.signature(factory).parameters
-    _check_arguments(kwargs, known, "params", f"{section}.optimizer.kwargs", name)
-    grouped = make_parameter_groups(named_parameters, groups, no_decay, section=section)
+    _check_arguments(config.kwargs, known, "params", f"{section}.optimizer.kwargs", config.name)
+    grouped = make_parameter_groups(named_parameters, config.groups, config.no_decay, section=section)
     for options in grouped:
-        _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", name)
-    arguments = dict(kwargs)
+        _check_arguments(options.keys() - {"params", "param_names"}, known, "params", f"{section}.optimizer.groups", config.name)
+    arguments = dict(config.kwargs)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     if "fused" in known and arguments.get("fused") is None and arguments.get("foreach") is None:
@@ -70,7 +48,7 @@ def make_optimizer(
 
 
 def make_parameter_groups(
-    named_parameters: NamedParameters, groups: Sequence[ParameterGroup], no_decay: Sequence[str], *, section: str = "policy"
+    named_parameters: NamedParameters, groups: Sequence[OptimizerGroupConfig], no_decay: Sequence[str], *, section: str = "policy"
 ) -> list[dict[str, Any]]:
     """Return parameter groups as torch takes them: first the parameters without a group, then each group in order.
 
@@ -95,11 +73,16 @@ def make_parameter_groups(
         {
             "params": [parameter for _, parameter in members],
             "param_names": [name for name, _ in members],
-            **(groups[index].options() if index >= 0 else {}),
+            **(_group_options(groups[index]) if index >= 0 else {}),
             **({"weight_decay": 0.0} if exempt else {}),
         }
         for (index, exempt), members in sorted(buckets.items(), key=lambda item: item[0])
     ]
+
+
+def _group_options(group: OptimizerGroupConfig) -> dict[str, float]:
+    options = {"lr": group.lr, "weight_decay": group.weight_decay}
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:
@@ -124,29 +107,24 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def make_scheduler(
-    schedule: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, total_steps: int | None = None, section: str = "policy"
+    config: SchedulerConfig | None, optimizer: Optimizer, *, total_steps: int | None = None, section: str = "policy"
 ) -> LRScheduler | None:
-    """Create the scheduler of ``[{name, kwargs}, ..., {milestones: [...]}]``: several stages in sequence, a single one, or None.
+    """Create the scheduler of one or several stages in sequence; None without a configuration.
 
     ``total_steps`` is the run's number of optimizer steps, or None if unknown. A named schedule without its own ``total_steps`` ends
     there, or at the milestone where the next stage begins.
     """
-    stages = [entry for entry in schedule if "name" in entry]
-    milestones = [step for entry in schedule if "milestones" in entry for step in entry["milestones"]]
-    if not stages:
+    if config is None:
         return None
-    if len(milestones) != len(stages) - 1:
-        raise ValueError(
-            f"{section}.scheduler: {len(stages)} stages need {len(stages) - 1} milestones between them; found {milestones}"
-        )
+    milestones = list(config.milestones)
     if total_steps is not None and milestones and milestones[-1] >= total_steps:
         total_steps = None  # the last stage begins after the end of the run
     lengths = [
         None if end is None else end - begin for begin, end in zip([0, *milestones], [*milestones, total_steps], strict=True)
     ]
     schedulers = [
-        _make_stage(entry["name"], entry.get("kwargs", {}), optimizer, length, section)
-        for entry, length in zip(stages, lengths, strict=True)
+        _make_stage(stage.name, stage.kwargs, optimizer, length, section)
+        for stage, length in zip(config.stages, lengths, strict=True)
     ]
     return schedulers[0] if len(schedulers) == 1 else SequentialLR(optimizer, schedulers, milestones)
 

@@ -19,8 +19,7 @@ from strop.algorithms.base import Algorithm
 from strop.algorithms.distillation.distillation import TEACHER_LOGPROBS, Distillation
 from strop.algorithms.distillation.topk_distillation import TopKDistillation
 from strop.build.cluster.cluster_run import compute_reserved_cpus
-from strop.build.models import LoadedPolicy, load_training_policy
-from strop.build.scorers import make_learners
+from strop.build.models import LoadedPolicy, load_policy, make_learners, make_trained_networks
 from strop.build.teachers import (
     combine_teachers,
     find_teacher_columns,
@@ -92,7 +91,7 @@ def config_of(model: Path, *overrides: str, name: str = "distillation") -> Disti
 
 @pytest.fixture(scope="module")
 def policy(tiny_model_folder: Path) -> LoadedPolicy:
-    return load_training_policy(config_of(tiny_model_folder).policy)
+    return load_policy(config_of(tiny_model_folder).policy)
 
 
 def groups_of_size(count: int) -> list[Group]:
@@ -105,7 +104,7 @@ def algorithm_of(config: DistillationRunConfig) -> Algorithm:
 
 def filled_here(config: DistillationRunConfig, policy: LoadedPolicy, groups: list[Group]) -> Mapping[str, Tensor]:
     algorithm = algorithm_of(config)
-    learners = make_learners(config, policy, algorithm, SAMPLING, None)
+    learners = make_learners(config, make_trained_networks(config, policy), algorithm, SAMPLING, None)
     (column,) = wanted = find_teacher_columns(config, algorithm)
     teachers = make_teachers(config, policy, wanted, SAMPLING, learners)
     source = combine_teachers({key: column_client(sources[column]) for key, sources in teachers.items()}, config)

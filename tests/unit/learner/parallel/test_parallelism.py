@@ -17,11 +17,11 @@ from strop.learner.parallel.micro_batch import MicroBatchOutputs, assemble_outpu
 from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.rank_zero_loading import is_meta_model, load_on_rank_zero, probe_on_rank_zero
 from strop.learner.parallel.sharded import check_parallelizable, decoder_layers, parallelize_network
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
 from strop.learner.torch.scorer import offload
 from strop.models.network import Network
 from strop.sampling import KEPT_TOKENS, Sampling
 from strop.types import Batch
+from support.learners import make_torch_learner
 from support.models import VOCABULARY, build
 from support.parity import Case, build_network, frozen_scores, get_loss, make_batch
 
@@ -74,13 +74,10 @@ def learning(rank: int, batch: Batch, meshes: DeviceMeshes) -> dict[str, Any]:
     low = build_network(replace(CASE, dtype=torch.bfloat16))
     found: dict[str, Any] = {"low": message(lambda: parallelize_network(low, meshes))}
     placement = parallelize_network(network, meshes)
-    options = TorchLearnerOptions(optimizer_kwargs={"lr": 1e-2}, train_tokens=40)
     found["optimizer"] = message(
-        lambda: TorchLearner(
-            network, CASE.sampling, replace(options, optimizer="torch.optim.LBFGS", optimizer_kwargs={}), placement
-        )
+        lambda: make_torch_learner(network, CASE.sampling, placement, optimizer="torch.optim.LBFGS", optimizer_kwargs={})
     )
-    learner = TorchLearner(network, CASE.sampling, options, placement)
+    learner = make_torch_learner(network, CASE.sampling, placement, optimizer_kwargs={"lr": 1e-2}, train_tokens=40)
     found["alone"] = message(lambda: learner.score(batch))
     found["offload"] = message(lambda: offload(network))
 
@@ -219,5 +216,5 @@ def test_the_layers_of_a_decoder_are_found(family: str) -> None:
 
 
 def test_a_learner_without_a_placement_is_on_one_device() -> None:
-    learner = TorchLearner(Network(build("llama")), Sampling(), TorchLearnerOptions())
+    learner = make_torch_learner(Network(build("llama")), Sampling())
     assert learner.parallelism.is_leader and len(learner.parallelism.trainable_parameters()) == len(learner.parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.shard_files import ShardedReader, TensorShard, local_shard
 from strop.learner.parallel.sharded import parallelize_network
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
-from strop.learner.torch.learner import TorchLearner, TorchLearnerOptions
+from strop.learner.torch.learner import TorchLearner
 from strop.models.loading import cast_weights
 from strop.models.network import Network
 from strop.sampling import Sampling
+from support.learners import make_scheduler_config, make_torch_learner
 from support.lora import with_random_adapters
 from support.models import build
 from support.sweep import sweep
@@ -65,13 +66,17 @@ def learner_of(form: Form, sizes: ParallelDims, *, seed: int = 0) -> TorchLearne
         placement = parallelize_network(network, DeviceMeshes(sizes, "cpu"), weights_dtype=form.weights_dtype)
     elif form.weights_dtype is not None:
         cast_weights(model, form.weights_dtype)
-    options = TorchLearnerOptions(
+    return make_torch_learner(
+        network,
+        Sampling(),
+        placement,
         optimizer_kwargs={"lr": 1e-2},
         no_decay=() if form.lora else ("norm",),
-        schedule=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 9}}],
+        schedule=make_scheduler_config(
+            {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 9}}
+        ),
         average_decay=0.5,
     )
-    return TorchLearner(network, Sampling(), options, placement)
 
 
 def train(learner: TorchLearner, steps: int = 2) -> None:
@@ -83,7 +88,6 @@ def train(learner: TorchLearner, steps: int = 2) -> None:
             piece = local_shard(divided.get(name, trained))
             whole = torch.randn(piece.shape, generator=noise)
             parameter.grad = whole[piece.index].clone().to(parameter.dtype)
-        learner.options = replace(learner.options, max_grad_norm=None)
         learner.optimizer.step()
         learner.masters.write_back()
         assert learner.average is not None and learner.scheduler is not None
