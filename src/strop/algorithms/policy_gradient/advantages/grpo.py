@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.base import Plan
@@ -63,8 +62,7 @@ class Clip(Objective):
             raise ValueError(
                 f"the ratio is clipped to [1 - {self.low}, 1 + {self.high}]: low must lie in [0, 1], and high must be at least 0"
             )
-        for option in ("dual", "two_sided"):
-            bound = getattr(self, option)
+        for option, bound in (("dual", self.dual), ("two_sided", self.two_sided)):
             if bound is not None and bound <= 1:
                 raise ValueError(
                     f"{option} is {bound}: it is an upper bound of the ratio; set it above 1, or to null for no bound"
@@ -81,13 +79,9 @@ class Clip(Objective):
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         bounded = ratio if self.two_sided is None else ratio.clamp(max=self.two_sided)
-        clipped_ratio = ratio.clamp(1 - self.low, 1 + self.high)
-        if self.two_sided is None:
-            objective = clipped_surrogate(ratio, advantages, low=self.low, high=self.high, dual=self.dual)
-        else:
-            objective = torch.minimum(bounded * advantages, clipped_ratio * advantages)
+        objective = clipped_surrogate(bounded, advantages, low=self.low, high=self.high, dual=self.dual)
         outside_clip = (ratio < 1 - self.low) | (ratio > 1 + self.high)
-        lowered = clipped_ratio * advantages < bounded * advantages
+        lowered = ratio.clamp(1 - self.low, 1 + self.high) * advantages < bounded * advantages
         return objective, {"ratio_outside_clip": outside_clip.to(ratio.dtype), "ratio_clipped": lowered.to(ratio.dtype)}
 
 
