@@ -100,6 +100,8 @@ def test_mistakes_are_refused_with_the_key_and_a_way_out(trained: list[Any]) -> 
         ConfigError, match=r"Python: grpo\.max_num_stepz: there is no such key\s+Did you mean grpo\.max_num_steps"
     ):
         strop.train("grpo", model="m", data=ROWS, reward=correct, **{"grpo.max_num_stepz": 3})
+    with pytest.raises(ConfigError, match=r"env has nothing[\s\S]* such as env\.task\.reward=rewards\.py:correct"):
+        strop.train("grpo", model="m", data=ROWS)
     with pytest.raises(ValueError, match=r"algorithm\.name: 'gpro' is neither .* did you mean 'gspo'"):
         strop.train("gpro", model="m", data=ROWS, reward=correct)
     assert not trained

@@ -136,7 +136,9 @@ def check_environments(config: RolloutRunConfig | EvalRunConfig) -> Problems:
             yield Problem(
                 f"{key}.env_name",
                 f"found null, but env has {aliases}, so the environment that scores these tasks is ambiguous",
-                "Set it to one of the aliases in env.",
+                "Set it to one of the aliases in env."
+                if config.env
+                else "Add an environment, such as env.math={}, or a reward of your own, such as env.task.reward=rewards.py:correct.",
             )
         elif alias not in config.env:
             yield Problem(
