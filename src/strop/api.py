@@ -74,10 +74,14 @@ def train(
     own = {} if name in TRAINING_RUNS else {"algorithm": {"name": name}}
     given = [own, {"algorithm": options}, _folder_settings(folder, name, config, settings), *_task_settings(reward, environment)]
     given += [{"policy": {"model_name": str(model)}}] if model is not None else []
-    given += [_data_settings("train", data), _data_settings("validation", validation), _nest(settings)]
+    scored = reward is not None or environment is not None
+    data = {} if data is None and environment is not None else data  # an environment may make its tasks itself
+    given += [_data_settings("train", data, scored), _data_settings("validation", validation, scored), _nest(settings)]
     loaded: LoadedConfig[TrainingRunConfig] = load_config(config, root=TRAINING_RUNS[section], values=_merge(given))
     _warn(loaded)
     prepared = _with_objects(loaded.config, data, validation, reward)
+    if scored:
+        _check_scored(prepared)
     _run(lambda: train_as_configured(prepared))
     return Run(prepared.logger.log_dir)
 
@@ -104,7 +108,8 @@ def evaluate(
     from strop.build.evaluate import evaluate_as_configured
     from strop.config import EvalRunConfig, load_config
 
-    given = [*_task_settings(reward, environment), _data_settings(None, data)]
+    scored = reward is not None or environment is not None
+    given = [*_task_settings(reward, environment), _data_settings(None, {} if data is None and scored else data, scored)]
     given += [_model_settings(model)] if model is not None else []
     given += [{"eval": {"num_tests_per_prompt": samples}}] if samples is not None else []
     loaded: LoadedConfig[EvalRunConfig] = load_config(config, root=EvalRunConfig, values=_merge([*given, _nest(settings)]))
@@ -173,11 +178,26 @@ def _task_settings(reward: Reward | None, environment: str | type[Environment[An
     return []
 
 
-def _data_settings(part: str | None, data: Data | None) -> Settings:
-    entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
+def _data_settings(part: str | None, data: Data | None, scored: bool) -> Settings:
+    """Return the keys of a data entry. ``scored``: by the reward or environment of the call."""
     if data is None:
         return {}
+    entry: Any = dict(data) if isinstance(data, Mapping) else {"dataset_name": str(data)} if isinstance(data, str | Path) else {}
+    entry = {"env_name": ALIAS, **entry} if scored else entry
     return {"data": entry if part is None else {part: entry}}
+
+
+def _check_scored(config: TrainingRunConfig) -> None:
+    """Raise ValueError if no training data go to the reward or environment of the call."""
+    from strop.config.schema.run_config import RolloutRunConfig, environment_alias
+
+    assert isinstance(config, RolloutRunConfig)
+    names = {environment_alias(config, entry) for entry in config.data.train}
+    if ALIAS not in names:
+        raise ValueError(
+            f"the reward would not be used: data.train.env_name is {', '.join(sorted(map(str, names)))} in the file; give data too, or "
+            f'"data.train.env_name": "{ALIAS}"'
+        )
 
 
 def _is_rows(data: Data | None) -> bool:

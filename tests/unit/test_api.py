@@ -95,6 +95,18 @@ def test_several_rewards_go_by_name_and_an_environment_by_its_class(trained: lis
         strop.train("grpo", model="m", data=ROWS, reward=correct, environment="math")
 
 
+def test_an_environment_may_make_its_tasks_and_a_reward_is_never_left_out(trained: list[Any]) -> None:
+    quickstart = Path(__file__).parents[2] / "examples" / "configs" / "quickstart.yaml"
+    strop.train("grpo", environment="arithmetic", model="m")
+    assert [entry.env_name for entry in trained[-1].data.train] == ["task"]
+    strop.train("grpo", config=quickstart, data=ROWS, reward=correct)
+    assert trained[-1].data.train[0].env_name == "task" and trained[-1].data.train[0].rows is ROWS
+    with pytest.raises(
+        ValueError, match=r"the reward would not be used: data\.train\.env_name is arithmetic in the file; give data too"
+    ):
+        strop.train("grpo", config=quickstart, reward=correct)
+
+
 def test_mistakes_are_refused_with_the_key_and_a_way_out(trained: list[Any]) -> None:
     with pytest.raises(
         ConfigError, match=r"Python: grpo\.max_num_stepz: there is no such key\s+Did you mean grpo\.max_num_steps"
