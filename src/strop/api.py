@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from strop.algorithms.base import Algorithm
     from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
-    from strop.data.data_config import DataEntryConfig
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
 
@@ -210,17 +209,14 @@ def _with_objects(
     """Put data in memory and functions, which no file can hold, into a loaded configuration."""
     section = config.data
     if _is_rows(data):
-        section = replace(section, train=_with_rows(section.train, data))
+        section = replace(section, train=(section.train[0].with_rows(data),))
     if _is_rows(validation):
-        section = replace(section, validation=_with_rows(section.validation or (), validation))
+        assert section.validation  # the entry that ``_data_settings`` made
+        section = replace(section, validation=(section.validation[0].with_rows(validation),))
     changes: dict[str, Any] = {"data": section}
     if reward is not None:
         changes["env"] = _with_reward(config.env, reward)  # type: ignore[attr-defined]
     return replace(config, **changes)
-
-
-def _with_rows(entries: tuple[DataEntryConfig, ...], rows: Any) -> tuple[DataEntryConfig, ...]:
-    return (entries[0].with_rows(rows),)
 
 
 def _with_reward(env: Mapping[str, EnvironmentConfig], reward: Reward | None) -> dict[str, EnvironmentConfig]:

@@ -166,10 +166,3 @@ def to_json(section: BaseConfig) -> str:
 def validate_section(model: type[SectionT], values: Mapping[str, Any]) -> SectionT:
     """Return the section with these values, which may be nested mappings. Raises pydantic's ValidationError."""
     return TypeAdapter(model).validate_python(values)
-
-
-def get_at(tree: Any, path: KeyPath) -> Any:
-    """Return the value at a path through mappings; None if there is none."""
-    for name in path:
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,9 +65,10 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints that are kept, the newest last."""
+        from strop.checkpointing.step_folders import list_steps
+
         folder = Path(self.config["checkpointing"]["checkpoint_dir"])
-        steps = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*")}
-        return sorted((path for path, match in steps.items() if match), key=lambda path: int(path.name.removeprefix("step_")))
+        return [folder / f"step_{step}" for step in list_steps(folder)]
 
     @property
     def checkpoint(self) -> Path | None:

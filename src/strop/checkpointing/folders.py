@@ -19,7 +19,6 @@ import math
 import os
 import pickle
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,9 +30,8 @@ import numpy
 import torch
 
 from strop.checkpointing.base import RunState, Saveable
+from strop.checkpointing.step_folders import list_steps
 from strop.learner.client import LearnerClient
-
-_STEP = re.compile(r"step_(\d+)")
 
 # Classes in state.pt of earlier versions -> their current module and name.
 _MOVED = {
@@ -95,10 +93,7 @@ class FolderCheckpointer:
         return self.folder / f"step_{steps[-1]}" if steps else None
 
     def list_steps(self) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        matches = (_STEP.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
+        return list_steps(self.folder)
 
     def load(self, path: Path, learners: Mapping[str, LearnerClient]) -> RunState:
         """Restore learners and random states in place. Raises CheckpointError."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
 from strop.config.checks.device_counts import count_devices
 from strop.config.schema.run_config import DistillationRunConfig
@@ -108,5 +109,4 @@ def find_newest_step(config: TrainingRunConfig) -> int:
     saving = config.checkpointing
     if not (saving.enabled and saving.resume):
         return -1
-    steps = (path.name.removeprefix("step_") for path in Path(saving.checkpoint_dir).glob("step_*"))
-    return max((int(step) for step in steps if step.isdigit()), default=-1)
+    return max(list_steps(Path(saving.checkpoint_dir)), default=-1)

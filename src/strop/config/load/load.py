@@ -16,7 +16,6 @@ from strop.base_config import (
     BaseConfig,
     fields_of,
     followed_keys,
-    get_at,
     option_set_by,
     section_model,
     to_tree,
@@ -25,7 +24,7 @@ from strop.base_config import (
 from strop.config.checks import cluster_checks, run_checks
 from strop.config.load import keys, yaml_text
 from strop.config.load.interpolation import escape_interpolations, referenced_keys, resolve_interpolations
-from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, read_config_file
+from strop.config.load.yaml_source import ConfigSource, KeyPath, apply_overrides, describe_type, get_at, read_config_file
 from strop.config.nemo_rl import find_unused_keys
 from strop.config.schema.run_config import TRAINING_RUNS, GrpoRunConfig, TrainingRunConfig
 from strop.problems import ConfigError, Origin, Problem
@@ -157,18 +156,20 @@ def validate_source(source: ConfigSource, root: type[ConfigT]) -> tuple[ConfigT 
 
 def add_defaults(values: Mapping[str, Any], model: type[BaseConfig]) -> dict[str, Any]:
     """Return values with the schema's defaults for missing keys, so that ``${...}`` can refer to any key."""
-    tree = keys.default_values(model)
+    default = keys.default_values(model)
+    tree = dict(default)
     for name, value in values.items():
-        inner = section_model(fields_of(model)[name]) if name in fields_of(model) else None
-        if inner is not None and (value is None or isinstance(value, Mapping)):
-            tree[name] = add_defaults(value or {}, inner)
-        elif value is None and name in fields_of(model) and followed_keys(fields_of(model)[name]):
-            continue  # null asks for the value of the key that this one follows
-        elif name in fields_of(model) and isinstance(value, Mapping) and (entry := keys.entry_model(fields_of(model)[name])):
-            named = isinstance(value, Mapping) and not keys.is_entry_list(fields_of(model)[name])
-            tree[name] = {alias: add_defaults(inner or {}, entry) for alias, inner in value.items()} if named else value
-        else:
-            tree[name] = value
+        tree[name] = value
+        field = fields_of(model).get(name)
+        if field is None:
+            continue
+        if (inner := section_model(field)) is not None:
+            if value is None or isinstance(value, Mapping):
+                tree[name] = add_defaults(value or {}, inner)
+        elif value is None and followed_keys(field):
+            tree[name] = default[name]  # null asks for the value of the key that this one follows
+        elif isinstance(value, Mapping) and not keys.is_entry_list(field) and (entry := keys.entry_model(field)):
+            tree[name] = {alias: add_defaults(options or {}, entry) for alias, options in value.items()}
     return tree
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.base_config import BaseConfig, get_at
+from strop.base_config import BaseConfig
 from strop.config.load import keys, yaml_text
 from strop.problems import COMMAND_LINE, PYTHON, ConfigError, Origin, Problem
 
@@ -49,6 +49,13 @@ class ConfigSource:
                 return self.origins[path]
             path = path[:-1]
         return None
+
+
+def get_at(tree: Any, path: KeyPath) -> Any:
+    """Return the value at a path through mappings; None if there is none."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def merge_sections(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,16 @@
+"""The ``step_N`` folders in a checkpoint folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, in order; empty if there is no folder."""
+    if not folder.is_dir():
+        return []
+    matches = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
