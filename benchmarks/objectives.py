@@ -76,7 +76,7 @@ def run(experiment: Experiment, extra: Sequence[str]) -> dict[int, dict[str, flo
         f"logger.log_dir={folder}", "checkpointing.enabled=false", "logger.console=plain", *extra,
     ]  # fmt: skip
     print(f"$ {shlex.join(command)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "strop.cli", *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "strop", *command[1:]], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-2000:], done.stderr[-2000:])
         return {}

@@ -135,7 +135,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tiny, tm
 
 def test_the_strop_command_itself_resumes_after_a_kill(tiny, tmp_path, uninterrupted):
     """The same in fresh interpreters, as a user starts them."""
-    command = [sys.executable, "-m", "strop.cli", "grpo", *overrides(tiny_config(tiny, **CHANGES))]
+    command = [sys.executable, "-m", "strop", "grpo", *overrides(tiny_config(tiny, **CHANGES))]
     process = subprocess.Popen(command, cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120

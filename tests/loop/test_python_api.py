@@ -85,7 +85,7 @@ def test_the_environment_and_the_algorithm_of_the_readme_train_by_its_command(ho
         (home / name).write_text(text)
     short = "grpo.max_num_steps=2 grpo.val_at_start=false grpo.val_at_end=false policy.max_total_sequence_length=256"
     command = COMMAND.partition(" # ")[0].replace("\\\n", " ").strip()
-    typed = f"{command} {short}".replace("strop", f"{sys.executable} -m strop.cli", 1)
+    typed = f"{command} {short}".replace("strop", f"{sys.executable} -m strop", 1)
     done = subprocess.run(typed, shell=True, capture_output=True, text=True, timeout=280, env=environment())
     assert done.returncode == 0, done.stderr
     run = strop.Run("logs/larger")

@@ -339,7 +339,7 @@ def assert_same_run(folder: Path, wanted: Path) -> None:
 def test_the_command_itself_trains_and_resumes(tiny: Path, tmp_path: Path) -> None:
     """In a fresh interpreter, as a user starts it."""
     write_data(tmp_path)
-    command = [sys.executable, "-m", "strop.cli", "sft", *overrides(recorded_config("sft", tiny, sft__max_num_steps=3))]
+    command = [sys.executable, "-m", "strop", "sft", *overrides(recorded_config("sft", tiny, sft__max_num_steps=3))]
     done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
     assert "step 3/3  loss" in done.stdout or "loss" in done.stdout
     more = train_to_end("sft", tiny, tmp_path)

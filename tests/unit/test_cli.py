@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from strop import __version__, cli
+from strop.cli.train_command import TRAINING
 from strop.config import GrpoRunConfig
 from strop.config.schema.run_config import TRAINING_RUNS
 from strop.stopping import RunStopped
@@ -207,7 +208,7 @@ def test_help_names_every_kind_of_training(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    assert set(cli.TRAINING) == set(TRAINING_RUNS) and all(section in text for section in TRAINING_RUNS)
+    assert set(TRAINING) == set(TRAINING_RUNS) and all(section in text for section in TRAINING_RUNS)
 
 
 @pytest.mark.parametrize("section", TRAINING_RUNS)

@@ -1,0 +1,65 @@
+"""``strop grpo`` and the other kinds of training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.cli.output import make_run_parser, print_config_error, print_dry_run, print_interrupted, print_warnings
+from strop.stopping import STOPPED_EXIT_CODE, RunStopped
+
+if TYPE_CHECKING:
+    from strop.config import LoadedConfig, TrainingRunConfig
+
+
+TRAINING = {  # training commands; each is also a section of its configuration
+    "grpo": "GRPO and other policy gradients",
+    "ppo": "policy gradients with a critic",
+    "sft": "supervised fine-tuning",
+    "dpo": "preference optimisation: DPO and its family",
+    "rm": "a reward model",
+    "distillation": "distillation from a teacher",
+}
+
+
+def train_run(section: str, arguments: Sequence[str], command_line: str, default_config: Path | None = None) -> int:
+    """Run a training command. Return its exit code."""
+    from strop.config import TRAINING_RUNS, ConfigError, load_config
+
+    options = make_run_parser(section, f"Train a language model: {TRAINING[section]}.", default_config).parse_intermixed_args(
+        arguments
+    )
+    loaded: LoadedConfig[TrainingRunConfig] | None = None
+    try:
+        loaded = load_config(options.config, options.overrides, root=TRAINING_RUNS[section])
+        print_warnings(loaded)
+        if options.dry_run:
+            return print_dry_run(loaded.config)
+        from strop import build
+
+        return build.run_training(loaded.config)
+    except ConfigError as error:
+        return print_config_error(error)
+    except KeyboardInterrupt:
+        if loaded is None:
+            return print_interrupted("The run had not started.")
+        return print_interrupted(_format_resume_hint(loaded.config, command_line))
+    except RunStopped as stopped:
+        assert loaded is not None
+        print(f"\n{stopped} {_format_resume_hint(loaded.config, command_line)}", file=sys.stderr)
+        return STOPPED_EXIT_CODE
+
+
+def _format_resume_hint(config: TrainingRunConfig, command_line: str) -> str:
+    saving = config.checkpointing
+    if not (saving.saving_enabled and saving.resume):
+        return "Checkpoints or checkpointing.resume are disabled, so the same command starts from the beginning."
+    has_checkpoint = any(Path(saving.checkpoint_dir).glob("step_*"))
+    where = (
+        f"from the newest checkpoint in {saving.checkpoint_dir}"
+        if has_checkpoint
+        else f"from the beginning (no checkpoint in {saving.checkpoint_dir} yet)"
+    )
+    return f"Start the same command again to continue {where}:\n    {command_line}"
