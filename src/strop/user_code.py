@@ -1,4 +1,4 @@
-"""Names that users write: import ``module:name`` or ``path/to/file.py:name``, and suggest the nearest known name."""
+"""Code that users write: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe its errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 
+MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
+
+
 class UserCodeError(ValueError):
     """A name that cannot be imported. The message says why."""
 
@@ -22,6 +25,31 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(names) or 'none'}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an exception that user code raised, shortened in the middle if it is long."""
+    try:
+        text = str(error)
+    except Exception as failed:  # its own __str__ raises
+        text = f"(its text cannot be read: {type(failed).__name__})"
+    return f"{type(error).__name__}: {shorten(text)}"
+
+
+def shorten(text: str, limit: int = MAX_ERROR_TEXT) -> str:
+    """Return the beginning and the end of a text that is longer than ``limit``, and how much is left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+def describe_value(value: Any) -> str:
+    """Return the first 80 characters of ``repr(value)``, or its type where it has none: integers may be too long for one."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"an object of type {type(value).__name__}"
 
 
 def import_attribute(path: str) -> Any:

@@ -17,6 +17,7 @@ from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.user_code import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ async def _score_group(
         scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
     except Exception as error:
         log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
-        message = f"{type(error).__name__}: {error}"
+        message = describe_error(error)
         scored = [replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}) for rollout in valid]
     by_sample = {rollout.sample: rollout for rollout in scored}
     return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
@@ -108,7 +109,7 @@ def make_failed_group(index: int, version: int, error: Exception) -> Group:
         messages=(),
         prompt=torch.zeros(0, dtype=torch.int64),
         ending=Ending.ERROR,
-        error=f"the task at position {index} of the stream could not be created: {type(error).__name__}: {error}",
+        error=f"the task at position {index} of the stream could not be created: {describe_error(error)}",
     )
     return Group(index=index, environment="", version=version, rollouts=(rollout,))
 
@@ -139,7 +140,7 @@ async def run_episode(
             raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
-        return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
+        return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
     return _with_rewards(rollout, scored, rules.scaling)
 
 
