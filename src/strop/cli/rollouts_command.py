@@ -73,7 +73,9 @@ def _show(options: argparse.Namespace) -> int:
         over_steps = options.task is not None and options.step is None
         default = PAGE_ROLLOUTS if options.html else STEPS_OF_A_TASK if over_steps else TERMINAL_ROLLOUTS
         fields = ("step", "task", "environment", "ending", "best", "worst")
-        selection = RolloutSelection(**{name: getattr(options, name) for name in fields}, limit=options.limit or default)
+        selection = RolloutSelection(
+            **{name: getattr(options, name) for name in fields}, limit=options.limit or default, fill=bool(options.html)
+        )
         if not source.steps():
             raise NoRollouts(_explain_empty(folder, options.validation))
         selected = select_rollouts(source, selection)
@@ -148,7 +150,7 @@ def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Name
 
 
 def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
-    """Return the decode of the run's tokenizer, for pages that show tokens; None, with a warning, if it is not on this machine."""
+    """Return the decode of the run's tokenizer, for the texts of tokens; None, with a warning, if it cannot be read."""
     from strop.config.load import yaml_text
 
     name: Any = None
@@ -162,5 +164,8 @@ def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
         return decode
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        print(f"warning: tokens are not shown, because the tokenizer {name} of the run cannot be read: {reason}", file=sys.stderr)
+        print(
+            f"warning: tokens are shown by their ids, because the tokenizer of the run ({name}) cannot be read: {reason}",
+            file=sys.stderr,
+        )
         return None

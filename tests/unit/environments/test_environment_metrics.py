@@ -135,7 +135,10 @@ def test_a_function_that_is_a_reward_sets_metrics() -> None:
         (("calls", None), "Sets set the metric 'calls' to None"),
         (("calls", float("nan")), "Sets set the metric 'calls' to nan"),
         (("calls", 10**400), "Sets set the metric 'calls' to 1000"),
-        (("reward", 1.0), "Sets set the metric 'reward' on task 't'; the name of a metric is a printable text other than 'reward'"),
+        (
+            ("reward", 1.0),
+            "Sets set the metric 'reward' on task 't'; the name of a metric is a printable text other than 'reward'",
+        ),
         ((3, 1.0), "Sets set the metric 3 on task 't'"),
         (("a\nb", 1.0), r"Sets set the metric 'a\nb' on task 't'"),
     ],

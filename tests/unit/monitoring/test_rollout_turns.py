@@ -79,9 +79,7 @@ def test_files_of_earlier_versions_read(tmp_path: Path, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_a_lone_surrogate_costs_nothing_and_is_noted_once(
-    tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lone_surrogate_costs_nothing_and_is_noted_once(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
     store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         store.write(7, make_records(7, [a_group("t\udc80", tool="a\udcffb\0"), a_group()]))

@@ -68,6 +68,4 @@ def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:
         return tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in sample["turns"])
     if not sample["messages"] or sample["messages"][-1]["role"] != "assistant":
         return ()
-    return (
-        TurnRecord(role="assistant", text=sample["completion"], start=0, end=sample["tokens"], sampled=True, versions=()),
-    )
+    return (TurnRecord(role="assistant", text=sample["completion"], start=0, end=sample["tokens"], sampled=True, versions=()),)

@@ -36,7 +36,9 @@ def make_conversation(record: RolloutRecord, limit: int | None) -> Conversation:
     """Prepare a rollout for showing. A message longer than ``limit`` characters is shortened in the middle."""
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
-        ShownMessage(make_visible(message.role), make_visible(shorten_message(message.text, limit)), message.sampled, message.note)
+        ShownMessage(
+            make_visible(message.role), make_visible(shorten_message(message.text, limit)), message.sampled, message.note
+        )
         for message in _list_messages(record)
     )
     facts = tuple((make_visible(name), make_visible(shorten_message(value, limit))) for name, value in _list_facts(record))

@@ -40,9 +40,7 @@ def make_page(selected: SelectedRollouts, *, title: str, limit: int | None, deco
 
 def _make_policy(template: str) -> str:
     style, script = _between(template, "<style>", "</style>"), _between(template, "<script>", "</script>")
-    return (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
-    )
+    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
 
 
 def _between(text: str, start: str, end: str) -> str:

@@ -35,10 +35,23 @@ class RolloutSelection:
     best: int | None = None  # so many of the highest reward
     worst: int | None = None  # so many of the lowest, after the best
     limit: int = 4  # rollouts, if neither best nor worst is given
+    fill: bool = False  # go back over earlier steps, the newest first, until the limit is reached
+
+    @property
+    def ranked(self) -> bool:
+        return self.best is not None or self.worst is not None
 
     @property
     def over_steps(self) -> bool:
         return self.task is not None and self.step is None
+
+    def list_steps(self, stored: Sequence[int]) -> list[int]:
+        """Return the steps to read, in order."""
+        if self.step is not None:
+            return [self.step]
+        if self.over_steps:
+            return list(stored)
+        return list(reversed(stored)) if self.fill and not self.ranked else [stored[-1]]
 
 
 @dataclass(frozen=True)
@@ -57,23 +70,24 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
         raise NoRollouts("no rollouts are stored")
     if selection.step is not None and selection.step not in steps:
         raise NoRollouts(f"there are no rollouts of step {selection.step}; stored are {_describe_steps(steps)}")
-    wanted = steps if selection.over_steps else [steps[-1] if selection.step is None else selection.step]
     seen = _Seen()
     matching: list[RolloutRecord] = []
-    for step in wanted:
+    for step in selection.list_steps(steps):
         found = [record for record in seen.watch(source.read(step)) if _matches(record, selection)]
-        one_each = selection.over_steps and selection.best is None and selection.worst is None
         seen.matching += len(found)
-        matching += found[:1] if one_each else found
+        matching += found[:1] if selection.over_steps and not selection.ranked else found
+        if not selection.over_steps and len(matching) >= selection.limit:
+            break
     if not matching:
-        raise NoRollouts(f"no rollout of {_describe_wanted(wanted)} {_explain(selection, seen)}")
-    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe(_describe_wanted(wanted)))
+        raise NoRollouts(f"no rollout of {seen.describe_steps()} {_explain(selection, seen)}")
+    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe())
 
 
 class _Seen:
     """What was read, for the summary and for suggestions."""
 
     def __init__(self) -> None:
+        self.steps: set[int] = set()
         self.tasks: Counter[str] = Counter()
         self.environments: Counter[str] = Counter()
         self.endings: Counter[str] = Counter()
@@ -83,6 +97,7 @@ class _Seen:
 
     def watch(self, records: Sequence[RolloutRecord]) -> Iterator[RolloutRecord]:
         for record in records:
+            self.steps.add(record.step)
             self.tasks[record.task_id] += 1
             self.environments[record.environment] += 1
             self.endings[record.ending] += 1
@@ -91,8 +106,12 @@ class _Seen:
                 self.rewards.append(record.reward)
             yield record
 
-    def describe(self, steps: str) -> str:
-        parts = [f"{steps}: {sum(self.tasks.values())} rollouts of {len(self.tasks)} tasks"]
+    def describe_steps(self) -> str:
+        first, last = min(self.steps, default=0), max(self.steps, default=0)
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
+    def describe(self) -> str:
+        parts = [f"{self.describe_steps()}: {sum(self.tasks.values())} rollouts of {len(self.tasks)} tasks"]
         if self.rewards:
             mean = sum(self.rewards) / len(self.rewards)
             parts.append(f"reward {mean:.4g} ({min(self.rewards):.4g} to {max(self.rewards):.4g})")
@@ -111,7 +130,7 @@ def _matches(record: RolloutRecord, selection: RolloutSelection) -> bool:
 
 
 def _pick(records: list[RolloutRecord], selection: RolloutSelection) -> Iterator[RolloutRecord]:
-    if selection.best is None and selection.worst is None:
+    if not selection.ranked:
         yield from islice(records, selection.limit)
         return
     scored = [record for record in records if record.error is None]
@@ -139,7 +158,3 @@ def _describe_steps(steps: Sequence[int]) -> str:
     if len(steps) <= 8:
         return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-
-
-def _describe_wanted(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
