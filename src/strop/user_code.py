@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-
 MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
 
 

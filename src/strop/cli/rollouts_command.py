@@ -110,8 +110,8 @@ def _format_json(selected: SelectedRollouts) -> Iterator[str]:
 
 
 def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
-    from strop.monitoring.rollout_view.conversation import make_conversation
-    from strop.monitoring.rollout_view.rollout_text import format_conversation
+    from strop.monitoring.rollout_view.rollout_text import format_rollout
+    from strop.monitoring.rollout_view.shown_rollout import show_rollout
     from strop.monitoring.rollout_view.visible_text import make_visible
 
     terminal = sys.stdout.isatty()
@@ -119,8 +119,8 @@ def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Ite
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     yield f"{make_visible(selected.summary)}\n"
     for record in selected.records:
-        conversation = make_conversation(record, None if options.full else TEXT_LIMIT)
-        yield format_conversation(conversation, width=width, colour=colour)
+        shown = show_rollout(record, None if options.full else TEXT_LIMIT)
+        yield format_rollout(shown, width=width, colour=colour)
     if note := _describe_rest(selected):
         yield note
 

@@ -130,7 +130,8 @@ async def run_episode(
     scored: RewardResult | None = None
     try:
         async with _WatchedSession(environment, rollout):
-            rollout = _start_rollout(rollout, await environment.first_messages(task), template, rules)
+            messages = _check_text(await environment.first_messages(task), environment)
+            rollout = _start_rollout(rollout, messages, template, rules)
             while rollout.ending is None:
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
@@ -181,6 +182,19 @@ def _start_rollout(rollout: Rollout, messages: Messages, template: ChatTemplate,
     return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64))
 
 
+def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
+    """Return the messages. Raises ValueError for one that no tokenizer can read."""
+    for message in messages:
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{environment.title} gave a message ({message.role}) with a lone surrogate, {error.object[error.start]!r} at position "
+                f"{error.start}, which is not text; decode what it reads with errors='replace'"
+            ) from None
+    return messages
+
+
 async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
     remaining = rules.max_length - rollout.length
     turn_number = len(rollout.policy_turns)
@@ -222,7 +236,7 @@ async def _environment_turn(
         return replace(rollout, ending=Ending.STOP)
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
-    tokens = template.encode_observation(messages, rollout.turns[-1].tokens.tolist())
+    tokens = template.encode_observation(_check_text(messages, environment), rollout.turns[-1].tokens.tolist())
     if rollout.length + len(tokens) >= rules.max_length:
         return replace(rollout, ending=Ending.CONTEXT)
     return rollout.with_turn(observation_turn(tokens, "\n".join(message.content for message in messages)), *messages)

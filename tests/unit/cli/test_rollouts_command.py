@@ -20,10 +20,10 @@ import torch
 from strop import cli
 from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
-from strop.monitoring.rollout_view.conversation import make_conversation
 from strop.monitoring.rollout_view.rollout_page import make_page, split_text
 from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
-from strop.monitoring.rollout_view.rollout_text import format_conversation
+from strop.monitoring.rollout_view.rollout_text import format_rollout
+from strop.monitoring.rollout_view.shown_rollout import show_rollout
 from strop.monitoring.rollout_view.visible_text import make_visible
 from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
 
@@ -160,15 +160,15 @@ def test_lines_fit_the_terminal_and_wide_characters_count_twice(tmp_path: Path, 
     from rich.cells import cell_len
 
     (record, *_) = RolloutStore(write_steps(tmp_path, text="素数" * 90 + " word" * 90, tool="x" * 500), "jsonl").read(1)
-    text = format_conversation(make_conversation(record, None), width=width, colour=False)
+    text = format_rollout(show_rollout(record, None), width=width, colour=False)
     assert max(cell_len(line) for line in text.splitlines()) <= width
     assert text.count("x") >= 500 and text.count("素") == 90 and "\x1b" not in text
 
 
 def test_colours_are_for_terminals(run: Path) -> None:
     record = RolloutStore(run, "jsonl").read(1)[0]
-    coloured = format_conversation(make_conversation(record, None), width=80, colour=True)
-    plain = format_conversation(make_conversation(record, None), width=80, colour=False)
+    coloured = format_rollout(show_rollout(record, None), width=80, colour=True)
+    plain = format_rollout(show_rollout(record, None), width=80, colour=False)
     assert "\x1b[" in coloured and re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
 
@@ -205,6 +205,25 @@ def test_reading_rollouts_needs_no_torch(run: Path) -> None:
         [sys.executable, "-c", code, "rollouts", str(run)], capture_output=True, text=True, timeout=60, env=environment
     )
     assert (done.returncode, done.stderr.strip()) == (0, "False")
+
+
+def test_samples_of_validations_are_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validation").mkdir()
+    turns = [{"role": "assistant", "text": "5", "start": 0, "end": 2, "sampled": True, "versions": [3]}]
+    messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    sample = {
+        "messages": messages, "turns": turns, "completion": "5", "accuracy": 1.0, "answer": "5", "reward": 2.0,
+        "rewards": {"right": 2.0}, "metrics": {"calls": 1.0}, "tokens": 2, "ending": "stop", "error": None,
+    }  # fmt: skip
+    older = {name: value for name, value in sample.items() if name not in ("turns", "metrics")}
+    task = {"task": "sum", "environment": "arithmetic", "answer": "5", "samples": [sample, older]}
+    for step in (2, 4):
+        text = json.dumps({"step": step, "metrics": {}, "tasks": [task]})
+        (tmp_path / "validation" / f"step_00000{step}.json").write_text(text)
+    out = shown(capsys, str(tmp_path), "--validation")
+    assert titles(out) == ["step 4, task sum, sample 0", "step 4, task sum, sample 1"]
+    assert "metrics: accuracy 1, calls 1" in out and out.count("     user : 2+3\nassistant | 5\n") == 2
+    assert len(titles(shown(capsys, str(tmp_path), "--validation", "--task", "sum"))) == 2
 
 
 class Page(html.parser.HTMLParser):

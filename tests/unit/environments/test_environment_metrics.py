@@ -210,3 +210,14 @@ def test_the_text_of_an_exception_is_bounded_wherever_it_comes_from(tmp_path: Pa
             raise Unprintable
 
     assert "Unprintable: (its text cannot be read: KeyError)" in str(group_of(Fails(), samples=16).errors)
+
+
+def test_a_lone_surrogate_in_what_an_environment_says_costs_its_rollout_alone() -> None:
+    class Reads(Sets):
+        async def respond(self, task: Task, rollout: Rollout) -> Messages | None:
+            return (user("read: \udcff"),) if rollout.sample == 1 else None
+
+    group = group_of(Reads())
+    assert [rollout.error is None for rollout in group.rollouts] == [True, False, True, True]
+    said = r"ValueError: Reads gave a message (user) with a lone surrogate, '\udcff' at position 6, which is not text"
+    assert str(group.rollouts[1].error).startswith(said)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 
 from strop.monitoring.rollout_store.rollout_record import RolloutRecord
-from strop.monitoring.rollout_view.conversation import ShownMessage, make_conversation
 from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+from strop.monitoring.rollout_view.shown_rollout import ShownMessage, show_rollout
 from strop.monitoring.rollout_view.visible_text import make_visible
 
 Decode = Callable[[list[int]], str]
@@ -52,21 +52,21 @@ def _hash(text: str) -> str:
 
 
 def _format_article(index: int, record: RolloutRecord, limit: int | None) -> str:
-    conversation = make_conversation(record, limit)
+    shown = show_rollout(record, limit)
     data = {
         "index": index, "step": record.step, "environment": record.environment, "ending": record.ending,
         "reward": record.reward if math.isfinite(record.reward) else 0,
     }  # fmt: skip
     attributes = " ".join(f'data-{name}="{html.escape(make_visible(str(value)))}"' for name, value in data.items())
-    facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in conversation.facts)
+    facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in shown.facts)
     button = (
         f'<button type="button" class="show" hidden>tokens</button><pre class="tokens" data-index="{index}" hidden></pre>\n'
         if record.tokens
         else ""
     )
-    turns = "\n".join(_format_message(message) for message in conversation.messages)
+    turns = "\n".join(_format_message(message) for message in shown.messages)
     return (
-        f"<article {attributes}>\n<h2>{html.escape(conversation.title)}</h2>\n<dl>{facts}</dl>\n"
+        f"<article {attributes}>\n<h2>{html.escape(shown.title)}</h2>\n<dl>{facts}</dl>\n"
         f'<ol class="turns">\n{turns}\n</ol>\n{button}</article>'
     )
 

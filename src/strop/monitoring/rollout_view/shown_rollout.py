@@ -26,13 +26,13 @@ class ShownMessage:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ShownRollout:
     title: str
     facts: tuple[tuple[str, str], ...]  # what is said of the rollout: name and value
     messages: tuple[ShownMessage, ...]
 
 
-def make_conversation(record: RolloutRecord, limit: int | None) -> Conversation:
+def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
     """Prepare a rollout for showing. A message longer than ``limit`` characters is shortened in the middle."""
     title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
     messages = tuple(
@@ -42,7 +42,7 @@ def make_conversation(record: RolloutRecord, limit: int | None) -> Conversation:
         for message in _list_messages(record)
     )
     facts = tuple((make_visible(name), make_visible(shorten_message(value, limit))) for name, value in _list_facts(record))
-    return Conversation(make_visible(title).replace("\n", " "), facts, messages)
+    return ShownRollout(make_visible(title).replace("\n", " "), facts, messages)
 
 
 def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
