@@ -16,7 +16,7 @@ COMPARISON = Path("comparison.png")
 
 def plot(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop plot``. Return its exit code."""
-    options = _make_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     for run in options.runs:
         if not run.exists():
             print(
@@ -32,7 +32,7 @@ def plot(arguments: Sequence[str], command_line: str) -> int:
     return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop plot",
         description="Plot the metrics of a run, or of several in one picture, to a PNG file.",

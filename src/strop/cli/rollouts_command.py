@@ -23,7 +23,7 @@ PIPE_WIDTH = 100  # columns where there is no terminal
 
 def rollouts(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop rollouts``. Return its exit code."""
-    options = _make_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         return _show(options)
     except BrokenPipeError:  # `| head`
@@ -31,7 +31,7 @@ def rollouts(arguments: Sequence[str], command_line: str) -> int:
         return 0
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="strop rollouts",
         description="Show stored rollouts: conversations turn by turn, with rewards and why they ended.",

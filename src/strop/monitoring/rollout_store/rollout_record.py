@@ -163,10 +163,14 @@ def _prompt_messages(rollout: Rollout) -> tuple[Message, ...]:
 
 def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
     """Return the record with the replacement character for lone surrogates, which no file can hold; an equal record without any."""
-    texts = ("environment", "task_id", "prompt", "completion", "error", "answer")
     return replace(
         record,
-        **{name: encodable(text) for name in texts if isinstance(text := getattr(record, name), str)},
+        environment=encodable(record.environment),
+        task_id=encodable(record.task_id),
+        prompt=encodable(record.prompt),
+        completion=encodable(record.completion),
+        error=None if record.error is None else encodable(record.error),
+        answer=encodable(record.answer),
         prompt_messages=tuple({name: encodable(text) for name, text in each.items()} for each in record.prompt_messages),
         turns=tuple(replace(turn, role=encodable(turn.role), text=encodable(turn.text)) for turn in record.turns),
     )

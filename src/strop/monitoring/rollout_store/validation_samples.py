@@ -16,10 +16,14 @@ _FILE_PATTERN = re.compile(r"step_(\d+)\.json")
 
 
 class ValidationSamples:
-    """Reads the validations of a run. A record has the accuracy among its metrics, and neither tokens nor log-probabilities."""
+    """Reads the validations of a run, or the folder that an evaluation saved (``eval.save_path``).
+
+    A record has the accuracy among its metrics, and neither tokens nor log-probabilities.
+    """
 
     def __init__(self, log_dir: Path) -> None:
-        self.folder = Path(log_dir) / VALIDATION_FOLDER
+        inside = Path(log_dir) / VALIDATION_FOLDER
+        self.folder = inside if inside.is_dir() else Path(log_dir)
 
     def steps(self) -> list[int]:
         return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
