@@ -103,6 +103,7 @@ def test_rollouts_are_chosen_by_task_environment_and_ending(run: Path, capsys: p
 
 def test_a_task_without_a_step_is_shown_over_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, str(run), "--task", "task-1")
+    assert out.startswith("steps 1 to 2: 8 rollouts of 1 task; reward 1.15 (1 to 1.3)")
     assert titles(out) == ["step 1, task task-1, sample 0", "step 2, task task-1, sample 0"]
     assert titles(shown(capsys, str(run), "--task", "task-1", "--step", "2", "--limit", "1")) == ["step 2, task task-1, sample 0"]
 
@@ -130,6 +131,12 @@ def test_a_folder_without_rollouts_says_why_there_may_be_none(tmp_path: Path, ca
     assert "the run has not finished a step, trains on recorded data, or has logger.rollouts=none" in capsys.readouterr().err
     assert cli.main(["rollouts", str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_step_without_rollouts_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutStore(run, "jsonl").write(3, [])
+    assert cli.main(["rollouts", str(run)]) == 2
+    assert "error: no rollout of step 3 is stored: the step has none" in capsys.readouterr().err
 
 
 def test_a_run_is_named_by_its_configuration_its_checkpoints_or_one_of_them(

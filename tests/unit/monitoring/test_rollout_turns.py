@@ -52,8 +52,9 @@ def test_the_tools_answer_and_the_models_are_turns_of_their_own() -> None:
 def test_turns_and_metrics_come_back_as_they_were(tmp_path: Path, format: str) -> None:
     store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
     records = make_records(1, [a_group()])
-    store.write(1, records)
-    assert store.read(1) == records
+    other = make_records(1, [a_group("other")])
+    store.write(1, [*records, *other])
+    assert store.read(1) == [*records, *other] and store.read(1, "other") == other and store.read(1, "none") == []
 
 
 def test_turns_are_a_column_that_other_tools_read(tmp_path: Path) -> None:

@@ -75,13 +75,13 @@ class RolloutStore:
             )  # fmt: skip
         return stored
 
-    def read(self, step: int) -> list[RolloutRecord]:
-        """Read the rollouts of ``step``. Raises FileNotFoundError."""
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
+        """Read the rollouts of ``step``, or those of one task. Raises FileNotFoundError."""
         files = self._files_by_step()
         if step not in files:
             raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_describe_steps(sorted(files))}")
         path = files[step][0]
-        return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+        return _read_parquet(path, task_id) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
 
     def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
@@ -135,9 +135,9 @@ def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
     pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), path, compression="zstd")
 
 
-def _read_parquet(path: Path) -> list[RolloutRecord]:
+def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    rows = pq.read_table(path).to_pylist()
+    rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
     return [_from_row({**row, **{name: dict(row.get(name, ())) for name in ("rewards", "metrics")}}) for row in rows]
 
 
@@ -187,9 +187,10 @@ def _write_jsonl(path: Path, records: Sequence[RolloutRecord]) -> None:
             file.write(encode_json(record) + "\n")
 
 
-def _read_jsonl(path: Path) -> list[RolloutRecord]:
+def _read_jsonl(path: Path, task_id: str | None) -> list[RolloutRecord]:
     with path.open(encoding="utf-8") as file:
-        return [_from_row(json.loads(line)) for line in file]
+        rows = (json.loads(line) for line in file)
+        return [_from_row(row) for row in rows if task_id in (None, row["task_id"])]
 
 
 def encode_json(record: RolloutRecord, *, ascii_only: bool = False) -> str:

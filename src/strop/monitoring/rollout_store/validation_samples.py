@@ -28,10 +28,10 @@ class ValidationSamples:
     def steps(self) -> list[int]:
         return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
 
-    def read(self, step: int) -> list[RolloutRecord]:
-        """Read the samples of the validation after ``step``. Raises FileNotFoundError."""
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
+        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError."""
         values = json.loads((self.folder / f"step_{step:06d}.json").read_text(encoding="utf-8"))
-        return list(_read_tasks(step, values["tasks"]))
+        return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
 
 
 def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[RolloutRecord]:

@@ -17,7 +17,7 @@ class RolloutSource(Protocol):
 
     def steps(self) -> list[int]: ...
 
-    def read(self, step: int) -> list[RolloutRecord]: ...
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]: ...
 
 
 class NoRollouts(ValueError):
@@ -73,13 +73,15 @@ def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> Selec
     seen = _Seen()
     matching: list[RolloutRecord] = []
     for step in selection.list_steps(steps):
-        found = [record for record in seen.watch(source.read(step)) if _matches(record, selection)]
+        records = source.read(step, selection.task if selection.over_steps else None)  # one task of many steps is read alone
+        found = [record for record in seen.watch(records) if _matches(record, selection)]
         seen.matching += len(found)
         matching += found[:1] if selection.over_steps and not selection.ranked else found
         if not selection.over_steps and len(matching) >= selection.limit:
             break
     if not matching:
-        raise NoRollouts(f"no rollout of {seen.describe_steps()} {_explain(selection, seen)}")
+        list(seen.watch(source.read(selection.step or steps[-1])))  # the names that there are
+        raise NoRollouts(f"no rollout of {_describe_range(selection.list_steps(steps))} {_explain(selection, seen)}")
     return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe())
 
 
@@ -106,12 +108,9 @@ class _Seen:
                 self.rewards.append(record.reward)
             yield record
 
-    def describe_steps(self) -> str:
-        first, last = min(self.steps, default=0), max(self.steps, default=0)
-        return f"step {first}" if first == last else f"steps {first} to {last}"
-
     def describe(self) -> str:
-        parts = [f"{self.describe_steps()}: {sum(self.tasks.values())} rollouts of {len(self.tasks)} tasks"]
+        tasks = f"{len(self.tasks)} task{'s' if len(self.tasks) != 1 else ''}"
+        parts = [f"{_describe_range(sorted(self.steps))}: {sum(self.tasks.values())} rollouts of {tasks}"]
         if self.rewards:
             mean = sum(self.rewards) / len(self.rewards)
             parts.append(f"reward {mean:.4g} ({min(self.rewards):.4g} to {max(self.rewards):.4g})")
@@ -142,6 +141,8 @@ def _pick(records: list[RolloutRecord], selection: RolloutSelection) -> Iterator
 
 
 def _explain(selection: RolloutSelection, seen: _Seen) -> str:
+    if not seen.tasks:
+        return "is stored: the step has none"
     for wanted, what, known in (
         (selection.environment, "is of the environment", seen.environments),
         (selection.ending, "ended by", seen.endings),
@@ -158,3 +159,8 @@ def _describe_steps(steps: Sequence[int]) -> str:
     if len(steps) <= 8:
         return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
+def _describe_range(steps: Sequence[int]) -> str:
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
