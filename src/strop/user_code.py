@@ -57,7 +57,7 @@ def import_attribute(path: str) -> Any:
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except Exception as error:  # user code may raise anything
-        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {shorten(str(error))}") from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
         raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")

@@ -226,7 +226,7 @@ class EnvironmentServer:
                 raise
             except Exception as error:  # user code may raise anything
                 where = f"env.{self.description.alias}: {self.environment.title}.tasks"
-                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
+                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {shorten(str(error))}") from error
         return self._tasks_by_part[part]
 
     def _describe_task(self, part: int, index: int) -> CallResult:
@@ -451,7 +451,7 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _current_session.reset(self._token)
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        failed = "" if error is None else f"{type(error).__name__}: {shorten(str(error))}"
         try:
             result = await self.transport.call("close", (self._name, failed))
         except EnvironmentServerDied as died:
