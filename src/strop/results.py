@@ -50,12 +50,15 @@ class Run:
 
     @cached_property
     def rollouts(self) -> pandas.DataFrame:
-        """Every stored rollout, one row each, with its step, task, texts, rewards and log-probabilities. Empty if none are stored."""
+        """Every stored rollout, one row each, with its step, task, ``turns``, rewards, metrics and log-probabilities.
+
+        A turn is a dict with role, text, the range of its tokens (start, end), sampled and versions. Empty if none are stored.
+        """
         import pandas
 
-        from strop.monitoring.rollout_store.rollout_store import RolloutStore
+        from strop.monitoring.rollout_store.rollout_store import RolloutStore, to_row
 
-        return pandas.DataFrame([vars(record) for record in RolloutStore(self.folder, "none").read_all()])
+        return pandas.DataFrame([to_row(record) for record in RolloutStore(self.folder, "none").read_all()])
 
     @property
     def step(self) -> int:

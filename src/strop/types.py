@@ -83,6 +83,7 @@ class Turn:
     versions: Tensor  # [L] int32, the weight version that sampled each token; -1 for the environment
     entropies: Tensor | None = None  # [L] float32, of the sampling distribution, if requested
     kept: Tensor | None = None  # [L, K] int32, the ids each token was sampled from, padded with -1, if recorded
+    num_messages: int = 0  # messages of the rollout that this turn added
 
     @property
     def sampled(self) -> bool:
@@ -105,7 +106,8 @@ def observation_turn(tokens: Sequence[int], text: str) -> Turn:
 class Rollout:
     """One trajectory sampled for a task: the tokens of a prompt and of the turns after it.
 
-    During an episode, environments see the rollout so far, with ``ending`` None and no rewards.
+    During an episode, environments see the rollout so far, with ``ending`` None and no rewards. ``metrics`` is one dict for the whole
+    episode: ``rollout.metrics["calls"] = 3``, in ``respond`` or in a reward, is logged and stored.
     """
 
     task: Task
@@ -117,6 +119,7 @@ class Rollout:
     ending: Ending | None = None
     reward: float = 0.0  # the weighted sum of ``rewards``
     rewards: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the environment's own; it sets them during the episode
     error: str | None = None
 
     @property
@@ -148,7 +151,13 @@ class Rollout:
         return torch.cat([self.prompt, *(turn.tokens for turn in self.turns)])
 
     def with_turn(self, turn: Turn, *messages: Message) -> Rollout:
+        turn = replace(turn, num_messages=len(messages))
         return replace(self, turns=(*self.turns, turn), messages=(*self.messages, *messages))
+
+    @property
+    def prompt_messages(self) -> tuple[Message, ...]:
+        """The messages before the first turn."""
+        return self.messages[: len(self.messages) - sum(turn.num_messages for turn in self.turns)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Names that users write: import ``module:name`` or ``path/to/file.py:name``, and suggest the nearest known name."""
+"""Code that users write: import ``module:name`` or ``path/to/file.py:name``, suggest the nearest known name, describe its errors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+MAX_ERROR_TEXT = 2000  # characters of an exception's text that are stored or shown
+
 
 class UserCodeError(ValueError):
     """A name that cannot be imported. The message says why."""
@@ -24,13 +26,38 @@ def suggest_names(name: str, known: Iterable[str]) -> str:
     return (f"; did you mean {close[0]!r}?" if close else ";") + f" there are: {', '.join(names) or 'none'}"
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an exception that user code raised, shortened in the middle if it is long."""
+    try:
+        text = str(error)
+    except Exception as failed:  # its own __str__ raises
+        text = f"(its text cannot be read: {type(failed).__name__})"
+    return f"{type(error).__name__}: {shorten(text)}"
+
+
+def shorten(text: str, limit: int = MAX_ERROR_TEXT) -> str:
+    """Return the beginning and the end of a text that is longer than ``limit``, and how much is left out between them."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+
+
+def describe_value(value: Any) -> str:
+    """Return the first 80 characters of ``repr(value)``, or its type where it has none: integers may be too long for one."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+
+
 def import_attribute(path: str) -> Any:
     """Import ``module:name`` or ``path/to/file.py:name``; the current folder is searched too. Raises UserCodeError."""
     module_name, _, attribute = path.rpartition(":")
     try:
         module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except Exception as error:  # user code may raise anything
-        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{path}: importing {module_name!r} failed: {type(error).__name__}: {shorten(str(error))}") from error
     if not hasattr(module, attribute):
         public = [name for name, value in vars(module).items() if isinstance(value, type | FunctionType)]
         raise UserCodeError(f"{module_name!r} has no {attribute!r}{suggest_names(attribute, public)}")

@@ -20,6 +20,7 @@ import torch
 from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.rollout_run import make_rollout_algorithm
+from strop.cli import plot_command, rollouts_command
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
@@ -186,7 +187,10 @@ def test_commands_name_configurations_that_load(
     page: Path, words: list[str], workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace)
-    if "..." in words or words[1] in ("plot", "doctor", "config", "--help"):
+    if words[1] in ("plot", "rollouts"):
+        {"plot": plot_command, "rollouts": rollouts_command}[words[1]].make_parser().parse_args(words[2:])
+        return
+    if "..." in words or words[1] in ("doctor", "config", "--help"):
         return
     if words[0] == "python" and words[1] not in SCRIPTS:
         assert (ROOT / words[1]).is_file()

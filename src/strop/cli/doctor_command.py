@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from strop.cli.log_folder import find_log_folder
 from strop.cli.output import USAGE_ERROR
 
 
@@ -24,7 +25,7 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, format_diagnosis
 
     try:
-        diagnosis = diagnose(_find_log_folder(options.run))
+        diagnosis = diagnose(find_log_folder(options.run))
     except (RunNotFound, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -36,20 +37,3 @@ def doctor(arguments: Sequence[str], command_line: str) -> int:
     else:
         print(format_diagnosis(diagnosis))
     return 0 if diagnosis.healthy else 1
-
-
-def _find_log_folder(run: Path) -> Path:
-    """Return the log folder of a run, given the folder itself, a configuration, or a checkpoint, which contains its configuration."""
-    from strop.config.load import yaml_text
-
-    for file in (run, run / "config.yaml"):
-        if file.suffix in (".yaml", ".yml") and file.is_file() and not (run / "metrics.jsonl").exists():
-            try:
-                values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
-            except yaml_text.YamlError as error:
-                raise ValueError(f"{file} is not valid YAML: {error}") from error
-            logger = values.get("logger") if isinstance(values, dict) else None
-            log_dir = logger.get("log_dir") if isinstance(logger, dict) else None
-            if isinstance(log_dir, str):
-                return Path(log_dir)
-    return run

@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, ClassVar, Generic, TypeVar, overload
@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, import_attribute, suggest_names
+from strop.user_code import UserCodeError, describe_error, describe_value, import_attribute, suggest_names
 
 TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
@@ -192,6 +192,7 @@ def reward_marks(kind: type[Environment[Any]]) -> dict[str, RewardMark]:
 class RewardResult:
     reward: float  # the weighted sum of ``rewards``
     rewards: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the rollout, checked
 
 
 @dataclass(frozen=True)
@@ -207,12 +208,15 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
     for name, each in environment.reward_functions.items():
         if each.mark.group:
             continue
-        value = await _call_reward(each, task, rollout)
-        if not is_finite(value):
-            raise RewardError(f"{each.source} returned {value!r:.80} on task {task.id!r}; a reward is a finite number or a bool")
-        rewards[name] = float(value)
-        total += environment.reward_weights.get(name, each.mark.weight) * float(value)
-    return RewardResult(total, rewards)
+        returned = await _call_reward(each, task, rollout)
+        if (value := to_number(returned)) is None:
+            raise RewardError(
+                f"{each.source} returned {describe_value(returned)} on task {task.id!r}; a reward is a finite number or a bool"
+            )
+        rewards[name] = value
+        total += environment.reward_weights.get(name, each.mark.weight) * value
+    _check_total(environment, task, total)
+    return RewardResult(total, rewards, _check_metrics(environment, task, rollout))
 
 
 async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, rollouts: Sequence[Rollout]) -> list[RewardResult]:
@@ -222,18 +226,50 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
         if not each.mark.group:
             continue
         returned = await _call_reward(each, task, rollouts)
-        values = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
-        if not isinstance(values, Sequence) or len(values) != len(rollouts) or not all(map(is_finite, values)):
+        listed = returned.tolist() if hasattr(returned, "tolist") else returned  # of NumPy or torch
+        numbers = [to_number(value) for value in listed] if isinstance(listed, Sequence) and not isinstance(listed, str) else []
+        values = [value for value in numbers if value is not None]
+        if len(numbers) != len(rollouts) or len(values) != len(rollouts):
             raise RewardError(
-                f"{each.source} returned {returned!r:.80} on task {task.id!r}; the reward of a group is a list of finite numbers or "
-                f"bools, one for each of the {len(rollouts)} rollouts"
+                f"{each.source} returned {describe_value(returned)} on task {task.id!r}; the reward of a group is a list of finite "
+                f"numbers or bools, one for each of the {len(rollouts)} rollouts"
             )
         weight = environment.reward_weights.get(name, each.mark.weight)
         results = [
-            RewardResult(result.reward + weight * float(value), {**result.rewards, name: float(value)})
+            RewardResult(result.reward + weight * value, {**result.rewards, name: value})
             for result, value in zip(results, values, strict=True)
         ]
-    return results
+    for result in results:
+        _check_total(environment, task, result.reward)
+    return [
+        replace(result, metrics=_check_metrics(environment, task, rollout))
+        for result, rollout in zip(results, rollouts, strict=True)
+    ]
+
+
+def _check_total(environment: Environment[Any], task: Task, total: float) -> None:
+    if not math.isfinite(total):
+        raise RewardError(
+            f"the weighted sum of the rewards of {environment.title} on task {task.id!r} is {total}; "
+            "return smaller rewards, or set smaller weights (reward_weights)"
+        )
+
+
+def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) -> Mapping[str, float]:
+    """Make the metrics that an environment set floats. Raises RewardError for a name or a value that cannot be logged."""
+    for name, given in rollout.metrics.items():
+        if not isinstance(name, str) or not name.isprintable() or name in ("", "reward"):
+            raise RewardError(
+                f"{environment.title} set the metric {describe_value(name)} on task {task.id!r}; the name of a metric is a printable "
+                "text other than 'reward'"
+            )
+        if (value := to_number(given)) is None:
+            raise RewardError(
+                f"{environment.title} set the metric {name!r} to {describe_value(given)} on task {task.id!r}; a metric is a finite "
+                "number or a bool"
+            )
+        rollout.metrics[name] = value
+    return rollout.metrics
 
 
 async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | Sequence[Rollout]) -> Any:
@@ -241,11 +277,22 @@ async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | S
         value = reward.function(task, rollouts)
         return await value if inspect.isawaitable(value) else value
     except Exception as error:
-        raise RewardError(f"{reward.source} raised {type(error).__name__} on task {task.id!r}: {error}") from error
+        kind, _, text = describe_error(error).partition(": ")
+        raise RewardError(f"{reward.source} raised {kind} on task {task.id!r}: {text}") from error
+
+
+def to_number(value: Any) -> float | None:
+    """Return a finite number, a bool, or an array or tensor of one element as a float; None for anything else."""
+    try:
+        item = value.item() if hasattr(value, "item") else value
+        number = float(item) if isinstance(item, Real) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several elements; an integer above all floats
+        return None
+    return number if math.isfinite(number) else None
 
 
 def is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return to_number(value) is not None
 
 
 def takes_rollouts(function: Callable[..., Any]) -> bool:

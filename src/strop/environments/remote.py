@@ -29,6 +29,7 @@ from strop.data.sources.source import DataSource
 from strop.environments.base import Environment, EnvironmentConfigError, Grade, RewardError, RewardResult
 from strop.environments.registry import make_environment
 from strop.types import Message, Messages, Rollout, Task
+from strop.user_code import MAX_ERROR_TEXT, describe_error, shorten
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class CallResult:
 
     @staticmethod
     def from_exception(error: Exception) -> CallResult:
-        return CallResult(None, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        text = shorten("".join(traceback.format_exception(error)), 4 * MAX_ERROR_TEXT)
+        return CallResult(None, type(error).__name__, describe_error(error).partition(": ")[2], text)
 
     def unwrap(self) -> Any:
         """Return the value, or raise the exception."""
@@ -174,12 +176,15 @@ class EnvironmentServer:
         local_task = self._get_task(task.part, task.index)
         return tuple(await self._run_in_session(session, lambda: self.environment.first_messages(local_task)))
 
-    async def respond(self, task: RemoteTask, rollout: Rollout, session: str = "") -> tuple[Message, ...] | None:
+    async def respond(
+        self, task: RemoteTask, rollout: Rollout, session: str = ""
+    ) -> tuple[tuple[Message, ...] | None, dict[str, float]]:
+        """Return the messages of the environment, and the metrics of the rollout as it left them."""
         local_task = self._get_task(task.part, task.index)
         messages = await self._run_in_session(
             session, lambda: self.environment.respond(local_task, replace(rollout, task=local_task))
         )
-        return None if messages is None else tuple(messages)
+        return None if messages is None else tuple(messages), rollout.metrics
 
     async def score(self, task: RemoteTask, rollout: Rollout, session: str = "") -> RewardResult:
         local_task = self._get_task(task.part, task.index)
@@ -221,7 +226,7 @@ class EnvironmentServer:
                 raise
             except Exception as error:  # user code may raise anything
                 where = f"env.{self.description.alias}: {self.environment.title}.tasks"
-                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {error}") from error
+                raise EnvironmentConfigError(f"{where} raised {type(error).__name__}: {shorten(str(error))}") from error
         return self._tasks_by_part[part]
 
     def _describe_task(self, part: int, index: int) -> CallResult:
@@ -367,11 +372,16 @@ class RemoteEnvironment(Environment[RemoteTask]):
         return messages
 
     async def respond(self, task: RemoteTask, rollout: Rollout) -> Messages | None:
-        messages: Messages | None = await self._call("respond", task, rollout) if self.spec.has_respond else None
+        if not self.spec.has_respond:
+            return None
+        messages: Messages | None
+        messages, metrics = await self._call("respond", task, rollout)
+        rollout.metrics.update(metrics)
         return messages
 
     async def score_rollout(self, task: RemoteTask, rollout: Rollout) -> RewardResult:
         result: RewardResult = await self._call("score", task, rollout)
+        rollout.metrics.update(result.metrics)
         return result
 
     @property
@@ -380,6 +390,8 @@ class RemoteEnvironment(Environment[RemoteTask]):
 
     async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         results: Sequence[RewardResult] = await _call_remote(self._next_transport(), "score_group", (task, rollouts))
+        for rollout, result in zip(rollouts, results, strict=True):
+            rollout.metrics.update(result.metrics)
         return results
 
     def session(self, task: RemoteTask) -> AbstractAsyncContextManager[Any]:
@@ -439,7 +451,7 @@ class _RemoteSession(AbstractAsyncContextManager["None"]):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _current_session.reset(self._token)
-        failed = "" if error is None else f"{type(error).__name__}: {error}"
+        failed = "" if error is None else f"{type(error).__name__}: {shorten(str(error))}"
         try:
             result = await self.transport.call("close", (self._name, failed))
         except EnvironmentServerDied as died:

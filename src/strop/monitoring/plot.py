@@ -1,7 +1,8 @@
-"""``strop plot RUN``: plot the curves of a run from metrics.jsonl, as small multiples in one PNG.
+"""``strop plot RUN``: plot the curves of a run, or of several in one picture, from metrics.jsonl, as small multiples in one PNG.
 
 Panels without data are omitted. Light points are raw values, and the line is a moving average; short series such as
-validations are plotted without smoothing. The last panel stacks the phases of each step's time.
+validations are plotted without smoothing. The last panel stacks the phases of each step's time; for several runs, it is the time of
+a step. Runs that differ in their seed alone are one line, their mean, in a band from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.monitoring.console.columns import PHASE_PREFIX, TOTAL_TIME, format_number, phase_times
+from strop.monitoring.run_lines import SMOOTH_ABOVE, LoggedRun, RunLine, Steps, make_lines, smooth
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
+from strop.user_code import suggest_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-Steps = Sequence[tuple[int, Mapping[str, float]]]
 
 # The palette of Okabe and Ito: distinguishable for colour-blind readers and in grey.
 BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442"
@@ -27,9 +28,10 @@ PHASE_COLOURS = {
     "generation": BLUE, "log-probs": SKY, "training": ORANGE, "weights": GREEN, "validation": PINK, "checkpoint": RED,
     "other": "#BBBBBB",
 }  # fmt: skip
+LINE_COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY, YELLOW, "#000000")
+LINE_STYLES = ("-", "--", ":", "-.")  # after the colours are used up
 SPARE_COLOURS = (YELLOW, "#777777", "#000000")
 INK, PALE = "#333333", "#DDDDDD"
-SMOOTH_ABOVE = 12  # series with more points are smoothed
 MAX_BARS = 200  # longer runs average several steps per bar
 
 
@@ -39,19 +41,29 @@ class Curve:
     tag: str
     colour: str = BLUE
     reference: float | None = None  # draw a horizontal line at this value
+    span: float = 0.0  # the axis covers at least so much, so that noise does not look like a trend
+    share: bool = False  # of a whole: the axis is 0 to 1
+    from_zero: bool = False
 
 
 CURVES = (
-    Curve("Reward", "train/reward"),
-    Curve("Validation accuracy", "validation/accuracy", GREEN),
-    Curve("Loss", "train/loss"),
-    Curve("Validation loss", "validation/loss", GREEN),
-    Curve("Entropy (nats per token)", "train/entropy"),
-    Curve("KL to the reference", "train/kl_penalty"),
-    Curve("Sampler / learner mismatch, 1 is none", "train/token_mult_prob_error", RED, reference=1.0),
-    Curve("Gradient norm", "train/grad_norm"),
-    Curve("Sampled tokens per rollout", "train/mean_gen_tokens_per_sample"),
+    Curve("Reward", "train/reward", span=0.1),
+    Curve("Reward spread within groups", "train/reward_std_in_group", span=0.1),
+    Curve("Groups without signal, share", "train/groups_without_signal", RED, share=True),
+    Curve("Accuracy of the pairs", "train/accuracy", share=True),
+    Curve("Margin, chosen - rejected", "train/margin", span=0.1),
+    Curve("Validation accuracy", "validation/accuracy", GREEN, span=0.1),
+    Curve("Validation margin", "validation/margin", GREEN, span=0.1),
+    Curve("Loss", "train/loss", span=0.1),
+    Curve("Validation loss", "validation/loss", GREEN, span=0.1),
+    Curve("Entropy (nats per token)", "train/entropy", span=0.1),
+    Curve("KL to the reference", "train/kl_penalty", span=0.01),
+    Curve("Sampler / learner mismatch, 1 is none", "train/token_mult_prob_error", RED, reference=1.0, span=0.01),
+    Curve("Gradient norm", "train/grad_norm", span=0.1),
+    Curve("Sampled tokens per rollout", "train/mean_gen_tokens_per_sample", span=4),
+    Curve("Truncated rollouts, share", "train/truncated", RED, share=True),
 )
+STEP_TIME = Curve("Seconds per step", TOTAL_TIME, from_zero=True)
 
 
 class NothingToPlot(ValueError):
@@ -67,12 +79,63 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     curves = [curve for curve in CURVES if any(math.isfinite(values.get(curve.tag, math.nan)) for _, values in steps)]
     timed = [(step, values) for step, values in steps if phase_times(values)]
     if not curves and not timed:
-        raise NothingToPlot(f"{source} has {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}")
+        raise NothingToPlot(_describe_missing(source, steps))
     target = Path(output) if output is not None else source.parent / "curves.png"
     figure = _plot(curves, timed, steps, title=f"{source.resolve().parent.name}, {steps[-1][0]} steps")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
+
+
+def plot_runs(
+    runs: Sequence[Path],
+    settings: Sequence[Mapping[str, Any]],
+    output: Path,
+    *,
+    metrics: Sequence[str] = (),
+    group_by_seed: bool = True,
+) -> Path:
+    """Plot runs in one picture and return its path. Raises NothingToPlot.
+
+    ``settings`` are their configurations by dotted keys, ``metrics`` the names to plot instead of the usual ones.
+    """
+    sources = [find_metrics(Path(run)) for run in runs]
+    names = _name_runs(sources)
+    logged = [LoggedRun(name, read_metrics(source), own) for name, source, own in zip(names, sources, settings, strict=True)]
+    for source, run in zip(sources, logged, strict=True):
+        if not run.steps:
+            raise NothingToPlot(f"{source} is empty: the run has not finished its first step; leave it out")
+    curves = [_find_curve(tag, logged) for tag in metrics] or [
+        curve for curve in (*CURVES, STEP_TIME) if any(run.series(curve.tag) for run in logged)
+    ]
+    if not curves:
+        raise NothingToPlot(_describe_missing(sources[0], logged[0].steps))
+    lines = make_lines(logged, group_by_seed=group_by_seed)
+    figure = _plot_lines(curves, lines, [step for run in logged for step in run.steps])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+    return output
+
+
+def _describe_missing(source: Path, steps: Steps) -> str:
+    return f"{source} has {len(steps)} steps, but none of {', '.join(curve.tag for curve in CURVES)}"
+
+
+def _find_curve(tag: str, runs: Sequence[LoggedRun]) -> Curve:
+    """Return the curve of a metric. Raises NothingToPlot unless a run has values of it."""
+    if not any(run.series(tag) for run in runs):
+        raise NothingToPlot(f"no run has values of {tag!r}{suggest_names(tag, set().union(*(run.tags for run in runs)))}")
+    return next((curve for curve in CURVES if curve.tag == tag), Curve(tag, tag))
+
+
+def _name_runs(sources: Sequence[Path]) -> list[str]:
+    """Name runs by their folders, with those above where two have one name."""
+    folders = [source.resolve().parent for source in sources]
+    for depth in range(1, max(len(folder.parts) for folder in folders)):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return names
 
 
 def find_metrics(run: Path) -> Path:
@@ -88,44 +151,91 @@ def find_metrics(run: Path) -> Path:
         return files[0]
     if files:
         folders = ", ".join(path.parent.name for path in files)
-        raise NothingToPlot(f"{run} contains {len(files)} runs ({folders}); name one of them, such as {files[-1].parent}")
+        raise NothingToPlot(
+            f"{run} contains {len(files)} runs ({folders}); name one of them, such as {files[-1].parent}, or several"
+        )
     raise NothingToPlot(
         f"there is no {METRICS_FILE} in {run} or one folder below it; give the log folder of a run (logger.log_dir), "
         "not its checkpoint folder"
     )
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Return the centred moving average over about a tenth of the curve. The window is truncated at both ends."""
-    radius = max(1, len(values) // 20)
-    windows = [values[max(i - radius, 0) : i + radius + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
 def _plot(curves: Sequence[Curve], timed: Steps, steps: Steps, *, title: str) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = len(curves) + bool(timed)
-    num_columns = min(panels, 3)
-    num_rows = -(-panels // num_columns)
-    figure = Figure(figsize=(4.4 * num_columns, 2.9 * num_rows + 0.5))
-    FigureCanvasAgg(figure)  # needs no display and none of pyplot's global state
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
+    figure, axes = _make_panels(panels, title)
     limits = _step_limits(steps)
     for axis, curve in zip(axes, curves, strict=False):
         _style_axis(axis, curve.title, limits)
         _plot_curve(axis, curve, steps)
+        _widen_axis(axis, curve)
     if timed:
         _style_axis(axes[panels - 1], "Seconds per step", limits)
         _plot_phases(axes[panels - 1], timed)
+    return figure
+
+
+def _plot_lines(curves: Sequence[Curve], lines: Sequence[RunLine], steps: Steps) -> Figure:
+    """Plot a panel for each metric with every line in it, and the names of the lines below."""
+    figure, axes = _make_panels(len(curves), "")
+    limits = _step_limits(sorted(steps, key=lambda step: step[0]))
+    for axis, curve in zip(axes, curves, strict=True):
+        _style_axis(axis, curve.title, limits)
+        if curve.reference is not None:
+            axis.axhline(curve.reference, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        for index, line in enumerate(lines):
+            points = line.band(curve.tag)
+            colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+            style = LINE_STYLES[index // len(LINE_COLOURS) % len(LINE_STYLES)]
+            xs = [point.step for point in points]
+            marker = "o" if len(points) <= SMOOTH_ABOVE else ""
+            axis.plot(
+                xs, [point.mean for point in points], color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=4,
+                label=line.label,
+            )  # fmt: skip
+            if len(line.runs) > 1:
+                lows, highs = [point.low for point in points], [point.high for point in points]
+                axis.fill_between(xs, lows, highs, color=colour, alpha=0.18, linewidth=0)
+        _widen_axis(axis, curve)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=1 if max(map(len, labels)) > 30 else 3, fontsize=9, frameon=False,
+        labelcolor=INK,
+    )  # fmt: skip
+    return figure
+
+
+def _make_panels(panels: int, title: str) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its panels, in rows of at most three."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_columns = min(panels, 3)
+    num_rows = -(-panels // num_columns)
+    figure = Figure(figsize=(max(4.4 * num_columns, 6.0), 2.9 * num_rows + 0.5))
+    FigureCanvasAgg(figure)  # needs no display and none of pyplot's global state
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
     for axis in axes[panels:]:
         axis.remove()
     for axis in axes[max(panels - num_columns, 0) : panels]:
         axis.set_xlabel("step", fontsize=9, color=INK)
-    return figure
+    return figure, axes[:panels]
+
+
+def _widen_axis(axis: Axes, curve: Curve) -> None:
+    """Give the axis its range: 0 to 1 for a share, else at least ``curve.span``, on one side of 0 if all values are."""
+    if curve.share:
+        axis.set_ylim(-0.03, 1.03)
+        return
+    lowest, _ = axis.dataLim.intervaly  # of what is drawn
+    low, high = axis.get_ylim()
+    missing = max(curve.span - (high - low), 0.0) / 2
+    low, high = low - missing, high + missing
+    if lowest >= 0 and (low < 0 or curve.from_zero):
+        low, high = -0.03 * high, max(high, curve.span)
+    axis.set_ylim(low, high)
 
 
 def _step_limits(steps: Steps) -> tuple[float, float]:

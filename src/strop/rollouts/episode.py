@@ -17,6 +17,7 @@ from strop.monitoring.watchdog.waits import waiting
 from strop.rollouts.reward_scaling_config import RewardScalingConfig
 from strop.sampling import Sampling, mix_seed
 from strop.types import Ending, Group, Messages, Rollout, Task, Turn, assistant, observation_turn
+from strop.user_code import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ async def _score_group(
         scored = [_with_rewards(rollout, result, scaling) for rollout, result in zip(valid, results, strict=True)]
     except Exception as error:
         log.debug("the rewards of the group of task %s failed", task.id, exc_info=error)
-        message = f"{type(error).__name__}: {error}"
+        message = describe_error(error)
         scored = [replace(rollout, ending=Ending.ERROR, error=message, reward=0.0, rewards={}) for rollout in valid]
     by_sample = {rollout.sample: rollout for rollout in scored}
     return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
@@ -108,7 +109,7 @@ def make_failed_group(index: int, version: int, error: Exception) -> Group:
         messages=(),
         prompt=torch.zeros(0, dtype=torch.int64),
         ending=Ending.ERROR,
-        error=f"the task at position {index} of the stream could not be created: {type(error).__name__}: {error}",
+        error=f"the task at position {index} of the stream could not be created: {describe_error(error)}",
     )
     return Group(index=index, environment="", version=version, rollouts=(rollout,))
 
@@ -129,7 +130,8 @@ async def run_episode(
     scored: RewardResult | None = None
     try:
         async with _WatchedSession(environment, rollout):
-            rollout = _start_rollout(rollout, await environment.first_messages(task), template, rules)
+            messages = _check_text(await environment.first_messages(task), environment)
+            rollout = _start_rollout(rollout, messages, template, rules)
             while rollout.ending is None:
                 rollout = await _policy_turn(rollout, generator, sampling, rules)
                 rollout = await _environment_turn(rollout, environment, template, rules)
@@ -139,7 +141,7 @@ async def run_episode(
             raise RuntimeError(f"{environment.title}.session swallowed an exception; let it propagate, so that it is recorded")
     except Exception as error:
         log.debug("task %s, sample %d failed", task.id, sample, exc_info=error)
-        return replace(rollout, ending=Ending.ERROR, error=f"{type(error).__name__}: {error}")
+        return replace(rollout, ending=Ending.ERROR, error=describe_error(error))
     return _with_rewards(rollout, scored, rules.scaling)
 
 
@@ -178,6 +180,19 @@ def _start_rollout(rollout: Rollout, messages: Messages, template: ChatTemplate,
             "(data.max_input_seq_length, policy.max_total_sequence_length)"
         )
     return replace(rollout, messages=tuple(messages), prompt=torch.tensor(prompt, dtype=torch.int64))
+
+
+def _check_text(messages: Messages, environment: Environment[Any]) -> Messages:
+    """Return the messages. Raises ValueError for one that no tokenizer can read."""
+    for message in messages:
+        try:
+            message.content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{environment.title} gave a message ({message.role}) with a lone surrogate, {error.object[error.start]!r} at position "
+                f"{error.start}, which is not text; decode what it reads with errors='replace'"
+            ) from None
+    return messages
 
 
 async def _policy_turn(rollout: Rollout, generator: Generator, sampling: Sampling, rules: EpisodeRules) -> Rollout:
@@ -221,7 +236,7 @@ async def _environment_turn(
         return replace(rollout, ending=Ending.STOP)
     if len(rollout.policy_turns) >= rules.max_turns:
         return replace(rollout, ending=Ending.TURNS)
-    tokens = template.encode_observation(messages, rollout.turns[-1].tokens.tolist())
+    tokens = template.encode_observation(_check_text(messages, environment), rollout.turns[-1].tokens.tolist())
     if rollout.length + len(tokens) >= rules.max_length:
         return replace(rollout, ending=Ending.CONTEXT)
     return rollout.with_turn(observation_turn(tokens, "\n".join(message.content for message in messages)), *messages)

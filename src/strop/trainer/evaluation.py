@@ -17,10 +17,14 @@ from strop.environments.mixture import TaskSource
 from strop.generation.base import Generator
 from strop.models.chat_template import ChatTemplate
 from strop.monitoring.atomic_file import atomic_write
+from strop.monitoring.rollout_store.rollout_record import encodable, storable_metrics
+from strop.monitoring.rollout_store.turn_record import make_turn_records
 from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling, mix_seed
+from strop.trainer.step_metrics import environment_metrics
 from strop.types import Group, Rollout
+from strop.user_code import shorten
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
@@ -123,6 +127,7 @@ class Evaluator:
         for name in environments if len(environments) > 1 else ():
             means = summarize_results([result for result in results if result.environment == name], ks, voters)
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
+        metrics |= environment_metrics(groups)
         self.last_tasks = [_to_json(group, result) for group, result in zip(groups, results, strict=True)]
         if self.folder is not None:
             self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics)
@@ -143,7 +148,7 @@ class Evaluator:
         try:
             name, environment, task = self.source.at(index)
         except Exception as error:
-            message = f"validation task {index} could not be created: {type(error).__name__}: {error}"
+            message = f"validation task {index} could not be created: {type(error).__name__}: {shorten(str(error))}"
             raise EnvironmentConfigError(message) from error
         return await run_group(
             index,
@@ -160,9 +165,8 @@ class Evaluator:
 
     def _write_samples(self, path: Path, step: int, metrics: dict[str, float]) -> None:
         with atomic_write(path) as draft:
-            draft.write_text(
-                json.dumps({"step": step, "metrics": metrics, "tasks": self.last_tasks}, ensure_ascii=False, indent=1)
-            )
+            text = json.dumps({"step": step, "metrics": metrics, "tasks": self.last_tasks}, ensure_ascii=False, indent=1)
+            draft.write_text(encodable(text), encoding="utf-8")
 
     def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
         for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
@@ -188,12 +192,15 @@ async def _grade(rollout: Rollout, environment: Environment[Any]) -> Grade:
 def _to_json(group: Group, result: TaskResult) -> dict[str, Any]:
     samples = [
         {
+            "sample": rollout.sample,
             "messages": [message.as_dict() for message in rollout.messages],
+            "turns": [vars(turn) for turn in make_turn_records(rollout)],
             "completion": rollout.text,
             "accuracy": accuracy,
             "answer": answer,
             "reward": rollout.reward,
             "rewards": dict(rollout.rewards),
+            "metrics": storable_metrics(rollout),
             "tokens": rollout.sampled_tokens,
             "ending": None if rollout.ending is None else rollout.ending.value,
             "error": rollout.error,

@@ -37,6 +37,7 @@ def group_metrics(
     for environment in sorted({group.environment for group in kept}):
         rewards = torch.cat([group.rewards for group in kept if group.environment == environment])
         logged[f"train/environments/{environment}/reward"] = float(rewards.mean())
+    logged |= {f"train/{name}": value for name, value in environment_metrics(kept).items()}
     return {
         **logged,
         "train/reward": sum(rollout.reward for rollout in rollouts) / count,
@@ -50,6 +51,16 @@ def group_metrics(
         "train/staleness": sum(staleness) / len(staleness),
         "train/staleness_max": float(max(staleness)),
     }
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return ``environments/NAME/METRIC``: the mean of each metric that an environment set, over its rollouts that have it."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            for name, value in rollout.metrics.items() if rollout.error is None else ():
+                values.setdefault(f"environments/{group.environment}/{name}", []).append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def batch_metrics(batch: Batch, old_outputs: Outputs, *, recorded: bool = False) -> dict[str, float]:

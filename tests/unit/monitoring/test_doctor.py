@@ -20,7 +20,7 @@ from strop.monitoring.rollout_store.rollout_record import make_records
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.jsonl import JsonlTracker
 from strop.monitoring.watchdog.doctor import RunNotFound, diagnose, find_run, format_diagnosis, format_tree
-from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, write_status
+from strop.monitoring.watchdog.status import LogEntry, Status, process_start_time, read_status, write_status
 from strop.monitoring.watchdog.waits import Wait
 from support.rollouts import make_group, make_rollout, sampled_turn
 
@@ -213,3 +213,9 @@ def test_the_doctor_needs_no_torch(tmp_path: Path) -> None:
     program = f"import sys; from strop.cli import main; main(['doctor', {str(run)!r}]); print('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
     assert output.splitlines()[-1] == "False"
+
+
+def test_a_status_with_a_name_that_no_file_can_hold_is_written(tmp_path: Path) -> None:
+    write_status(tmp_path, replace(ME, doing="task \udc80"))
+    status = read_status(tmp_path)
+    assert status is not None and status.doing == "task ?"

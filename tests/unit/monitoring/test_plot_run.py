@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.monitoring.plot import NothingToPlot, find_metrics, plot_run, smooth
+from strop.monitoring.plot import NothingToPlot, find_metrics, plot_run
+from strop.monitoring.run_lines import smooth
 from strop.monitoring.trackers.jsonl import JsonlTracker
 
 PNG = b"\x89PNG\r\n\x1a\n"

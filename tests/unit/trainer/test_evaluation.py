@@ -12,7 +12,9 @@ import pytest
 from loop.fakes import FakeGenerator, Letters, Recorder, Tasks
 from loop.tiny import tiny_tokenizer
 from strop.data.sources.source import DataSource
+from strop.environments.base import reward
 from strop.models.chat_template import ChatTemplate
+from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator, TaskResult, pass_at_k, summarize_results
@@ -124,6 +126,31 @@ def test_every_sample_is_written_down(tmp_path):
     assert found["validation/accuracy"] == pytest.approx(sum(accuracies) / 18)
     assert found["validation/errors"] == 3 and found["validation/seconds"] > 0
     assert {"validation/pass@1", "validation/pass@2", "validation/avg@3", "validation/cons@3"} <= found.keys()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(Letters):
+    """Sets a metric; the answers of its tasks are a lone surrogate."""
+
+    def tasks(self, data: DataSource):
+        return [Task(id=f"{index}", question=f"task {index}", answer="\udcff") for index in range(3)]
+
+    @reward(weight=0.0)
+    def letters(self, task: Task, rollout: Rollout) -> int:
+        rollout.metrics["place"] = int(task.id)
+        return len(rollout.text)
+
+
+def test_metrics_of_the_environment_are_means_and_samples_are_stored_by_turn(tmp_path):
+    found = asyncio.run(evaluator(tmp_path / "validation", environment=Counting(), size=3).evaluate(2))
+    assert found["validation/environments/letters/place"] == 1.0
+    samples = ValidationSamples(tmp_path)
+    assert samples.steps() == [2]
+    for record in samples.read(2):
+        (turn,) = record.turns
+        assert (turn.role, turn.text, turn.sampled, turn.start) == ("assistant", record.completion, True, 0)
+        assert record.prompt_messages == ({"role": "user", "content": f"task {record.task_id}"},)
+        assert record.metrics["place"] == int(record.task_id) and record.answer == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_an_evaluation_does_not_depend_on_the_step_nor_on_what_ran_before(tmp_path):

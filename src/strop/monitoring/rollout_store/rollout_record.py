@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+from strop.monitoring.rollout_store.turn_record import TurnRecord, make_turn_records
 
-from strop.types import Batch, Group, Rollout
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strop.types import Batch, Group, Message, Rollout
 
 DropReason = Literal["filtered", "error", "stale"]
 RolloutKey = tuple[int, int]  # (group index, sample): identifies a rollout in a run
@@ -38,6 +41,10 @@ class RolloutRecord:
     error: str | None
     kept: bool
     dropped_because: DropReason | None
+    answer: str = ""  # the task's reference answer
+    prompt_messages: tuple[Mapping[str, str], ...] = ()  # role and content of each message before the first turn
+    turns: tuple[TurnRecord, ...] = ()  # the messages after them; empty in files of earlier versions
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's own
 
 
 def make_records(
@@ -115,7 +122,17 @@ def _make_record(
         error=rollout.error,
         kept=dropped is None,
         dropped_because=dropped,
+        answer=rollout.task.answer,
+        prompt_messages=tuple(message.as_dict() for message in _prompt_messages(rollout)),
+        turns=make_turn_records(rollout),
+        metrics=storable_metrics(rollout),
     )
+
+
+def storable_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return the metrics of a rollout that are finite numbers: those of a rollout that failed were not checked."""
+    numbers = {name: value for name, value in rollout.metrics.items() if isinstance(value, int | float)}
+    return {str(name): float(value) for name, value in numbers.items() if str(name).isprintable() and -(2**63) < value < 2**63}
 
 
 def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[float, ...]:
@@ -132,8 +149,33 @@ def _expand_to_all_tokens(logprobs: Tensor, sampled: tuple[bool, ...]) -> tuple[
 
 
 def _format_prompt(rollout: Rollout) -> str:
-    """Return the messages before the policy's first turn. Counts from the end, since a prompt may contain assistant messages."""
-    assistant_indices = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
+    return "\n".join(f"{message.role}: {message.content}" for message in _prompt_messages(rollout))
+
+
+def _prompt_messages(rollout: Rollout) -> tuple[Message, ...]:
+    """Return the messages before the first turn. Turns that were put together by hand do not say how many messages they added."""
+    if not rollout.turns or any(turn.num_messages for turn in rollout.turns):
+        return rollout.prompt_messages
+    replies = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
     num_turns = len(rollout.policy_turns)
-    end = assistant_indices[-num_turns] if 0 < num_turns <= len(assistant_indices) else len(rollout.messages)
-    return "\n".join(f"{message.role}: {message.content}" for message in rollout.messages[:end])
+    return rollout.messages[: replies[-num_turns]] if 0 < num_turns <= len(replies) else rollout.messages
+
+
+def replace_surrogates(record: RolloutRecord) -> RolloutRecord:
+    """Return the record with the replacement character for lone surrogates, which no file can hold; an equal record without any."""
+    return replace(
+        record,
+        environment=encodable(record.environment),
+        task_id=encodable(record.task_id),
+        prompt=encodable(record.prompt),
+        completion=encodable(record.completion),
+        error=None if record.error is None else encodable(record.error),
+        answer=encodable(record.answer),
+        prompt_messages=tuple({name: encodable(text) for name, text in each.items()} for each in record.prompt_messages),
+        turns=tuple(replace(turn, role=encodable(turn.role), text=encodable(turn.text)) for turn in record.turns),
+    )
+
+
+def encodable(text: str) -> str:
+    """Return the text with the replacement character for lone surrogates."""
+    return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")

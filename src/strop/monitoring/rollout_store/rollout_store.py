@@ -9,6 +9,7 @@ Files are written atomically. A step that runs again replaces its file.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from strop.monitoring.atomic_file import atomic_write
-from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord, replace_surrogates
 from strop.monitoring.rollout_store.token_ratios import Decode, TokenRatio, find_largest_ratios, read_ratios, write_ratios
+from strop.monitoring.rollout_store.turn_record import TurnRecord
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped,unused-ignore]
+
+log = logging.getLogger(__name__)
 
 StoreFormat = Literal["parquet", "jsonl", "none"]
 
@@ -41,12 +45,14 @@ class RolloutStore:
             _import_pyarrow()  # fail when the run starts, not after its first step
         self.folder = Path(log_dir) / ROLLOUTS_FOLDER
         self.format = format
+        self._noted_surrogates = False
         self._decode = decode or (lambda tokens: " ".join(map(str, tokens)))
 
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path | None:
         """Store the rollouts of ``step``, replacing earlier ones of this step. Returns the path."""
         if self.format == "none":
             return None
+        records = self._replace_surrogates(step, records)
         path = self.folder / f"step_{step:06d}.{self.format}"
         with atomic_write(path) as temporary:
             (_write_parquet if self.format == "parquet" else _write_jsonl)(temporary, records)
@@ -56,13 +62,26 @@ class RolloutStore:
         self._write_ratios(step, records)
         return path
 
-    def read(self, step: int) -> list[RolloutRecord]:
-        """Read the rollouts of ``step``. Raises FileNotFoundError."""
+    def _replace_surrogates(self, step: int, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+        """Return the records with texts that can be stored, with one warning for the run."""
+        stored = [replace_surrogates(record) for record in records]
+        changed = [record for record, original in zip(stored, records, strict=True) if record != original]
+        if changed and not self._noted_surrogates:
+            self._noted_surrogates = True
+            log.warning(
+                "step %d: the environment %s gave text with lone surrogates, which UTF-8 cannot encode (task %r, first); they are stored "
+                "as \N{REPLACEMENT CHARACTER}. Decode what it reads with errors='replace'",
+                step, changed[0].environment, changed[0].task_id,
+            )  # fmt: skip
+        return stored
+
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
+        """Read the rollouts of ``step``, or those of one task. Raises FileNotFoundError."""
         files = self._files_by_step()
         if step not in files:
             raise FileNotFoundError(f"no rollouts of step {step} in {self.folder}; stored are {_describe_steps(sorted(files))}")
         path = files[step][0]
-        return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+        return _read_parquet(path, task_id) if path.suffix == ".parquet" else _read_jsonl(path, task_id)
 
     def read_ratios(self, step: int) -> list[TokenRatio]:
         """Read the tokens of a step with the largest mismatch, the largest |log ratio| first. Empty if sampler and learner agree."""
@@ -110,13 +129,16 @@ class RolloutStore:
 
 def _write_parquet(path: Path, records: Sequence[RolloutRecord]) -> None:
     pa, pq = _import_pyarrow()
-    rows = [{**_to_dict(record), "rewards": list(record.rewards.items())} for record in records]
+    rows = [
+        {**to_row(record), "rewards": list(record.rewards.items()), "metrics": list(record.metrics.items())} for record in records
+    ]
     pq.write_table(pa.Table.from_pylist(rows, schema=_build_schema(pa)), path, compression="zstd")
 
 
-def _read_parquet(path: Path) -> list[RolloutRecord]:
+def _read_parquet(path: Path, task_id: str | None) -> list[RolloutRecord]:
     _, pq = _import_pyarrow()
-    return [_from_dict({**row, "rewards": dict(row["rewards"])}) for row in pq.read_table(path).to_pylist()]
+    rows = pq.read_table(path, filters=None if task_id is None else [("task_id", "==", task_id)]).to_pylist()
+    return [_from_row({**row, **{name: dict(row.get(name, ())) for name in ("rewards", "metrics")}}) for row in rows]
 
 
 def _build_schema(pa: Any) -> pyarrow.Schema:
@@ -135,7 +157,15 @@ def _build_schema(pa: Any) -> pyarrow.Schema:
         "reward": pa.float64(),
         "rewards": pa.map_(pa.string(), pa.float64()),
         "kept": pa.bool_(),
-    }
+        "prompt_messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+        "turns": pa.list_(
+            pa.struct([
+                ("role", pa.string()), ("text", pa.string()), ("start", pa.int64()), ("end", pa.int64()), ("sampled", pa.bool_()),
+                ("versions", pa.list_(pa.int32())),
+            ])
+        ),
+        "metrics": pa.map_(pa.string(), pa.float64()),
+    }  # fmt: skip
     return pa.schema([(field.name, types.get(field.name, pa.string())) for field in fields(RolloutRecord)])
 
 
@@ -154,12 +184,18 @@ def _import_pyarrow() -> tuple[Any, Any]:
 def _write_jsonl(path: Path, records: Sequence[RolloutRecord]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps(_encode_nonfinite(_to_dict(record)), ensure_ascii=False, allow_nan=False) + "\n")
+            file.write(encode_json(record) + "\n")
 
 
-def _read_jsonl(path: Path) -> list[RolloutRecord]:
+def _read_jsonl(path: Path, task_id: str | None) -> list[RolloutRecord]:
     with path.open(encoding="utf-8") as file:
-        return [_from_dict(json.loads(line)) for line in file]
+        rows = (json.loads(line) for line in file)
+        return [_from_row(row) for row in rows if task_id in (None, row["task_id"])]
+
+
+def encode_json(record: RolloutRecord, *, ascii_only: bool = False) -> str:
+    """Return the record as a line of JSON."""
+    return json.dumps(_encode_nonfinite(to_row(record)), ensure_ascii=ascii_only, allow_nan=False)
 
 
 def _encode_nonfinite(value: Any) -> Any:
@@ -168,26 +204,31 @@ def _encode_nonfinite(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {name: _encode_nonfinite(item) for name, item in value.items()}
-    return [_encode_nonfinite(item) for item in value] if isinstance(value, tuple) else value
+    return [_encode_nonfinite(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _to_dict(record: RolloutRecord) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+def to_row(record: RolloutRecord) -> dict[str, Any]:
+    """Return the record as plain values: one column for each field."""
+    return {**vars(record), "turns": [dict(vars(turn)) for turn in record.turns]}
 
 
-def _from_dict(row: Mapping[str, Any]) -> RolloutRecord:
+def _from_row(row: Mapping[str, Any]) -> RolloutRecord:
     def floats(values: Sequence[Any]) -> tuple[float, ...]:
         return tuple(float(value) for value in values)
 
+    known = {field.name for field in fields(RolloutRecord)}
     return RolloutRecord(
         **{
-            **row,
+            **{name: value for name, value in row.items() if name in known},  # a later version may store more
             **{name: tuple(row[name]) for name in ("prompt_tokens", "tokens", "sampled", "versions")},
             "sampler_logprobs": floats(row["sampler_logprobs"]),
             "learner_logprobs": None if row["learner_logprobs"] is None else floats(row["learner_logprobs"]),
             "advantage": None if row["advantage"] is None else float(row["advantage"]),
             "reward": float(row["reward"]),
             "rewards": {name: float(value) for name, value in row["rewards"].items()},
+            "metrics": {name: float(value) for name, value in row.get("metrics", {}).items()},
+            "prompt_messages": tuple(row.get("prompt_messages", ())),
+            "turns": tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in row.get("turns", ())),
         }
     )
 

@@ -57,7 +57,7 @@ def write_status(folder: Path, status: Status) -> None:
     """Write the file atomically, without fsync: it is not needed after a power failure."""
     temporary = folder / f".{STATUS_FILE}.tmp"
     values = {**asdict(replace(status, waits=())), "waits": [wait._asdict() for wait in status.waits]}
-    temporary.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
+    temporary.write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8", errors="replace")
     os.replace(temporary, folder / STATUS_FILE)
 
 

@@ -1,0 +1,26 @@
+"""The log folder of the run that a command names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def find_log_folder(run: Path) -> Path:
+    """Return the log folder of a run, given the folder itself, a configuration, or a folder of checkpoints, which have its configuration.
+
+    Raises ValueError if the configuration is not YAML.
+    """
+    from strop.config.load import yaml_text
+
+    checkpoints = sorted(run.glob("step_*/config.yaml"), key=lambda path: path.stat().st_mtime) if run.is_dir() else []
+    for file in (run, run / "config.yaml", *checkpoints[-1:]):
+        if file.suffix in (".yaml", ".yml") and file.is_file() and not (run / "metrics.jsonl").exists():
+            try:
+                values, _ = yaml_text.parse(file.read_text(encoding="utf-8"))
+            except yaml_text.YamlError as error:
+                raise ValueError(f"{file} is not valid YAML: {error}") from error
+            logger = values.get("logger") if isinstance(values, dict) else None
+            log_dir = logger.get("log_dir") if isinstance(logger, dict) else None
+            if isinstance(log_dir, str):
+                return Path(log_dir)
+    return run

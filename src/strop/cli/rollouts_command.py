@@ -1,0 +1,171 @@
+"""``strop rollouts``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.cli.log_folder import find_log_folder
+from strop.cli.output import USAGE_ERROR
+
+if TYPE_CHECKING:
+    from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+
+TEXT_LIMIT, PAGE_TEXT_LIMIT = 1500, 20_000  # characters of a message, unless --full
+TERMINAL_ROLLOUTS, STEPS_OF_A_TASK, PAGE_ROLLOUTS = 4, 20, 200  # unless --limit
+PIPE_WIDTH = 100  # columns where there is no terminal
+
+
+def rollouts(arguments: Sequence[str], command_line: str) -> int:
+    """Run ``strop rollouts``. Return its exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return _show(options)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="strop rollouts",
+        description="Show stored rollouts: conversations turn by turn, with rewards and why they ended.",
+        epilog="Without --step the newest step is shown; --task without --step shows a sample of that task in every step.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="log folder of a run, a checkpoint folder or a configuration")
+    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
+    parser.add_argument("--task", metavar="ID", help="rollouts of this task only")
+    parser.add_argument("--environment", metavar="NAME", help="rollouts of this environment only")
+    parser.add_argument("--ending", metavar="WORD", help="rollouts that ended so: stop, length, context, turns or error")
+    parser.add_argument("--best", type=_count, metavar="K", help="the K rollouts of the highest reward")
+    parser.add_argument("--worst", type=_count, metavar="K", help="the K rollouts of the lowest reward")
+    parser.add_argument("--validation", action="store_true", help="samples of validations instead of training")
+    parser.add_argument("--limit", type=_count, metavar="K", help="at most K rollouts")
+    parser.add_argument("--full", action="store_true", help="do not shorten long messages")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page that needs no network")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, with tokens and log-probabilities")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of rollouts; give 1 or more")
+    return value
+
+
+def _show(options: argparse.Namespace) -> int:
+    from strop.monitoring.rollout_store.rollout_store import RolloutStore
+    from strop.monitoring.rollout_store.validation_samples import ValidationSamples
+    from strop.monitoring.rollout_view.rollout_selection import NoRollouts, RolloutSelection, select_rollouts
+
+    try:
+        folder = find_log_folder(options.run)
+        if not folder.is_dir():
+            raise NoRollouts(f"there is no folder {folder}; give the log folder of a run (logger.log_dir)")
+        source = ValidationSamples(folder) if options.validation else RolloutStore(folder, "none")
+        over_steps = options.task is not None and options.step is None
+        default = PAGE_ROLLOUTS if options.html else STEPS_OF_A_TASK if over_steps else TERMINAL_ROLLOUTS
+        fields = ("step", "task", "environment", "ending", "best", "worst")
+        selection = RolloutSelection(
+            **{name: getattr(options, name) for name in fields}, limit=options.limit or default, fill=bool(options.html)
+        )
+        if not source.steps():
+            raise NoRollouts(_explain_empty(folder, options.validation))
+        selected = select_rollouts(source, selection)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.html:
+        return _write_page(selected, folder, options)
+    _print_lines(_format_json(selected) if options.json else _format_text(selected, options))
+    return 0
+
+
+def _explain_empty(folder: Path, validation: bool) -> str:
+    if validation:
+        return f"no validation is stored in {folder / 'validation'}: the run has not validated yet (val_period, val_at_start)"
+    return (
+        f"no rollouts are stored in {folder / 'rollouts'}: the run has not finished a step, trains on recorded data, or has "
+        "logger.rollouts=none"
+    )
+
+
+def _print_lines(parts: Iterator[str]) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    for part in parts:
+        print(part.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
+
+
+def _format_json(selected: SelectedRollouts) -> Iterator[str]:
+    from strop.monitoring.rollout_store.rollout_store import encode_json
+
+    yield from (encode_json(record, ascii_only=True) for record in selected.records)
+
+
+def _format_text(selected: SelectedRollouts, options: argparse.Namespace) -> Iterator[str]:
+    from strop.monitoring.rollout_view.rollout_text import format_rollout
+    from strop.monitoring.rollout_view.shown_rollout import show_rollout
+    from strop.monitoring.rollout_view.visible_text import make_visible
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns if terminal or "COLUMNS" in os.environ else PIPE_WIDTH
+    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    yield f"{make_visible(selected.summary)}\n"
+    for record in selected.records:
+        shown = show_rollout(record, None if options.full else TEXT_LIMIT)
+        yield format_rollout(shown, width=width, colour=colour)
+    if note := _describe_rest(selected):
+        yield note
+
+
+def _describe_rest(selected: SelectedRollouts) -> str:
+    shown = len(selected.records)
+    if shown == selected.matching:
+        return ""
+    return f"shown: {shown} of {selected.matching} rollouts; others with --limit, --step, --best or --worst, all with --html FILE"
+
+
+def _write_page(selected: SelectedRollouts, folder: Path, options: argparse.Namespace) -> int:
+    from strop.monitoring.rollout_view.rollout_page import make_page
+
+    limit = None if options.full else PAGE_TEXT_LIMIT
+    decode = _load_decoder(folder) if any(record.tokens for record in selected.records) else None
+    note = _describe_rest(selected)
+    page = make_page(selected, title=str(folder), limit=limit, decode=decode, note=note)
+    try:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(page, encoding="utf-8")
+    except OSError as error:
+        print(f"error: {options.html} cannot be written: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print(f"{options.html}: {len(selected.records)} rollouts" + (f" ({note})" if note else ""))
+    return 0
+
+
+def _load_decoder(folder: Path) -> Callable[[list[int]], str] | None:
+    """Return the decode of the run's tokenizer, for the texts of tokens; None, with a warning, if it cannot be read."""
+    from strop.config.load import yaml_text
+
+    name: Any = None
+    try:
+        values: Any = yaml_text.parse_value((folder / "config.yaml").read_text(encoding="utf-8"))
+        policy = values["policy"]
+        name = (policy.get("tokenizer") or {}).get("name") or policy["model_name"]
+        from strop.models.loading import load_tokenizer
+
+        decode: Callable[[list[int]], str] = load_tokenizer(name).decode
+        return decode
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        print(
+            f"warning: tokens are shown by their ids, because the tokenizer of the run ({name}) cannot be read: {reason}",
+            file=sys.stderr,
+        )
+        return None

@@ -1,0 +1,36 @@
+"""One message of a stored conversation: who wrote it, its text, and its place among the tokens of the rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strop.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRecord:
+    """One message after the prompt. Messages that an environment gave at once share a range, and the ranges cover all tokens."""
+
+    role: str  # assistant, or what the environment said: user, tool, ...
+    text: str
+    start: int  # tokens[start:end] of the rollout, with what the chat template puts around an environment's message
+    end: int
+    sampled: bool  # by the policy
+    versions: tuple[int, ...]  # of the weights that sampled it, in order, each once; empty for the environment
+
+
+def make_turn_records(rollout: Rollout) -> tuple[TurnRecord, ...]:
+    """Return the messages of a rollout after its prompt."""
+    records: list[TurnRecord] = []
+    start, next_message = 0, len(rollout.prompt_messages)
+    for turn in rollout.turns:
+        messages = rollout.messages[next_message : next_message + turn.num_messages]
+        named = [(message.role, turn.text if turn.sampled else message.content) for message in messages]
+        versions = tuple(dict.fromkeys(turn.versions.tolist())) if turn.sampled else ()
+        for role, text in named or [("assistant" if turn.sampled else "user", turn.text)]:
+            end = start + len(turn.tokens)
+            records.append(TurnRecord(role=role, text=text, start=start, end=end, sampled=turn.sampled, versions=versions))
+        start, next_message = start + len(turn.tokens), next_message + turn.num_messages
+    return tuple(records)

@@ -1,0 +1,75 @@
+"""The samples of validations, read as rollouts: ``<log folder>/validation/step_000040.json``, as evaluation writes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_store.turn_record import TurnRecord
+
+VALIDATION_FOLDER = "validation"
+_FILE_PATTERN = re.compile(r"step_(\d+)\.json")
+
+
+class ValidationSamples:
+    """Reads the validations of a run, or the folder that an evaluation saved (``eval.save_path``).
+
+    A record has the accuracy among its metrics, and neither tokens nor log-probabilities.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        inside = Path(log_dir) / VALIDATION_FOLDER
+        self.folder = inside if inside.is_dir() else Path(log_dir)
+
+    def steps(self) -> list[int]:
+        return sorted(int(match[1]) for path in self.folder.glob("step_*") if (match := _FILE_PATTERN.fullmatch(path.name)))
+
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]:
+        """Read the samples of the validation after ``step``, or those of one task. Raises FileNotFoundError."""
+        values = json.loads((self.folder / f"step_{step:06d}.json").read_text(encoding="utf-8"))
+        return list(_read_tasks(step, [task for task in values["tasks"] if task_id in (None, task["task"])]))
+
+
+def _read_tasks(step: int, tasks: Sequence[Mapping[str, Any]]) -> Iterator[RolloutRecord]:
+    for group, task in enumerate(tasks):
+        for index, sample in enumerate(task["samples"]):
+            turns = _read_turns(sample)
+            yield RolloutRecord(
+                step=step,
+                group=group,
+                environment=task["environment"],
+                task_id=task["task"],
+                sample=index,
+                prompt="",
+                completion="".join(turn.text for turn in turns),
+                prompt_tokens=(),
+                tokens=(),
+                sampled=(),
+                sampler_logprobs=(),
+                learner_logprobs=None,
+                versions=(),
+                advantage=None,
+                reward=float(sample["reward"]),
+                rewards=sample["rewards"],
+                ending=sample["ending"] or "",
+                error=sample["error"],
+                kept=True,
+                dropped_because=None,
+                answer=task["answer"],
+                prompt_messages=tuple(sample["messages"][: len(sample["messages"]) - len(turns)]),
+                turns=turns,
+                metrics={"accuracy": float(sample["accuracy"]), **sample.get("metrics", {})},
+            )
+
+
+def _read_turns(sample: Mapping[str, Any]) -> tuple[TurnRecord, ...]:
+    """Return the turns of a sample; in files of earlier versions, which have none, its last completion."""
+    if "turns" in sample:
+        return tuple(TurnRecord(**{**turn, "versions": tuple(turn["versions"])}) for turn in sample["turns"])
+    if not sample["messages"] or sample["messages"][-1]["role"] != "assistant":
+        return ()
+    return (TurnRecord(role="assistant", text=sample["completion"], start=0, end=sample["tokens"], sampled=True, versions=()),)

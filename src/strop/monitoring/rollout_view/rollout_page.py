@@ -1,0 +1,111 @@
+"""Rollouts as one HTML page that needs no network.
+
+Everything is written as escaped text; the page's own script, which filters and colours, only sets text too. A content security policy
+allows that script and the page's style by their hashes and nothing else, so that nothing a model wrote can run or load anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_view.rollout_selection import SelectedRollouts
+from strop.monitoring.rollout_view.shown_rollout import ShownMessage, show_rollout
+from strop.monitoring.rollout_view.visible_text import make_visible
+
+Decode = Callable[[list[int]], str]
+_PLACEHOLDER = re.compile(r"\{(policy|title|summary|rollouts|tokens)\}")
+
+
+def make_page(selected: SelectedRollouts, *, title: str, limit: int | None, decode: Decode | None, note: str = "") -> str:
+    """Return the page. ``decode`` is the tokenizer's, for the texts of tokens; without it tokens are shown by their ids."""
+    template = files("strop.monitoring.rollout_view").joinpath("rollout_page.html").read_text(encoding="utf-8")
+    tokens = {str(index): _list_tokens(record, decode) for index, record in enumerate(selected.records) if record.tokens}
+    parts = {
+        "policy": _make_policy(template),
+        "title": html.escape(make_visible(f"rollouts of {title}")),
+        "summary": html.escape(make_visible(f"{selected.summary}. {note}".strip())),
+        "rollouts": "\n".join(_format_article(index, record, limit) for index, record in enumerate(selected.records)),
+        "tokens": json.dumps(tokens, allow_nan=False).replace("<", "\\u003c"),  # nothing can close the element
+    }
+    return _PLACEHOLDER.sub(lambda match: parts[match[1]], template)
+
+
+def _make_policy(template: str) -> str:
+    style, script = _between(template, "<style>", "</style>"), _between(template, "<script>", "</script>")
+    return f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+
+
+def _between(text: str, start: str, end: str) -> str:
+    return text.partition(start)[2].partition(end)[0]
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _format_article(index: int, record: RolloutRecord, limit: int | None) -> str:
+    shown = show_rollout(record, limit)
+    data = {
+        "index": index, "step": record.step, "environment": record.environment, "ending": record.ending,
+        "reward": record.reward if math.isfinite(record.reward) else 0,
+    }  # fmt: skip
+    attributes = " ".join(f'data-{name}="{html.escape(make_visible(str(value)))}"' for name, value in data.items())
+    facts = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in shown.facts)
+    button = (
+        f'<button type="button" class="show" hidden>tokens</button><pre class="tokens" data-index="{index}" hidden></pre>\n'
+        if record.tokens
+        else ""
+    )
+    turns = "\n".join(_format_message(message) for message in shown.messages)
+    return (
+        f"<article {attributes}>\n<h2>{html.escape(shown.title)}</h2>\n<dl>{facts}</dl>\n"
+        f'<ol class="turns">\n{turns}\n</ol>\n{button}</article>'
+    )
+
+
+def _format_message(message: ShownMessage) -> str:
+    kind = message.role if message.role in ("tool", "system", "user") else ""
+    classes = " ".join(part for part in ("turn", kind, "sampled" if message.sampled else "") if part)
+    note = f" ({html.escape(message.note)})" if message.note else ""
+    return (
+        f'<li class="{classes}"><span class="role">{html.escape(message.role)}{note}</span>'
+        f'<pre class="text">{html.escape(message.text)}</pre></li>'
+    )
+
+
+def _list_tokens(record: RolloutRecord, decode: Decode | None) -> dict[str, object]:
+    learner = record.learner_logprobs
+    return {
+        "ids": record.tokens,
+        "texts": None if decode is None else [make_visible(piece) for piece in split_text(record.tokens, decode)],
+        "sampler": _round(record.sampler_logprobs, record.sampled),
+        "learner": None if learner is None else _round(learner, record.sampled),
+        "advantage": None if record.advantage is None else round(record.advantage, 4),
+    }
+
+
+def _round(values: Sequence[float], sampled: Sequence[bool]) -> list[float | None]:
+    pairs = zip(values, sampled, strict=True)
+    return [round(value, 4) if is_sampled and math.isfinite(value) else None for value, is_sampled in pairs]
+
+
+def split_text(tokens: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
+    pieces: list[str] = []
+    start = done = 0  # decoding begins some tokens earlier, because some tokenizers drop a space at the beginning
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(tokens) and end - done < 4:
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        start, done = done, end
+    return pieces

@@ -1,0 +1,166 @@
+"""Which of the stored rollouts are shown, and what is said of those that are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.user_code import suggest_names
+
+
+class RolloutSource(Protocol):
+    """Stored rollouts by step: those of training, or those of validations."""
+
+    def steps(self) -> list[int]: ...
+
+    def read(self, step: int, task_id: str | None = None) -> list[RolloutRecord]: ...
+
+
+class NoRollouts(ValueError):
+    """Nothing was selected. The message says what there is instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSelection:
+    """What to show. A task without a step is shown over all steps, one sample of each; else the newest step counts."""
+
+    step: int | None = None
+    task: str | None = None
+    environment: str | None = None
+    ending: str | None = None
+    best: int | None = None  # so many of the highest reward
+    worst: int | None = None  # so many of the lowest, after the best
+    limit: int = 4  # rollouts, if neither best nor worst is given
+    fill: bool = False  # go back over earlier steps, the newest first, until the limit is reached
+
+    @property
+    def ranked(self) -> bool:
+        return self.best is not None or self.worst is not None
+
+    @property
+    def over_steps(self) -> bool:
+        return self.task is not None and self.step is None
+
+    def list_steps(self, stored: Sequence[int]) -> list[int]:
+        """Return the steps to read, in order."""
+        if self.step is not None:
+            return [self.step]
+        if self.over_steps:
+            return list(stored)
+        return list(reversed(stored)) if self.fill and not self.ranked else [stored[-1]]
+
+
+@dataclass(frozen=True)
+class SelectedRollouts:
+    """The rollouts to show, and how many there are of those that the selection asks for."""
+
+    records: tuple[RolloutRecord, ...]
+    matching: int
+    summary: str  # of the steps that were read
+
+
+def select_rollouts(source: RolloutSource, selection: RolloutSelection) -> SelectedRollouts:
+    """Read the rollouts of a selection, one step at a time. Raises NoRollouts."""
+    steps = source.steps()
+    if not steps:
+        raise NoRollouts("no rollouts are stored")
+    if selection.step is not None and selection.step not in steps:
+        raise NoRollouts(f"there are no rollouts of step {selection.step}; stored are {_describe_steps(steps)}")
+    seen = _Seen()
+    matching: list[RolloutRecord] = []
+    for step in selection.list_steps(steps):
+        records = source.read(step, selection.task if selection.over_steps else None)  # one task of many steps is read alone
+        found = [record for record in seen.watch(records) if _matches(record, selection)]
+        seen.matching += len(found)
+        matching += found[:1] if selection.over_steps and not selection.ranked else found
+        if not selection.over_steps and len(matching) >= selection.limit:
+            break
+    if not matching:
+        list(seen.watch(source.read(selection.step or steps[-1])))  # the names that there are
+        raise NoRollouts(f"no rollout of {_describe_range(selection.list_steps(steps))} {_explain(selection, seen)}")
+    return SelectedRollouts(tuple(_pick(matching, selection)), seen.matching, seen.describe())
+
+
+class _Seen:
+    """What was read, for the summary and for suggestions."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+        self.tasks: Counter[str] = Counter()
+        self.environments: Counter[str] = Counter()
+        self.endings: Counter[str] = Counter()
+        self.rewards: list[float] = []
+        self.not_trained_on = 0
+        self.matching = 0
+
+    def watch(self, records: Sequence[RolloutRecord]) -> Iterator[RolloutRecord]:
+        for record in records:
+            self.steps.add(record.step)
+            self.tasks[record.task_id] += 1
+            self.environments[record.environment] += 1
+            self.endings[record.ending] += 1
+            self.not_trained_on += not record.kept
+            if record.error is None:
+                self.rewards.append(record.reward)
+            yield record
+
+    def describe(self) -> str:
+        tasks = f"{len(self.tasks)} task{'s' if len(self.tasks) != 1 else ''}"
+        parts = [f"{_describe_range(sorted(self.steps))}: {sum(self.tasks.values())} rollouts of {tasks}"]
+        if self.rewards:
+            mean = sum(self.rewards) / len(self.rewards)
+            parts.append(f"reward {mean:.4g} ({min(self.rewards):.4g} to {max(self.rewards):.4g})")
+        parts.append("ended by " + ", ".join(f"{name or 'nothing'} {count}" for name, count in self.endings.most_common()))
+        if self.not_trained_on:
+            parts.append(f"{self.not_trained_on} not trained on")
+        return "; ".join(parts)
+
+
+def _matches(record: RolloutRecord, selection: RolloutSelection) -> bool:
+    return (
+        selection.task in (None, record.task_id)
+        and selection.environment in (None, record.environment)
+        and selection.ending in (None, record.ending)
+    )
+
+
+def _pick(records: list[RolloutRecord], selection: RolloutSelection) -> Iterator[RolloutRecord]:
+    if not selection.ranked:
+        yield from islice(records, selection.limit)
+        return
+    scored = [record for record in records if record.error is None]
+    ranked = sorted(scored, key=lambda record: -record.reward)  # stable: equal rewards stay in order
+    best = ranked[: selection.best or 0]
+    yield from best
+    worst = sorted(scored, key=lambda record: record.reward)[: selection.worst or 0]
+    yield from (record for record in worst if not any(record is other for other in best))
+
+
+def _explain(selection: RolloutSelection, seen: _Seen) -> str:
+    if not seen.tasks:
+        return "is stored: the step has none"
+    for wanted, what, known in (
+        (selection.environment, "is of the environment", seen.environments),
+        (selection.ending, "ended by", seen.endings),
+        (selection.task, "is of the task", seen.tasks),
+    ):
+        if wanted is not None and wanted not in known:
+            names = [name for name, _ in known.most_common(20)]
+            more = f" and {len(known) - len(names)} more" if len(known) > len(names) else ""
+            return f"{what} {wanted!r}{suggest_names(wanted, names)}{more}"
+    return "has all of what was asked for; leave one of the options out"
+
+
+def _describe_steps(steps: Sequence[int]) -> str:
+    if len(steps) <= 8:
+        return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+
+
+def _describe_range(steps: Sequence[int]) -> str:
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"

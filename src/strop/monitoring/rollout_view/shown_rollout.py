@@ -1,0 +1,90 @@
+"""A stored rollout as it is shown: its messages, and what is said of it above them. All text is safe to show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strop.monitoring.rollout_store.rollout_record import RolloutRecord
+from strop.monitoring.rollout_view.visible_text import make_visible, shorten_message
+
+_ENDINGS = {
+    "stop": "stop: the model stopped, and the environment had nothing to add",
+    "length": "length: a turn reached the maximum number of new tokens",
+    "context": "context: the conversation no longer fits",
+    "turns": "turns: the maximum number of turns was reached",
+    "error": "error",
+}
+
+
+@dataclass(frozen=True)
+class ShownMessage:
+    role: str
+    text: str
+    sampled: bool
+    note: str = ""  # its tokens and the weights that sampled it
+
+
+@dataclass(frozen=True)
+class ShownRollout:
+    title: str
+    facts: tuple[tuple[str, str], ...]  # what is said of the rollout: name and value
+    messages: tuple[ShownMessage, ...]
+
+
+def show_rollout(record: RolloutRecord, limit: int | None) -> ShownRollout:
+    """Prepare a rollout for showing. A message longer than ``limit`` characters is shortened in the middle."""
+    title = f"step {record.step}, task {record.task_id}, sample {record.sample}, {record.environment}"
+    messages = tuple(
+        ShownMessage(
+            make_visible(message.role), make_visible(shorten_message(message.text, limit)), message.sampled, message.note
+        )
+        for message in _list_messages(record)
+    )
+    facts = tuple((make_visible(name), make_visible(shorten_message(value, limit))) for name, value in _list_facts(record))
+    return ShownRollout(make_visible(title).replace("\n", " "), facts, messages)
+
+
+def _list_messages(record: RolloutRecord) -> list[ShownMessage]:
+    prompt = [ShownMessage(message["role"], message["content"], sampled=False) for message in record.prompt_messages]
+    turns = [
+        ShownMessage(turn.role, turn.text, turn.sampled, _describe_turn(turn.end - turn.start, turn.versions))
+        for turn in record.turns
+    ]
+    if turns or record.prompt_messages:
+        return [*prompt, *turns]
+    return [  # a file of an earlier version
+        ShownMessage("prompt", record.prompt, sampled=False),
+        ShownMessage("completion", record.completion, sampled=True, note=_describe_turn(sum(record.sampled), ())),
+    ]
+
+
+def _describe_turn(tokens: int, versions: tuple[int, ...]) -> str:
+    weights = f", weights of step {'-'.join(map(str, dict.fromkeys((versions[0], versions[-1]))))}" if versions else ""
+    return f"{tokens} tokens{weights}"
+
+
+def _list_facts(record: RolloutRecord) -> list[tuple[str, str]]:
+    facts = [("reward", _number(record.reward))]
+    if record.rewards:
+        facts.append(("rewards", _numbers(record.rewards)))
+    if record.metrics:
+        facts.append(("metrics", _numbers(record.metrics)))
+    if record.advantage is not None:
+        facts.append(("advantage", f"{record.advantage:+.4g}"))
+    facts.append(("ended by", _ENDINGS.get(record.ending, record.ending) or "nothing"))
+    if record.error is not None:
+        facts.append(("error", record.error))
+    if not record.kept:
+        facts.append(("dropped", f"not trained on: {record.dropped_because}"))
+    if record.answer:
+        facts.append(("answer", record.answer))
+    return facts
+
+
+def _numbers(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"

@@ -1,0 +1,33 @@
+"""Text that a model wrote, made harmless to look at.
+
+A terminal obeys control sequences, and terminals and browsers reorder text around bidirectional controls. They are shown by their
+codes instead: ``\\x1b``, ``\\u202e``.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, formats, surrogates, separators of lines and paragraphs
+_HARMLESS = "\n\t\u200c\u200d"  # the joiners are part of emoji and of several scripts
+_SUSPECT = re.compile(r"[^\n\t -~]")
+
+
+def make_visible(text: str) -> str:
+    """Return the text with every character that controls how it is shown written as an escape sequence."""
+    return _SUSPECT.sub(lambda match: _show(match[0]), text)
+
+
+def _show(character: str) -> str:
+    if character in _HARMLESS or unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def shorten_message(text: str, limit: int | None) -> str:
+    """Return the beginning and the end of a long text, and how much is left out between them; ``limit`` None: all of it."""
+    if limit is None or len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"

@@ -1,0 +1,316 @@
+"""`strop rollouts` shows conversations, whatever a model wrote, and says what there is where nothing fits."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop import cli
+from strop.monitoring.rollout_store.rollout_record import make_records
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_view.rollout_page import make_page, split_text
+from strop.monitoring.rollout_view.rollout_selection import RolloutSelection, select_rollouts
+from strop.monitoring.rollout_view.rollout_text import format_rollout
+from strop.monitoring.rollout_view.shown_rollout import show_rollout
+from strop.monitoring.rollout_view.visible_text import make_visible
+from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
+
+HOSTILE = (
+    '\x1b]0;owned\x07\x1b[2J\u202egnp.exe\u2066\x9b31m</script><script>alert(1)</script><img src="http://x/y" onerror="z">\ud800'
+)
+TOOL = "the tool's answer"
+
+
+def a_rollout(task: str, sample: int, reward: float, *, text: str = "I call the tool", tool: str = TOOL) -> Rollout:
+    def said(text: str) -> tuple[Turn, Message]:
+        versions = torch.full((3,), 6, dtype=torch.int32)
+        turn = Turn(author="policy", tokens=torch.tensor([7, 8, 9]), text=text, logprobs=torch.zeros(3) - 0.5, versions=versions)
+        return turn, Message("assistant", text)
+
+    messages = (Message("system", "Be brief."), Message("user", f"question of {task}"))
+    rollout = Rollout(task=Task(id=task, answer="4"), sample=sample, seed=0, messages=messages, prompt=torch.tensor([1, 2]))
+    rollout = rollout.with_turn(*said(text)).with_turn(observation_turn([3, 4], tool), Message("tool", tool))
+    rollout = rollout.with_turn(*said("so it is 4"))
+    ending = Ending.STOP if sample % 2 == 0 else Ending.LENGTH
+    return replace(rollout, ending=ending, reward=reward, rewards={"correct": reward}, metrics={"calls": 1.0})
+
+
+def write_steps(folder: Path, steps: Sequence[int] = (1, 2), **texts: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    store = RolloutStore(folder, "jsonl")
+    for step in steps:
+        groups = [
+            Group(
+                index=index, environment=("calculator", "search")[index], version=step,
+                rollouts=tuple(a_rollout(f"task-{index}", sample, index + sample / 10, **texts) for sample in range(4)),
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        learner = {(group, sample): torch.full((6,), -0.25) for group in range(2) for sample in range(4)}
+        store.write(step, make_records(step, groups, advantages={(0, 0): 0.5}, learner_logprobs=learner))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_steps(tmp_path / "logs" / "mine")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["rollouts", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def titles(out: str) -> list[str]:
+    return re.findall(r"^(step \d+, task \S+, sample \d+), \w+ ", out, flags=re.M)
+
+
+def test_the_newest_step_is_shown_turn_by_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run))
+    assert out.startswith("step 2: 8 rollouts of 2 tasks; reward 0.65 (0 to 1.3); ended by stop 4, length 4\n")
+    assert titles(out) == [f"step 2, task task-0, sample {sample}" for sample in range(4)]
+    for line in (
+        "   system : Be brief.", "     user : question of task-0", "assistant | I call the tool", f"     tool : {TOOL}",
+        "assistant | so it is 4", "rewards: correct 0", "metrics: calls 1", "advantage: +0.5", "answer: 4",
+        "ended by: length: a turn reached the maximum number of new tokens",
+    ):  # fmt: skip
+        assert line in out
+    assert "(3 tokens, weights of step 6)" in out and "shown: 4 of 8 rollouts" in out
+
+
+def test_the_best_and_the_worst_are_chosen_by_reward(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run), "--best", "2", "--worst", "1", "--step", "1")
+    assert titles(out) == ["step 1, task task-1, sample 3", "step 1, task task-1, sample 2", "step 1, task task-0, sample 0"]
+
+
+def test_rollouts_are_chosen_by_task_environment_and_ending(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run), "--environment", "search", "--ending", "length", "--limit", "9")
+    assert titles(out) == ["step 2, task task-1, sample 1", "step 2, task task-1, sample 3"]
+
+
+def test_a_task_without_a_step_is_shown_over_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(run), "--task", "task-1")
+    assert out.startswith("steps 1 to 2: 8 rollouts of 1 task; reward 1.15 (1 to 1.3)")
+    assert titles(out) == ["step 1, task task-1, sample 0", "step 2, task task-1, sample 0"]
+    assert titles(shown(capsys, str(run), "--task", "task-1", "--step", "2", "--limit", "1")) == ["step 2, task task-1, sample 0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", "9"], "no rollouts of step 9; stored are steps 1, 2"),
+        (["--task", "tsk-1"], "no rollout of steps 1 to 2 is of the task 'tsk-1'; did you mean 'task-1'?"),
+        (["--ending", "stopped"], "no rollout of step 2 ended by 'stopped'; did you mean 'stop'?"),
+        (["--environment", "serch"], "did you mean 'search'?"),
+        (["--environment", "search", "--task", "task-0"], "has all of what was asked for"),
+        (["--validation"], "no validation is stored in"),
+    ],
+)
+def test_what_is_not_there_is_said_with_the_nearest_names(
+    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main(["rollouts", str(run), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_rollouts_says_why_there_may_be_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["rollouts", str(tmp_path)]) == 2
+    assert "the run has not finished a step, trains on recorded data, or has logger.rollouts=none" in capsys.readouterr().err
+    assert cli.main(["rollouts", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_step_without_rollouts_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutStore(run, "jsonl").write(3, [])
+    assert cli.main(["rollouts", str(run)]) == 2
+    assert "error: no rollout of step 3 is stored: the step has none" in capsys.readouterr().err
+
+
+def test_a_run_is_named_by_its_configuration_its_checkpoints_or_one_of_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "results" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").write_text(f"logger:\n  log_dir: {run}\n")
+    for name in (checkpoint, checkpoint.parent, checkpoint / "config.yaml"):
+        assert titles(shown(capsys, str(name), "--limit", "1")) == ["step 2, task task-0, sample 0"]
+
+
+def test_what_a_model_wrote_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_steps(tmp_path, text=HOSTILE, tool=HOSTILE)
+    out = shown(capsys, str(run), "--full")
+    assert not set("\x1b\x07\u202e\u2066\x9b\ud800") & set(out)
+    assert r"\x1b]0;owned\x07\x1b[2J\u202egnp.exe\u2066\x9b31m</script>" in out.replace("\n", "")
+
+
+def test_letters_of_any_language_are_shown_as_they_are() -> None:
+    text = "früh 素数 सत्य حق 👩‍🔬 \n\ttab"
+    assert make_visible(text) == text
+    assert make_visible("a\u2028b\u200e\ufeff\r") == r"a\u2028b\u200e\ufeff\r"
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_lines_fit_the_terminal_and_wide_characters_count_twice(tmp_path: Path, width: int) -> None:
+    from rich.cells import cell_len
+
+    (record, *_) = RolloutStore(write_steps(tmp_path, text="素数" * 90 + " word" * 90, tool="x" * 500), "jsonl").read(1)
+    text = format_rollout(show_rollout(record, None), width=width, colour=False)
+    assert max(cell_len(line) for line in text.splitlines()) <= width
+    assert text.count("x") >= 500 and text.count("素") == 90 and "\x1b" not in text
+
+
+def test_colours_are_for_terminals(run: Path) -> None:
+    record = RolloutStore(run, "jsonl").read(1)[0]
+    coloured = format_rollout(show_rollout(record, None), width=80, colour=True)
+    plain = format_rollout(show_rollout(record, None), width=80, colour=False)
+    assert "\x1b[" in coloured and re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
+
+
+def test_long_messages_are_shortened_unless_all_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_steps(tmp_path, text="y" * 10_000)
+    assert "[... 8,500 characters ...]" in shown(capsys, str(run), "--limit", "1")
+    assert shown(capsys, str(run), "--limit", "1", "--full").count("y") > 10_000
+
+
+def test_json_lines_have_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in shown(capsys, str(run), "--json", "--best", "2").splitlines()]
+    assert [row["reward"] for row in rows] == [1.3, 1.2] and rows[0]["turns"][1]["text"] == TOOL
+    assert rows[0]["sampler_logprobs"][:4] == [-0.5, -0.5, -0.5, 0.0]
+
+
+def test_a_pipe_that_closes_ends_quietly_and_a_narrow_encoding_does_not_matter(tmp_path: Path) -> None:
+    run = write_steps(tmp_path, text="素" * 1000)
+    command = [sys.executable, "-m", "strop", "rollouts", str(run), "--limit", "8", "--full"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"step 2: 8 rollouts")
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_reading_rollouts_needs_no_torch(run: Path) -> None:
+    code = (
+        "import sys; from strop import cli; code = cli.main(sys.argv[1:]); "
+        "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "rollouts", str(run)], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "False")
+
+
+def test_samples_of_validations_are_shown_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "validation").mkdir()
+    turns = [{"role": "assistant", "text": "5", "start": 0, "end": 2, "sampled": True, "versions": [3]}]
+    messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    sample = {
+        "messages": messages, "turns": turns, "completion": "5", "accuracy": 1.0, "answer": "5", "reward": 2.0,
+        "rewards": {"right": 2.0}, "metrics": {"calls": 1.0}, "tokens": 2, "ending": "stop", "error": None,
+    }  # fmt: skip
+    older = {name: value for name, value in sample.items() if name not in ("turns", "metrics")}
+    task = {"task": "sum", "environment": "arithmetic", "answer": "5", "samples": [sample, older]}
+    for step in (2, 4):
+        text = json.dumps({"step": step, "metrics": {}, "tasks": [task]})
+        (tmp_path / "validation" / f"step_00000{step}.json").write_text(text)
+    out = shown(capsys, str(tmp_path), "--validation")
+    assert titles(out) == ["step 4, task sum, sample 0", "step 4, task sum, sample 1"]
+    assert "metrics: accuracy 1, calls 1" in out and out.count("     user : 2+3\nassistant | 5\n") == 2
+    assert len(titles(shown(capsys, str(tmp_path), "--validation", "--task", "sum"))) == 2
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, with their texts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+
+def test_a_page_holds_the_conversations_and_loads_and_runs_nothing_else(tmp_path: Path) -> None:
+    run = write_steps(tmp_path, text=HOSTILE, tool=HOSTILE)
+    selected = select_rollouts(RolloutStore(run, "jsonl"), RolloutSelection(limit=100))
+    text = make_page(selected, title=HOSTILE, limit=None, decode=lambda tokens: HOSTILE[: len(tokens)])
+    page = Page(text)
+    assert [tag for tag, _ in page.elements].count("article") == 8 and not [tag for tag, _ in page.elements if tag == "img"]
+    scripts = [attributes for tag, attributes in page.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "tokens"}, {}]
+    assert not [
+        name for _, attributes in page.elements for name in attributes if name.startswith("on") or name in ("src", "style")
+    ]
+    (policy,) = [attributes["content"] for tag, attributes in page.elements if "http-equiv" in attributes]
+    assert policy is not None and policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    for kind, body in (("script", page.texts["script"][-1]), ("style", page.texts["style"][0])):
+        assert f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" in policy
+    assert make_visible(HOSTILE.replace("\ud800", "\N{REPLACEMENT CHARACTER}")) in page.texts["pre"] and not set(
+        "\x1b\x07\u202e\x9b\ud800"
+    ) & set(text)
+    tokens = json.loads(page.texts["script"][0])
+    assert tokens["0"]["sampler"] == [-0.5, -0.5, -0.5, None, None, -0.5, -0.5, -0.5] and tokens["0"]["advantage"] == 0.5
+    assert tokens["0"]["learner"][0] == -0.25
+
+
+def test_a_page_says_what_it_leaves_out_and_names_endings_to_filter_by(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "new" / "page.html"
+    assert cli.main(["rollouts", str(run), "--html", str(target), "--limit", "3"]) == 0
+    captured = capsys.readouterr()
+    assert f"{target}: 3 rollouts (shown: 3 of 8 rollouts" in captured.out
+    assert "warning: tokens are shown by their ids" in captured.err
+    page = Page(target.read_text(encoding="utf-8"))
+    articles = [attributes for tag, attributes in page.elements if tag == "article"]
+    assert [attributes["data-ending"] for attributes in articles] == ["stop", "length", "stop"]
+    assert "turn tool" in {attributes.get("class") for tag, attributes in page.elements if tag == "li"}
+    assert any("shown: 3 of 8" in text for text in page.texts["p"])
+
+
+def test_a_page_goes_back_over_the_steps_until_it_is_full(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def steps_of(*arguments: str) -> list[str | None]:
+        shown(capsys, str(run), "--html", str(tmp_path / "page.html"), *arguments)
+        elements = Page((tmp_path / "page.html").read_text(encoding="utf-8")).elements
+        return [attributes["data-step"] for tag, attributes in elements if tag == "article"]
+
+    assert steps_of() == ["2"] * 8 + ["1"] * 8
+    assert steps_of("--limit", "10") == ["2"] * 8 + ["1"] * 2 and steps_of("--step", "1") == ["1"] * 8
+    assert steps_of("--worst", "2") == ["2"] * 2
+
+
+def test_the_text_of_tokens_joins_to_the_text_of_the_turn() -> None:
+    text = "für 素数!"
+    encoded = text.encode()
+
+    def decode(tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    pieces = split_text(list(encoded), decode)
+    assert "".join(pieces) == text and len(pieces) == len(encoded)

@@ -1,0 +1,101 @@
+"""A conversation is stored turn by turn, whatever text it has, and old files still read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from strop.monitoring.rollout_store.rollout_record import make_records
+from strop.monitoring.rollout_store.rollout_store import RolloutStore
+from strop.monitoring.rollout_store.turn_record import TurnRecord
+from strop.types import Ending, Group, Message, Rollout, Task, Turn, observation_turn
+
+
+def said(*tokens: int, text: str, version: int = 3) -> Turn:
+    size = len(tokens)
+    versions = torch.tensor([version] * (size - 1) + [version + 1], dtype=torch.int32)
+    return Turn(author="policy", tokens=torch.tensor(tokens), text=text, logprobs=torch.zeros(size), versions=versions)
+
+
+def a_group(task_id: str = "sum", tool: str = "4824", environment: str = "calculator") -> Group:
+    prompt = (Message("system", "Use the tool."), Message("user", "2?"), Message("assistant", "2"), Message("user", "72 * 67?"))
+    rollout = (
+        Rollout(task=Task(id=task_id, answer="4824"), sample=0, seed=0, messages=prompt, prompt=torch.tensor([1, 2]))
+        .with_turn(said(5, 6, text="<tool>72 * 67</tool>"), Message("assistant", "<tool>72 * 67</tool>"))
+        .with_turn(observation_turn([7, 8, 9], f"{tool}\nGo on."), Message("tool", tool), Message("user", "Go on."))
+        .with_turn(said(10, text="4824"), Message("assistant", "4824"))
+    )
+    rollout = replace(rollout, ending=Ending.STOP, metrics={"calls": 1.0}, reward=1.0, rewards={"correct": 1.0})
+    return Group(index=0, environment=environment, version=3, rollouts=(rollout,))
+
+
+def test_the_tools_answer_and_the_models_are_turns_of_their_own() -> None:
+    (record,) = make_records(1, [a_group()])
+    assert record.turns == (
+        TurnRecord(role="assistant", text="<tool>72 * 67</tool>", start=0, end=2, sampled=True, versions=(3, 4)),
+        TurnRecord(role="tool", text="4824", start=2, end=5, sampled=False, versions=()),
+        TurnRecord(role="user", text="Go on.", start=2, end=5, sampled=False, versions=()),
+        TurnRecord(role="assistant", text="4824", start=5, end=6, sampled=True, versions=(4,)),
+    )
+    assert [record.tokens[turn.start : turn.end] for turn in record.turns] == [(5, 6), (7, 8, 9), (7, 8, 9), (10,)]
+    assert [message["role"] for message in record.prompt_messages] == ["system", "user", "assistant", "user"]
+    assert record.prompt_messages[-1]["content"] == "72 * 67?" and record.answer == "4824" and record.metrics == {"calls": 1.0}
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_turns_and_metrics_come_back_as_they_were(tmp_path: Path, format: str) -> None:
+    store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
+    records = make_records(1, [a_group()])
+    other = make_records(1, [a_group("other")])
+    store.write(1, [*records, *other])
+    assert store.read(1) == [*records, *other] and store.read(1, "other") == other and store.read(1, "none") == []
+
+
+def test_turns_are_a_column_that_other_tools_read(tmp_path: Path) -> None:
+    path = RolloutStore(tmp_path).write(1, make_records(1, [a_group()]))
+    (row,) = pyarrow.parquet.read_table(path).to_pylist()
+    assert [(turn["role"], turn["text"]) for turn in row["turns"]][1] == ("tool", "4824")
+    assert dict(row["metrics"]) == {"calls": 1.0} and row["prompt_messages"][0] == {"role": "system", "content": "Use the tool."}
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_files_of_earlier_versions_read(tmp_path: Path, format: str) -> None:
+    store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
+    new = ["answer", "prompt_messages", "turns", "metrics"]
+    path = store.write(1, make_records(1, [a_group()]))
+    assert path is not None
+    if format == "parquet":
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns(new), path)
+    else:
+        row = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in row.items() if name not in new}))
+    (record,) = store.read(1)
+    assert record.turns == () and record.metrics == {} and record.completion == "<tool>72 * 67</tool>4824\nGo on.4824"
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_lone_surrogate_costs_nothing_and_is_noted_once(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = RolloutStore(tmp_path, format)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        store.write(7, make_records(7, [a_group("t\udc80", tool="a\udcffb\0"), a_group()]))
+        store.write(8, make_records(8, [a_group("t\udc80")]))
+    (note,) = caplog.messages
+    assert "step 7: the environment calculator gave text with lone surrogates" in note and "'t\N{REPLACEMENT CHARACTER}'" in note
+    first, second = store.read(7)
+    assert first.task_id == "t\N{REPLACEMENT CHARACTER}" and first.turns[1].text == "a\N{REPLACEMENT CHARACTER}b\0"
+    assert second.turns[1].text == "4824" and store.read(8)[0].task_id == first.task_id
+    assert "\N{REPLACEMENT CHARACTER}" in first.completion and first.tokens == second.tokens
+
+
+def test_a_rollout_that_failed_keeps_the_metrics_that_can_be_stored() -> None:
+    group = a_group()
+    odd = {"calls": 2, "huge": 10**400, "text": "x", "nan": float("nan"), "off\udc80": 1.0}
+    failed = replace(group.rollouts[0], error="no", metrics=odd)  # type: ignore[arg-type]
+    (record,) = make_records(1, [replace(group, rollouts=(failed,))], dropped={0: "error"})
+    assert record.metrics == {"calls": 2.0}
