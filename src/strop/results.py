@@ -65,9 +65,10 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints that are kept, the newest last."""
+        from strop.checkpointing.saved_model import find_checkpoints
         from strop.checkpointing.step_folders import list_steps
 
-        folder = Path(self.config["checkpointing"]["checkpoint_dir"])
+        folder = find_checkpoints(self.folder, self.config)
         return [folder / f"step_{step}" for step in list_steps(folder)]
 
     @property

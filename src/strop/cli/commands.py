@@ -1,5 +1,5 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop plot``, ``strop doctor``, ``strop cluster
-check``, ``strop config``.
+"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop export``, ``strop serve``, ``strop plot``,
+``strop doctor``, ``strop cluster check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
 a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 143 stopped by
@@ -20,12 +20,14 @@ from strop.cli.cluster_command import cluster
 from strop.cli.config_command import config
 from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
+from strop.cli.export_command import export
 from strop.cli.plot_command import plot
 from strop.cli.train_command import TRAINING, train_run
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
+    "export": export,
     "plot": plot,
     "doctor": doctor,
     "cluster": cluster,
@@ -70,7 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate a model), plot (plot the metrics of a run), doctor (diagnose a run), "
+        + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), plot (plot the metrics of a run), doctor (diagnose a run), "
         "cluster check (check nodes before a run), config (list all keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)
