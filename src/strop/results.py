@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,24 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The trained weights in the newest checkpoint, a Hugging Face folder or PEFT adapters; None if there is no checkpoint."""
+        """The trained weights in the newest checkpoint; None if there is no checkpoint.
+
+        A Hugging Face folder, PEFT adapters, or from several ranks shards, which ``export`` makes a Hugging Face folder of.
+        """
         return None if self.checkpoint is None else self.checkpoint / "policy" / "weights"
+
+    def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
+        """Write the newest checkpoint, or that of a step, as a folder that Transformers and vLLM load, and return it.
+
+        As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
+        """
+        from strop.build.jobs.export_model import ExportJob, export_model
+        from strop.checkpointing.saved_model import find_saved_model
+        from strop.models.export import ExportFormat
+
+        source = find_saved_model(self.folder, step=step)
+        export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
+        return Path(folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step}, checkpoint={str(self.checkpoint) if self.checkpoint else None!r})"
@@ -90,7 +106,8 @@ class Evaluation:
     """The scores of a model on a set of tasks, and its samples."""
 
     metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, ...
-    rows: Sequence[Mapping[str, Any]]  # one for each sample
+    rows: Sequence[Mapping[str, Any]]  # one for each sample; none on recorded data
+    standard_errors: Mapping[str, float] = field(default_factory=dict)  # of the metrics that are means over tasks
 
     @cached_property
     def samples(self) -> pandas.DataFrame:
