@@ -37,7 +37,9 @@ logger: {{log_dir: logs/mine}}
 """
 
 
-def save_run(root: Path, model_folder: Path, layout: str = "whole", *, config: str = CONFIG, steps: tuple[int, ...] = (2, 4)) -> Path:
+def save_run(
+    root: Path, model_folder: Path, layout: str = "whole", *, config: str = CONFIG, steps: tuple[int, ...] = (2, 4)
+) -> Path:
     """Write the log folder and the checkpoints of a run in ``root``, with weights of ``layout`` (whole, shards or adapters), each with
     its average; step 2 has the better metric. Return the log folder."""
     text = config.format(model=os.path.relpath(model_folder, root) if model_folder.is_relative_to(root) else model_folder)

@@ -17,6 +17,7 @@ from strop.checkpointing.saved_model import SavedModel
 from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder
 from strop.models.export import (
+    AS_THEY_ARE,
     ConversionError,
     ExportFormat,
     check_target,
@@ -38,7 +39,7 @@ SPACE_MARGIN = 1.05  # tokenizer and configuration beside the weights
 def convert_model(
     source: SavedModel,
     target: Path,
-    form: ExportFormat = ExportFormat(),
+    form: ExportFormat = AS_THEY_ARE,
     *,
     merge: bool = False,
     model_name: str | None = None,
@@ -157,7 +158,11 @@ def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
     written = {path.name for path in draft.iterdir()} - {"generation_config.json"}
     for path in source.iterdir() if source.is_dir() else ():
         copied = path.is_file() and path.name not in written and not path.name.endswith(SHARD_FILE_SUFFIXES)
-        if copied and (path.name == "base_config.json" or not MODEL_FILES.fullmatch(path.name)) and not _is_merged_away(path, draft):
+        if (
+            copied
+            and (path.name == "base_config.json" or not MODEL_FILES.fullmatch(path.name))
+            and not _is_merged_away(path, draft)
+        ):
             shutil.copyfile(path, draft / path.name)
     if not (draft / "tokenizer_config.json").exists() and not (draft / "value_head.json").exists() and model_name is not None:
         load_tokenizer(model_name).save_pretrained(draft)

@@ -78,7 +78,11 @@ class SavedModel:
 
     @property
     def description(self) -> str:
-        kinds: dict[Layout, str] = {"shards": "shards of several ranks", "adapters": "LoRA adapters", "value head": "a value head"}
+        kinds: dict[Layout, str] = {
+            "shards": "shards of several ranks",
+            "adapters": "LoRA adapters",
+            "value head": "a value head",
+        }
         kind = kinds.get(self.layout)
         return f"{self.weights} ({kind})" if kind else self.weights
 
@@ -192,7 +196,9 @@ def _find_elsewhere(name: str, path: Path, *, chosen: bool) -> SavedModel:
     near = suggest_paths(path)
     if is_path or inside_local or (near and len(path.parts) > 1) or chosen:
         reason = "is a file; name the folder it is in" if path.is_file() else "does not exist"
-        raise SavedModelNotFound(f"{name} {reason}{f'; did you mean {near[0]}?' if near else ''}{'' if near else _list_existing(path)}")
+        raise SavedModelNotFound(
+            f"{name} {reason}{f'; did you mean {near[0]}?' if near else ''}{'' if near else _list_existing(path)}"
+        )
     return SavedModel(name)
 
 

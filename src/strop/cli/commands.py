@@ -22,12 +22,14 @@ from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
 from strop.cli.export_command import export
 from strop.cli.plot_command import plot
+from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
     "export": export,
+    "serve": serve,
     "plot": plot,
     "doctor": doctor,
     "cluster": cluster,
@@ -72,7 +74,8 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), plot (plot the metrics of a run), doctor (diagnose a run), "
+        + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), serve (OpenAI's HTTP API for a "
+        "checkpoint), plot (plot the metrics of a run), doctor (diagnose a run), "
         "cluster check (check nodes before a run), config (list all keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)

@@ -34,7 +34,9 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
     from strop.config import ConfigError
 
     parser = make_run_parser("eval", DESCRIPTION, default_config)
-    parser.usage = "strop eval [RUN_OR_CHECKPOINT] [--config FILE] [--step N | --best] [--ema] [--json] [--dry-run] [key=value ...]"
+    parser.usage = (
+        "strop eval [RUN_OR_CHECKPOINT] [--config FILE] [--step N | --best] [--ema] [--json] [--dry-run] [key=value ...]"
+    )
     add_choice_of_weights(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
     options = parser.parse_intermixed_args(arguments)
@@ -67,7 +69,9 @@ def _find_model(name: str | None, options: argparse.Namespace) -> SavedModel | N
     if name is not None:
         return find_saved_model(name, step=options.step, best=options.best, ema=options.ema)
     if options.step is not None or options.best or options.ema:
-        raise SavedModelNotFound("--step, --best and --ema choose among the checkpoints of a run; name one: strop eval RUN --best")
+        raise SavedModelNotFound(
+            "--step, --best and --ema choose among the checkpoints of a run; name one: strop eval RUN --best"
+        )
     return None
 
 

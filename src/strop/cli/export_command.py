@@ -24,7 +24,9 @@ def export(arguments: Sequence[str], command_line: str) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must be new or empty")
     add_choice_of_weights(parser)
     parser.add_argument("--critic", action="store_true", help="the critic of `strop ppo` in place of the policy")
-    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base; without it adapters stay adapters")
+    parser.add_argument(
+        "--merge", action="store_true", help="merge LoRA adapters into their base; without it adapters stay adapters"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: as they are)")
     parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="largest file of weights, such as 5GB")
     parser.add_argument("--push", metavar="OWNER/NAME", help="also upload the folder to the Hugging Face hub")

@@ -31,6 +31,9 @@ class ExportFormat:
         return None if self.dtype is None else DTYPES[self.dtype]
 
 
+AS_THEY_ARE = ExportFormat()
+
+
 class ConversionError(ValueError):
     """A folder cannot be converted; the message says why and what to do."""
 
@@ -74,7 +77,7 @@ def load_model_config(name: str) -> Any:
     return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 
 
-def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, form: ExportFormat = ExportFormat()) -> None:
+def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
     """Write ``weights`` as ``save_pretrained`` does, without copying them.
 
     ``config`` names the model class in ``architectures``. Raises ValueError for weights that do not fit it.
@@ -108,7 +111,7 @@ def load_merged_model(adapters: Path) -> Any:
     return (load_classifier if is_classifier_adapter(adapters) else load_model)(str(adapters))
 
 
-def save_model(model: Any, folder: Path, form: ExportFormat = ExportFormat()) -> None:
+def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
     """Write a Hugging Face folder."""
     if form.torch_dtype is not None:
         cast_weights(model, form.torch_dtype)
@@ -118,7 +121,7 @@ def save_model(model: Any, folder: Path, form: ExportFormat = ExportFormat()) ->
         model.save_pretrained(folder, **options)
 
 
-def copy_adapters(source: Path, folder: Path, form: ExportFormat = ExportFormat()) -> None:
+def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
     """Write the adapters of a folder in PEFT's format to another."""
     from safetensors.torch import load_file, save_file
 

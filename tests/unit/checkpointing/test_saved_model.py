@@ -18,11 +18,15 @@ def root(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> P
     return root
 
 
-def test_each_name_of_a_run_finds_its_newest_checkpoint(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_name_of_a_run_finds_its_newest_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     newest = (root / "results/mine/step_4/policy/weights").resolve()
-    names = ("logs/mine", "results/mine", "results/mine/step_4", "results/mine/step_4/policy", "results/mine/step_4/policy/weights")
+    names = (
+        "logs/mine",
+        "results/mine",
+        "results/mine/step_4",
+        "results/mine/step_4/policy",
+        "results/mine/step_4/policy/weights",
+    )
     for cwd in (root, tmp_path, root / "logs/mine"):
         monkeypatch.chdir(cwd)
         for name in names:

@@ -72,11 +72,19 @@ def test_a_run_is_found_and_evaluated_from_another_folder(
 ) -> None:
     """Also its data file and its reward, which its configuration names relative to the folder it was started in."""
     config = CONFIG.replace("validation: {{env_name: arithmetic, size: 8}}", "validation: {{dataset_name: data/rows.jsonl}}")
-    config = config.replace('env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}', "env: {{task: {{reward: mine.py:long}}}}")
+    config = config.replace(
+        'env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}', "env: {{task: {{reward: mine.py:long}}}}"
+    )
     home = tmp_path / "home"
-    save_run(home, tiny_model_folder, config=config.replace("train: {{env_name: arithmetic}}", "train: {{dataset_name: data/rows.jsonl}}"))
+    save_run(
+        home,
+        tiny_model_folder,
+        config=config.replace("train: {{env_name: arithmetic}}", "train: {{dataset_name: data/rows.jsonl}}"),
+    )
     (home / "data").mkdir()
-    (home / "data/rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(4)))
+    (home / "data/rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(4))
+    )
     (home / "mine.py").write_text("def long(task, rollout):\n    return float(len(rollout.text))\n")
     monkeypatch.chdir(tmp_path)
     assert evaluate(capsys, "home/logs/mine")["tasks"] == 4
@@ -103,7 +111,12 @@ def test_keys_of_training_and_of_an_evaluation_mean_the_same(logs: Path, capsys:
 def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_run(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=4", "data.validation.size=3", "policy.device=cpu"]
+    keys = [
+        "policy.max_total_sequence_length=64",
+        "policy.generation.max_new_tokens=4",
+        "data.validation.size=3",
+        "policy.device=cpu",
+    ]
     keys += ["policy.precision=float32", "grpo.val_num_generations_per_prompt=2", "policy.generation.val_temperature=1.0"]
     keys += ["env.arithmetic={}", "policy.num_threads=1", "policy.generation.torch_cfg.kv_cache_memory_gb=0.01"]
     found = evaluate(capsys, str(tiny_model_folder), *keys)
@@ -151,7 +164,9 @@ def test_a_run_on_recorded_data_is_evaluated_by_its_loss(
     section = "dpo: {{}}\ndata: {{train: {{dataset_name: pairs.jsonl, split_validation_size: 4}}}}"
     logs = save_run(tmp_path, tiny_model_folder, layout, config=RECORDED % section)
     found = evaluate(capsys, str(logs))
-    assert found["examples"] == 4 and found["metrics"]["loss"] != pytest.approx(math.log(2)), "the policy differs from its reference"
+    assert found["examples"] == 4 and found["metrics"]["loss"] != pytest.approx(math.log(2)), (
+        "the policy differs from its reference"
+    )
     shutil.rmtree("results/mine/step_4")
     assert evaluate(capsys, str(logs))["metrics"]["loss"] != found["metrics"]["loss"]
     sampled = evaluate(capsys, str(logs), "env.arithmetic={}", "data.size=2", "generation.vllm_cfg.max_model_len=64")

@@ -30,7 +30,10 @@ def test_every_layout_loads_in_transformers_with_its_tokenizer(logs: Path, tmp_p
     model = AutoModelForCausalLM.from_pretrained(out)
     expected = reference(tmp_path, tiny_model_folder, weights)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    assert AutoTokenizer.from_pretrained(out)("3 + 4").input_ids == AutoTokenizer.from_pretrained(tiny_model_folder)("3 + 4").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(out)("3 + 4").input_ids
+        == AutoTokenizer.from_pretrained(tiny_model_folder)("3 + 4").input_ids
+    )
     assert (out / "generation_config.json").exists() and not list(out.glob("*.distcp"))
     assert (out / "strop_config.yaml").read_text() == (logs / "config.yaml").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "logs", "results"] or is_adapters
@@ -105,7 +108,13 @@ def test_the_heads_of_reward_models_and_critics_are_exported(tmp_path: Path, tin
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_a_reason(
-    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], code: int, said: str
+    tmp_path: Path,
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
     save_run(tmp_path, tiny_model_folder, steps=(4,))
     monkeypatch.chdir(tmp_path)
@@ -140,7 +149,9 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(
     assert not (tmp_path / "out").exists() and not (tmp_path / ".tmp_out").exists()
 
 
-def test_the_folder_is_uploaded_to_the_hub(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_folder_is_uploaded_to_the_hub(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     logs, calls = save_run(tmp_path, tiny_model_folder, steps=(4,)), []
 
     class FakeApi:
@@ -166,6 +177,6 @@ def test_the_folder_is_uploaded_to_the_hub(tmp_path: Path, tiny_model_folder: Pa
 def test_the_merge_command_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
     from strop.models import lora
 
-    with pytest.raises(SystemExit, match="error: .*holds no adapters"):
+    with pytest.raises(SystemExit, match=r"error: .*holds no adapters"):
         lora.main(["merge", str(tmp_path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

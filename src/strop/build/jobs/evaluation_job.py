@@ -22,7 +22,6 @@ from strop.environments.environment_config import EnvironmentConfig
 from strop.generation.generation_config import GenerationConfig
 from strop.learner.model_config import ModelConfig
 from strop.models.lora_config import LoraConfig
-from strop.models.tokenizer_config import TokenizerConfig
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
 
@@ -118,16 +117,18 @@ def choose_folder(model: SavedModel) -> Path | None:
 
 
 @contextmanager
-def loadable_folder(model: SavedModel, note: Callable[[str], object]) -> Iterator[str]:
-    """Yield a folder that models are loaded from: the model's own, or for shards of several ranks a temporary one."""
-    if model.layout != "shards":
+def loadable_folder(model: SavedModel, note: Callable[[str], object], *, merge: bool = False) -> Iterator[str]:
+    """Yield a folder that models are loaded from: the model's own, or a temporary one for shards of several ranks, and for adapters that
+    are to be merged."""
+    if model.layout != "shards" and not (merge and model.layout == "adapters"):
         yield model.weights
         return
     folder = Path(tempfile.mkdtemp(prefix="strop-model-"))
     try:
-        note(f"the checkpoint has shards of several ranks; converting them to a temporary folder, {folder}")
+        work = "merging the adapters" if merge else "the checkpoint has shards of several ranks; converting them"
+        note(f"{work} to a temporary folder, {folder}")
         base = model.run_values.get("policy", {}).get("model_name")
-        convert_model(model, folder / "model", model_name=base)
+        convert_model(model, folder / "model", merge=merge, model_name=base)
         yield str(folder / "model")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

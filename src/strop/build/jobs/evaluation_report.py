@@ -44,7 +44,9 @@ class EvaluationReport:
         lines = [f"{name:20} {self._format_value(name)}" for name in self.metrics if name != "seconds"]
         if self.tasks:
             count = len(self.tasks[0]["samples"])
-            lines.append(f"{'n':20} {_count(len(self.tasks), 'task')}, {_count(count, 'sample')} each; ± is one standard error over tasks")
+            lines.append(
+                f"{'n':20} {_count(len(self.tasks), 'task')}, {_count(count, 'sample')} each; ± is one standard error over tasks"
+            )
         lines += ["", *(_format_sample(task) for task in self.tasks[:SAMPLES_SHOWN])] if self.tasks else []
         if self.headline is not None:
             lines += ["", f"{self.headline} = {self.metrics[self.headline]:.4f}"]

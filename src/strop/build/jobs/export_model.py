@@ -10,8 +10,8 @@ from strop.build.exit_codes import run_command
 from strop.build.jobs.model_card import format_model_card
 from strop.checkpointing.convert import ConversionError, convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
-from strop.models.export import ExportFormat
-from strop.models.hub_upload import require_token, upload_folder
+from strop.data.sources.hub_upload import require_token, upload_folder
+from strop.models.export import AS_THEY_ARE, ExportFormat
 
 CARD_FILE = "README.md"
 
@@ -22,7 +22,7 @@ class ExportJob:
 
     source: SavedModel
     target: Path
-    form: ExportFormat = ExportFormat()
+    form: ExportFormat = AS_THEY_ARE
     merge: bool = False
     push: str | None = None  # OWNER/NAME on the hub
     private: bool = False

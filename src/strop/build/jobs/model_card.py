@@ -44,7 +44,9 @@ def format_model_card(saved: SavedModel, *, merged: bool) -> str:
         *_format_metrics(saved),
     ]
     if values:
-        parts.append(f"The configuration of the run is `{ATTACHED_CONFIG}`; with it `strop eval` of this folder repeats its validation.\n")
+        parts.append(
+            f"The configuration of the run is `{ATTACHED_CONFIG}`; with it `strop eval` of this folder repeats its validation.\n"
+        )
     return "\n".join(parts)
 
 

@@ -21,9 +21,18 @@ ONE_PROCESS: Mapping[str, Any] = {
     "policy.generation.colocated.enabled": True,
     "policy.dtensor_cfg.cpu_offload": False,
     "policy.dtensor_cfg.sequence_parallel": False,
-    **{f"policy.dtensor_cfg.{name}_size": 1 for name in ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")},
+    **{
+        f"policy.dtensor_cfg.{name}_size": 1
+        for name in ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
+    },
 }
-COLUMNS = ("_key", "env_name", "prompt_file", "system_prompt_file", "system_prompt")  # ends of keys that other data of a run share
+COLUMNS = (
+    "_key",
+    "env_name",
+    "prompt_file",
+    "system_prompt_file",
+    "system_prompt",
+)  # ends of keys that other data of a run share
 OTHER_DATA: Mapping[str, Any] = {  # what does not carry over to other data
     **dict.fromkeys(("dataset_name", "subset", "split", "size", "seed")),
     "split_validation_size": 0.0,
@@ -85,9 +94,7 @@ def load_evaluated_run(
     return EvaluatedRun(config, evaluation_config, seed, translated.notes)
 
 
-def _prepare_values(
-    saved: Mapping[str, Any], section: str, root: Path, changed: Sequence[str], *, fresh: bool
-) -> dict[str, Any]:
+def _prepare_values(saved: Mapping[str, Any], section: str, root: Path, changed: Sequence[str], *, fresh: bool) -> dict[str, Any]:
     """Return what an evaluation changes in the values of a run: one process, files relative to its folder, the data."""
     values: dict[str, Any] = {}
     for key, value in {**ONE_PROCESS, "checkpointing.enabled": False, f"{section}.val_at_start": True}.items():
@@ -106,7 +113,13 @@ def _prepare_values(
         entries = [{**OTHER_DATA, **{key: value for key, value in pattern.items() if key.endswith(COLUMNS)}}]
     if not entries:
         raise ConfigError(
-            [Problem("data.validation", NO_VALIDATION_DATA, "Name the data to evaluate on: data.dataset_name=FILE, or data.size=100.")]
+            [
+                Problem(
+                    "data.validation",
+                    NO_VALIDATION_DATA,
+                    "Name the data to evaluate on: data.dataset_name=FILE, or data.size=100.",
+                )
+            ]
         )
     return merge_sections(values, {"data": {"validation": entries[0] if len(entries) == 1 else entries}})
 

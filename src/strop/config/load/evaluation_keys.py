@@ -98,7 +98,9 @@ def translate_overrides(overrides: Sequence[str], *, section: str | None) -> Tra
         names = to_evaluation_key(key) if section is None else to_training_key(key, section)
         kept += [f"{mark}{name}{value}" for name in names]
         if names != [key]:
-            notes.append(f"{key} is read as {' and '.join(names)}, its name in {'an evaluation' if section is None else 'the run'}")
+            notes.append(
+                f"{key} is read as {' and '.join(names)}, its name in {'an evaluation' if section is None else 'the run'}"
+            )
     return TranslatedOverrides(tuple(kept), tuple(evaluation), tuple(notes))
 
 
