@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from strop.checkpointing.convert import ConversionError, convert_shards
+from strop.checkpointing.convert import convert_shards
+from strop.models.export import ConversionError
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

@@ -22,7 +22,7 @@ from strop.build.tasks import make_mixture
 from strop.checkpointing.saved_model import SavedModel
 from strop.config import EvalRunConfig, RecordedRunConfig
 from strop.config.load.evaluated_run import EvaluatedRun
-from strop.monitoring.console.console import open_console
+from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.trainer.evaluation import Evaluator
 
 
@@ -73,7 +73,7 @@ async def _print_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, as
 
 
 async def evaluate_any(
-    evaluation: EvalRunConfig | CheckpointEvaluation, note: Callable[[str], object] = print, *, console: str = "auto"
+    evaluation: EvalRunConfig | CheckpointEvaluation, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
 ) -> EvaluationReport:
     """Evaluate a model as configured, or a checkpoint on what its run validates on."""
     if isinstance(evaluation, EvalRunConfig):
@@ -85,7 +85,9 @@ async def evaluate_any(
     return await evaluate_job(make_run_evaluation_job(evaluation.run, evaluation.model), note, console=console)
 
 
-async def evaluate_job(job: EvaluationJob, note: Callable[[str], object] = print, *, console: str = "auto") -> EvaluationReport:
+async def evaluate_job(
+    job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
+) -> EvaluationReport:
     """Sample every task, score the samples and store them."""
     source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
     step = job.model.step or 0

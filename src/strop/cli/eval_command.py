@@ -33,15 +33,10 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
     from strop.checkpointing.saved_model import SavedModelNotFound
     from strop.config import ConfigError
 
-    parser = make_run_parser("eval", DESCRIPTION, default_config)
-    parser.usage = (
-        "strop eval [RUN_OR_CHECKPOINT] [--config FILE] [--step N | --best] [--ema] [--json] [--dry-run] [key=value ...]"
-    )
-    add_choice_of_weights(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
+    parser = make_eval_parser(default_config)
     options = parser.parse_intermixed_args(arguments)
-    names = [text for text in options.overrides if _is_name(text)]
-    options.overrides = [text for text in options.overrides if not _is_name(text)]
+    names = [text for text in options.overrides if is_model_name(text)]
+    options.overrides = [text for text in options.overrides if not is_model_name(text)]
     if len(names) > 1:
         parser.error(f"found {len(names)} models, {' and '.join(names)}; evaluate one at a time")
     try:
@@ -58,7 +53,17 @@ def evaluate(arguments: Sequence[str], command_line: str, default_config: Path |
         return print_interrupted(f"An evaluation starts from the beginning:\n    {command_line}")
 
 
-def _is_name(text: str) -> bool:
+def make_eval_parser(default_config: Path | None) -> argparse.ArgumentParser:
+    parser = make_run_parser("eval", DESCRIPTION, default_config)
+    parser.usage = (
+        "strop eval [RUN_OR_CHECKPOINT] [--config FILE] [--step N | --best] [--ema] [--json] [--dry-run] [key=value ...]"
+    )
+    add_choice_of_weights(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and everything else to stderr")
+    return parser
+
+
+def is_model_name(text: str) -> bool:
     """Whether an argument names a model: it is no override (key=value, ~key) and no configuration file."""
     return "=" not in text and not text.startswith(("~", "+")) and not text.endswith((".yaml", ".yml"))
 

@@ -16,27 +16,7 @@ API_KEY_VARIABLE = "STROP_API_KEY"
 def serve(arguments: Sequence[str], command_line: str) -> int:
     """Run ``strop serve``. Return its exit code."""
     own, extra = _split_at_dashes(arguments)
-    parser = argparse.ArgumentParser(
-        prog="strop serve",
-        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine.",
-        epilog="Arguments after -- go to vLLM's server.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_N folder, a run (its newest checkpoint), or any model")
-    add_choice_of_weights(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 is any free one (default: %(default)s)")
-    parser.add_argument("--api-key", help=f"key that requests must have (default: ${API_KEY_VARIABLE}, if it is set)")
-    parser.add_argument("--engine", choices=("auto", "torch", "vllm"), default="auto", help="auto is vllm where it is installed")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="data type of the weights"
-    )
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and completion together (tokens)")
-    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: CHECKPOINT)")
-    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them beside their base")
-    parser.add_argument(
-        "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
-    )
+    parser = make_serve_parser()
     options = parser.parse_args(own)
     if options.max_model_len is not None and options.max_model_len < 2:
         parser.error(
@@ -68,6 +48,31 @@ def serve(arguments: Sequence[str], command_line: str) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         return print_interrupted(f"Nothing is served yet. Start it again:\n    {command_line}")
+
+
+def make_serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="strop serve",
+        description="Serve a checkpoint over OpenAI's HTTP API: by vLLM where it is installed, else by the torch engine.",
+        epilog="Arguments after -- go to vLLM's server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_N folder, a run (its newest checkpoint), or any model")
+    add_choice_of_weights(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 is any free one (default: %(default)s)")
+    parser.add_argument("--api-key", help=f"key that requests must have (default: ${API_KEY_VARIABLE}, if it is set)")
+    parser.add_argument("--engine", choices=("auto", "torch", "vllm"), default="auto", help="auto is vllm where it is installed")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="data type of the weights"
+    )
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and completion together (tokens)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name of the model in requests (default: CHECKPOINT)")
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters; without it vLLM serves them beside their base")
+    parser.add_argument(
+        "--kv-cache-gb", type=float, default=2.0, help="memory of the torch engine's KV cache (default: %(default)s GiB)"
+    )
+    return parser
 
 
 def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

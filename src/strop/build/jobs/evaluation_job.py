@@ -88,7 +88,7 @@ def make_run_evaluation_job(run: EvaluatedRun, model: SavedModel) -> EvaluationJ
     scoring = run.evaluation.eval
     return EvaluationJob(
         model=model,
-        policy=replace(config.policy, dtensor_cfg=replace(config.policy.dtensor_cfg, lora_cfg=LoraConfig())),
+        policy=replace(config.policy, dtensor_cfg=replace(config.policy.dtensor_cfg, lora_cfg=validate_section(LoraConfig, {}))),
         generation=config.policy.generation,
         sampling=Sampling(**config.policy.generation.sampling_options(validation=True)),
         rules=replace(make_episode_rules(config), scaling=None),

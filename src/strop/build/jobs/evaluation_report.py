@@ -114,7 +114,7 @@ def _result(task: Mapping[str, Any]) -> TaskResult:
 
 
 def _mean(values: Any) -> float:
-    listed = list(values)
+    listed = [float(value) for value in values]
     return sum(listed) / len(listed)
 
 

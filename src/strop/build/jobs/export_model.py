@@ -8,10 +8,10 @@ from pathlib import Path
 
 from strop.build.exit_codes import run_command
 from strop.build.jobs.model_card import format_model_card
-from strop.checkpointing.convert import ConversionError, convert_model
+from strop.checkpointing.convert import convert_model
 from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
 from strop.data.sources.hub_upload import require_token, upload_folder
-from strop.models.export import AS_THEY_ARE, ExportFormat
+from strop.models.export import AS_THEY_ARE, ConversionError, ExportFormat
 
 CARD_FILE = "README.md"
 
