@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
+
+    from strop.checkpointing.saved_model import SavedModel
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,28 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The trained weights in the newest checkpoint; None if there is no checkpoint.
+        """The trained weights in the newest checkpoint, a Hugging Face folder or PEFT adapters; None if there is no checkpoint.
 
-        A Hugging Face folder, PEFT adapters, or from several ranks shards, which ``export`` makes a Hugging Face folder of.
+        Shards of several ranks are converted once, to ``exported/step_N`` in the log folder.
         """
-        return None if self.checkpoint is None else self.checkpoint / "policy" / "weights"
+        if self.checkpoint is None:
+            return None
+        from strop.checkpointing.saved_model import find_saved_model
+
+        saved = find_saved_model(self.checkpoint)
+        return self._convert_shards(saved) if saved.layout == "shards" else Path(saved.weights)
+
+    def _convert_shards(self, saved: SavedModel) -> Path:
+        """Convert shards, or return what was converted before if the checkpoint has not been written again since."""
+        from strop.checkpointing.convert import convert_model
+
+        folder = self.folder / "exported" / f"step_{saved.step}"
+        if folder.is_dir() and folder.stat().st_mtime < Path(saved.weights).stat().st_mtime:
+            shutil.rmtree(folder)
+        if not folder.is_dir():
+            folder.parent.mkdir(exist_ok=True)
+            convert_model(saved, folder, model_name=self.config["policy"]["model_name"])
+        return folder
 
     def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
         """Write the newest checkpoint, or that of a step, as a folder that Transformers and vLLM load, and return it.

@@ -72,6 +72,16 @@ def test_what_is_not_there_is_answered_with_what_is(
     assert said in str(raised.value)
 
 
+def test_the_model_of_a_run_of_many_ranks_loads_in_transformers(tmp_path: Path, tiny_model_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = Run(save_run(tmp_path, tiny_model_folder, "shards", steps=(4,)))
+    assert run.model == run.folder / "exported" / "step_4" and AutoModelForCausalLM.from_pretrained(run.model)
+    written = run.model.stat().st_mtime_ns
+    assert run.model.stat().st_mtime_ns == written, "it is converted once"
+    assert (run.export(tmp_path / "out", dtype="bfloat16") / "README.md").exists()
+
+
 def test_a_run_finds_its_checkpoints_from_any_folder(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for cwd in (root, tmp_path, root / "logs"):
         monkeypatch.chdir(cwd)

@@ -28,6 +28,9 @@ checkpointing: {{checkpoint_dir: results/mine}}
 """
 
 
+ARITHMETIC = 'env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}'
+
+
 @pytest.fixture
 def logs(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -194,6 +197,27 @@ def test_an_evaluation_in_python_does_the_same(logs: Path, capsys: pytest.Captur
         assert scores.standard_errors == found["standard_errors"] and len(scores.samples) == 6
     scores = strop.evaluate(strop.Run(logs), data=[{"prompt": "1+1", "answer": "2"}], reward=lambda task, rollout: 1.0, samples=2)
     assert len(scores.samples) == 2 and scores.metrics["reward"] == 1.0
+
+
+def test_a_reward_that_was_a_function_in_python_has_to_be_given_again(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG.replace(ARITHMETIC, "env: {{task: {{reward: 'python:reward'}}}}").replace(
+        "env_name: arithmetic", "env_name: task"
+    )
+    logs = save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))
+    assert cli.main(["eval", str(logs)]) == 1
+    assert "give it again: strop.evaluate(run, reward=...)" in capsys.readouterr().err
+
+
+def test_a_run_that_validates_on_several_data_reports_each(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = "validation: [{{env_name: arithmetic, size: 3}}, {{env_name: other, size: 2}}]"
+    config = CONFIG.replace("validation: {{env_name: arithmetic, size: 8}}", entries)
+    config = config.replace("env: {{", "env: {{other: {{type: arithmetic}}, ")
+    found = evaluate(capsys, str(save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))))
+    assert found["tasks"] == 5 and {"arithmetic/accuracy", "other/accuracy"} <= found["standard_errors"].keys()
 
 
 def test_standard_errors_count_a_task_once(logs: Path) -> None:
