@@ -123,6 +123,11 @@ def find_saved_model(
     return SavedModel(str(weights), checkpoint, config if config.is_file() else None)
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name may be that of a model on the hub, and is no folder."""
+    return bool(_HUB_NAME.fullmatch(name)) and not name.startswith((".", "~")) and not Path(name).exists()
+
+
 def find_checkpoints(folder: Path, values: Mapping[str, Any]) -> Path:
     """Return the folder of checkpoints of the run in a log folder, whose configuration may name it relative to another folder."""
     written = str(values.get("checkpointing", {}).get("checkpoint_dir", "results"))
@@ -191,7 +196,7 @@ def _find_weights(folder: Path, *, ema: bool, critic: bool, chosen: bool) -> Sav
 
 def _find_elsewhere(name: str, path: Path, *, chosen: bool) -> SavedModel:
     """Return a model on the hub. Raises SavedModelNotFound, with similar names, for what can only be a missing folder."""
-    is_path = name.startswith((".", "~")) or not _HUB_NAME.fullmatch(name)
+    is_path = path.exists() or not is_hub_name(name)
     inside_local = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
     near = suggest_paths(path)
     if is_path or inside_local or (near and len(path.parts) > 1) or chosen:

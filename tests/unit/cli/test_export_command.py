@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strop import cli
-from support.saved_runs import load, save_policy, save_run
+from support.saved_runs import CONFIG, load, save_policy, save_run
 
 
 @pytest.fixture(params=["whole", "shards", "adapters"])
@@ -52,9 +52,25 @@ def reference(root: Path, model_folder: Path, weights: Path) -> dict[str, Any]:
 def test_the_card_tells_the_facts_of_the_run(logs: Path, tmp_path: Path, tiny_model_folder: Path) -> None:
     assert cli.main(["export", str(logs), str(tmp_path / "exported")]) == 0
     card = (tmp_path / "exported/README.md").read_text()
-    for said in (f"base_model: {tiny_model_folder}", "| Algorithm | grpo |", "| Step | 4 |", "| Environments | arithmetic |"):
+    for said in (
+        f"| Base model | {tiny_model_folder} |",
+        "| Algorithm | grpo |",
+        "| Step | 4 |",
+        "| Environments | arithmetic |",
+    ):
         assert said in card
+    assert "base_model:" not in card, "the hub refuses a folder there"
     assert "| validation/accuracy | 0.25 |" in card and "| Strop |" in card
+
+
+def test_the_header_names_a_base_of_the_hub(tmp_path: Path, tiny_model_folder: Path) -> None:
+    from strop.build.jobs.model_card import format_model_card
+    from strop.checkpointing.saved_model import find_saved_model
+
+    logs = save_run(
+        tmp_path, tiny_model_folder, config=CONFIG.replace("model_name: {model}", "model_name: Qwen/Qwen3-0.6B"), steps=(4,)
+    )
+    assert "base_model: Qwen/Qwen3-0.6B\n" in format_model_card(find_saved_model(logs), merged=False)
 
 
 def test_adapters_stay_adapters_unless_they_are_merged(tmp_path: Path, tiny_model_folder: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop import __version__
-from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel
+from strop.checkpointing.saved_model import ATTACHED_CONFIG, SavedModel, is_hub_name
 from strop.config import TRAINING_RUNS
 from strop.config.load import yaml_text
 from strop.monitoring.trackers.jsonl import METRICS_FILE, read_metrics
@@ -22,7 +22,7 @@ def format_model_card(saved: SavedModel, *, merged: bool) -> str:
     algorithm = (values.get("algorithm") or {}).get("name") or kind
     base = policy.get("model_name")
     header: dict[str, Any] = {"library_name": "peft" if saved.layout == "adapters" and not merged else "transformers"}
-    header |= {"base_model": base} if base else {}
+    header |= {"base_model": base} if base and is_hub_name(base) else {}  # the hub refuses anything else
     header |= {"tags": ["strop", *([str(algorithm)] if algorithm else [])]}
     data = values.get("data") or {}
     facts = {
