@@ -1,4 +1,4 @@
-"""Convert a sharded checkpoint to a Hugging Face folder for ``from_pretrained``, ``strop eval`` and serving engines.
+"""Convert a sharded checkpoint to a Hugging Face folder, with NeMo-RL's arguments. `strop export CHECKPOINT OUT` does it for any layout.
 
 python examples/converters/convert_dcp_to_hf.py --config results/grpo/step_170/config.yaml \\
     --dcp-ckpt-path results/grpo/step_170/policy/weights --hf-ckpt-path results/grpo/hf
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from strop.checkpointing.convert import ConversionError, convert_shards
+from strop.checkpointing.convert import convert_shards
+from strop.models.export import ConversionError
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     try:
         name = model_name(given.config) if given.config else None
         convert_shards(given.dcp_ckpt_path, given.hf_ckpt_path, model_name=name)
-    except ConversionError as error:
+    except (ValueError, OSError) as error:
         return f"error: {error}"
     print(f"saved the model and its tokenizer to {given.hf_ckpt_path}")
     return None
@@ -35,7 +36,10 @@ def model_name(path: Path) -> str | None:
         raise ConversionError(
             f"there is no file {path}; each checkpoint contains the run's configuration as step_<N>/config.yaml"
         )
-    found = yaml.safe_load(path.read_text())
+    try:
+        found = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConversionError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from error
     name = found.get("policy", {}).get("model_name") if isinstance(found, dict) else None
     return str(name) if name else None
 

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from strop.checkpointing.saved_model import find_saved_model
 from strop.results import Evaluation, Run
 
 if TYPE_CHECKING:
     import datasets
 
     from strop.algorithms.base import Algorithm
+    from strop.build.evaluate import CheckpointEvaluation
+    from strop.checkpointing.saved_model import SavedModel
     from strop.config import EvalRunConfig, LoadedConfig, TrainingRunConfig
     from strop.environments.base import Environment
     from strop.environments.environment_config import EnvironmentConfig
@@ -95,31 +98,82 @@ def evaluate(
     config: str | Path | None = None,
     **settings: Any,
 ) -> Evaluation:
-    """Sample a model on a set of tasks, and return its scores and samples.
+    """Evaluate a model, and return its scores and samples.
+
+    A run, or a checkpoint of one, is evaluated on what the run validates on, as ``strop eval RUN_OR_CHECKPOINT`` does; the other arguments
+    replace parts of it. A model that belongs to no run needs data and a reward or environment.
 
     Args:
-        model: A hub name, a folder, or a ``Run``, whose newest checkpoint is evaluated (``generation.model_name``).
+        model: A ``Run`` or its folder, a checkpoint, a Hugging Face folder, or a hub name. The newest checkpoint of a run is evaluated.
         data, reward, environment, config, settings: As for ``train``; ``data`` are the tasks.
         samples: How many samples of each task (``eval.num_tests_per_prompt``).
 
     Raises ConfigError for settings that cannot work, and the errors of the evaluation.
     """
-    from strop.build.evaluate import evaluate_as_configured
+    from strop.build.evaluate import evaluate_any
+
+    found = None if model is None else find_saved_model(model.folder if isinstance(model, Run) else model)
+    own = {} if samples is None else {"eval": {"num_tests_per_prompt": samples}}
+    given = _merge([own, _nest(settings)])
+    if found is None or found.config_file is None:
+        evaluation: Any = _prepare_model_evaluation(found, data, reward, environment, config, given)
+    else:
+        evaluation = _prepare_run_evaluation(found, data, reward, environment, config, given)
+    report = _run(lambda: evaluate_any(evaluation))
+    rows = [{"task": task["task"], **sample} for task in report.tasks for sample in task["samples"]]
+    return Evaluation(report.metrics, rows, report.standard_errors)
+
+
+def _prepare_model_evaluation(
+    model: SavedModel | None,
+    data: Data | None,
+    reward: Reward | None,
+    environment: str | type[Environment[Any]] | None,
+    config: str | Path | None,
+    settings: Settings,
+) -> EvalRunConfig:
     from strop.config import EvalRunConfig, load_config
 
     scored = reward is not None or environment is not None
     given = [*_task_settings(reward, environment), _data_settings(None, {} if data is None and scored else data, scored)]
-    given += [_model_settings(model)] if model is not None else []
-    given += [{"eval": {"num_tests_per_prompt": samples}}] if samples is not None else []
-    loaded: LoadedConfig[EvalRunConfig] = load_config(config, root=EvalRunConfig, values=_merge([*given, _nest(settings)]))
+    given += [{"generation": {"model_name": model.weights}}] if model is not None else []
+    loaded: LoadedConfig[EvalRunConfig] = load_config(config, root=EvalRunConfig, values=_merge([*given, settings]))
     _warn(loaded)
     prepared = loaded.config
     if _is_rows(data):
         prepared = replace(prepared, data=prepared.data.with_rows(data))
-    prepared = replace(prepared, env=_with_reward(prepared.env, reward))
-    report = _run(lambda: evaluate_as_configured(prepared))
-    rows = [{"task": task["task"], **sample} for task in report.tasks for sample in task["samples"]]
-    return Evaluation({name.removeprefix("validation/"): value for name, value in report.metrics.items()}, rows)
+    return replace(prepared, env=_with_reward(prepared.env, reward))
+
+
+def _prepare_run_evaluation(
+    model: SavedModel,
+    data: Data | None,
+    reward: Reward | None,
+    environment: str | type[Environment[Any]] | None,
+    config: str | Path | None,
+    settings: Settings,
+) -> CheckpointEvaluation:
+    from strop.build.evaluate import CheckpointEvaluation
+    from strop.config import RolloutRunConfig
+    from strop.config.load.evaluated_run import load_evaluated_run
+
+    assert model.config_file is not None
+    scored = reward is not None or environment is not None
+    entry = _data_settings("validation", {} if data is None and scored else data, scored)
+    run = load_evaluated_run(
+        model.config_file,
+        root=model.run_root,
+        file=None if config is None else Path(config),
+        values=_merge([*_task_settings(reward, environment), entry, settings]),
+        fresh_data=_is_rows(data),
+    )
+    prepared = run.config
+    if _is_rows(data):
+        validation = prepared.data.validation_entries[0].with_rows(data)
+        prepared = replace(prepared, data=replace(prepared.data, validation=(validation,)))
+    if isinstance(prepared, RolloutRunConfig):
+        prepared = replace(prepared, env=_with_reward(prepared.env, reward))
+    return CheckpointEvaluation(model, replace(run, config=prepared))
 
 
 # --- settings -------------------------------------------------------------------------------------------------------------
@@ -154,15 +208,6 @@ def _folder_settings(folder: str | Path | None, name: str, config: object, setti
     while folder is None and path.exists():
         path = path.with_name(f"{path.name}-again")
     return {"logger": {"log_dir": str(path)}, "checkpointing": {"checkpoint_dir": str(path / "checkpoints")}}
-
-
-def _model_settings(model: str | Path | Run) -> Settings:
-    if isinstance(model, Run):
-        if model.model is None:
-            raise ValueError(f"{model.folder} has no checkpoint to evaluate (checkpointing.save_period)")
-        tokenizer = model.config["policy"]["tokenizer"]["name"]
-        return {"generation": {"model_name": str(model.model)}, "tokenizer": {"name": tokenizer}}
-    return {"generation": {"model_name": str(model)}}
 
 
 def _task_settings(reward: Reward | None, environment: str | type[Environment[Any]] | None) -> list[Settings]:

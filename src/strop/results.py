@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas
+
+    from strop.checkpointing.saved_model import SavedModel
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints that are kept, the newest last."""
+        from strop.checkpointing.saved_model import find_checkpoints
         from strop.checkpointing.step_folders import list_steps
 
-        folder = Path(self.config["checkpointing"]["checkpoint_dir"])
+        folder = find_checkpoints(self.folder, self.config)
         return [folder / f"step_{step}" for step in list_steps(folder)]
 
     @property
@@ -80,8 +84,41 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The trained weights in the newest checkpoint, a Hugging Face folder or PEFT adapters; None if there is no checkpoint."""
-        return None if self.checkpoint is None else self.checkpoint / "policy" / "weights"
+        """The trained weights in the newest checkpoint, a Hugging Face folder or PEFT adapters; None if there is no checkpoint.
+
+        Shards of several ranks are converted once, to ``exported/step_N`` in the log folder.
+        """
+        if self.checkpoint is None:
+            return None
+        from strop.checkpointing.saved_model import find_saved_model
+
+        saved = find_saved_model(self.checkpoint)
+        return self._convert_shards(saved) if saved.layout == "shards" else Path(saved.weights)
+
+    def _convert_shards(self, saved: SavedModel) -> Path:
+        """Convert shards, or return what was converted before if the checkpoint has not been written again since."""
+        from strop.checkpointing.convert import convert_model
+
+        folder = self.folder / "exported" / f"step_{saved.step}"
+        if folder.is_dir() and folder.stat().st_mtime < Path(saved.weights).stat().st_mtime:
+            shutil.rmtree(folder)
+        if not folder.is_dir():
+            folder.parent.mkdir(exist_ok=True)
+            convert_model(saved, folder, model_name=self.config["policy"]["model_name"])
+        return folder
+
+    def export(self, folder: str | Path, *, step: int | None = None, merge: bool = False, dtype: str | None = None) -> Path:
+        """Write the newest checkpoint, or that of a step, as a folder that Transformers and vLLM load, and return it.
+
+        As ``strop export``: ``merge`` merges LoRA adapters into their base, and ``dtype`` is bfloat16, float16 or float32.
+        """
+        from strop.build.jobs.export_model import ExportJob, export_model
+        from strop.checkpointing.saved_model import find_saved_model
+        from strop.models.export import ExportFormat
+
+        source = find_saved_model(self.folder, step=step)
+        export_model(ExportJob(source=source, target=Path(folder), form=ExportFormat(dtype), merge=merge))
+        return Path(folder)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, step={self.step}, checkpoint={str(self.checkpoint) if self.checkpoint else None!r})"
@@ -92,7 +129,8 @@ class Evaluation:
     """The scores of a model on a set of tasks, and its samples."""
 
     metrics: Mapping[str, float]  # accuracy, avg@n, pass@k, cons@k, ...
-    rows: Sequence[Mapping[str, Any]]  # one for each sample
+    rows: Sequence[Mapping[str, Any]]  # one for each sample; none on recorded data
+    standard_errors: Mapping[str, float] = field(default_factory=dict)  # of the metrics that are means over tasks
 
     @cached_property
     def samples(self) -> pandas.DataFrame:

@@ -184,6 +184,20 @@ def test_validation_in_a_run_is_the_evaluation_of_its_checkpoint(tiny, tmp_path)
         assert (one["task"], one["samples"]) == (other["task"], other["samples"])
 
 
+def test_a_run_is_evaluated_without_any_key_as_it_validated_itself(run, tmp_path):
+    """Sampled, with the seeds of the run, and from another folder than the one it was started in."""
+    outcome = strop("eval", str(run / "logs"), "--json", folder=tmp_path)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    step = found["step"]
+    logged = metrics_of(run / "logs")[step]
+    for name in ("accuracy", "reward", "avg_length", "truncated", "errors"):
+        assert found["metrics"][name] == logged[f"validation/{name}"], name
+    inside = json.loads((run / "logs" / "validation" / f"step_{step:06d}.json").read_text())
+    alone = json.loads(Path(found["stored_in"]).read_text())
+    assert [task["samples"] for task in inside["tasks"]] == [task["samples"] for task in alone["tasks"]]
+
+
 # --- the scripts of examples/ ---------------------------------------------------------------------------------------------------------
 
 

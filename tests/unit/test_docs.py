@@ -21,7 +21,11 @@ from strop.algorithms import catalogue
 from strop.algorithms.base import Algorithm, TokenOutputs
 from strop.build.rollout_run import make_rollout_algorithm
 from strop.cli import plot_command, rollouts_command
+from strop.cli.eval_command import is_model_name, make_eval_parser
+from strop.cli.export_command import make_export_parser
+from strop.cli.serve_command import make_serve_parser
 from strop.config import TRAINING_RUNS, EvalRunConfig, GrpoRunConfig, load_config
+from strop.config.load.evaluation_keys import translate_overrides
 from strop.config.load.load import load_any_kind
 from strop.data.splitting import split_micro_batches
 from strop.environments.base import Environment
@@ -199,13 +203,35 @@ def test_commands_name_configurations_that_load(
         named = words[3] == "--config"
         load_any_kind(Path(words[4]) if named else None, words[5 if named else 3 :])
         return
+    if words[1] in JOBS:
+        check_job(words)
+        return
     kind, config = SCRIPTS[words[1]] if words[0] == "python" else (words[1], None)
     rest = words[2:]
+    if kind == "eval" and any(map(is_model_name, rest)) and "--config" not in rest:
+        check_evaluation(rest)
+        return
+    rest = [f"generation.model_name={word}" if kind == "eval" and is_model_name(word) and "/" in word else word for word in rest]
     if "--config" in rest:
         place = rest.index("--config")
         config = rest[place + 1]
         del rest[place : place + 2]
     load_config(config, [word for word in rest if word != "--dry-run"], root=ROOTS[kind])
+
+
+JOBS = {"export": make_export_parser, "serve": make_serve_parser}
+
+
+def check_job(words: list[str]) -> None:
+    """The options of ``strop export`` and ``strop serve`` are there."""
+    JOBS[words[1]]().parse_args(words[2 : words.index("--") if "--" in words else None])
+
+
+def check_evaluation(words: list[str]) -> None:
+    """The keys of ``strop eval RUN`` are those of a run."""
+    given = make_eval_parser(None).parse_intermixed_args(words)
+    translated = translate_overrides([text for text in given.overrides if not is_model_name(text)], section="grpo")
+    load_config(None, ["policy.model_name=m", *translated.overrides], root=GrpoRunConfig, check=False)
 
 
 EXAMPLES = [pytest.param(*found, id=f"{found[0].stem}:{found[1]}") for found in named_examples()]

@@ -2,88 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-from strop.base_config import validate_section
 from strop.build.engines import make_serving_engine
 from strop.build.exit_codes import run_command
-from strop.build.models import load_policy
+from strop.build.jobs.evaluation_job import (
+    EvaluationJob,
+    loadable_folder,
+    make_evaluation_job,
+    make_run_evaluation_job,
+)
+from strop.build.jobs.evaluation_report import EvaluationReport, compute_standard_errors
+from strop.build.models import load_policy, resolve_device
 from strop.build.summary import summarize
 from strop.build.tasks import make_mixture
-from strop.config import EvalRunConfig
-from strop.learner.model_config import ModelConfig
-from strop.monitoring.console.console import open_console
-from strop.rollouts.episode import EpisodeRules
-from strop.sampling import Sampling
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import EvalRunConfig, RecordedRunConfig
+from strop.config.load.evaluated_run import EvaluatedRun
+from strop.monitoring.console.console import ConsoleKind, open_console
 from strop.trainer.evaluation import Evaluator
 
 
-def run_evaluation(config: EvalRunConfig) -> int:
-    """Evaluate as configured. Return 0 on success, 1 after printing an error."""
-    return run_command(_print_evaluation(config))
-
-
 @dataclass(frozen=True)
-class EvaluationReport:
-    """Metrics under ``validation/``, and every task with its samples as stored."""
+class CheckpointEvaluation:
+    """A checkpoint, and the configuration of its run as the evaluation changes it."""
 
-    metrics: Mapping[str, float]
-    tasks: Sequence[Mapping[str, Any]]
-
-
-async def _print_evaluation(config: EvalRunConfig) -> None:
-    print(summarize(config))
-    metrics = (await evaluate_as_configured(config)).metrics
-    for name, value in metrics.items():
-        print(f"{name:32} {value:.4f}")
-    print(_format_headline(config, metrics))
-    if config.eval.save_path:
-        print(f"every sample is in {config.eval.save_path}")
+    model: SavedModel
+    run: EvaluatedRun
 
 
-async def evaluate_as_configured(config: EvalRunConfig) -> EvaluationReport:
-    generation = config.generation
-    source = make_mixture([config.data], config.env, "validation", seed=config.eval.seed)
-    model = {name: getattr(generation, name) for name in ("model_name", "device", "num_threads", "precision")}
-    policy = load_policy(validate_section(ModelConfig, {**model, "tokenizer": config.tokenizer}))
-    engine = await make_serving_engine(policy, generation, generation.max_total_sequence_length, threads=generation.num_threads)
-    evaluator = Evaluator(
-        source=source,
-        size=len(source),
-        samples=config.eval.num_tests_per_prompt,
-        generator=engine,
-        template=policy.template,
-        sampling=Sampling(**generation.sampling_options()),
-        rules=EpisodeRules(max_length=generation.max_total_sequence_length, max_prompt_length=config.data.max_input_seq_length),
-        seed=config.eval.seed,
-        folder=Path(config.eval.save_path) if config.eval.save_path else None,
-        ks=_choose_ks(config),
-        voters=tuple(sorted({config.eval.k_value, config.eval.num_tests_per_prompt})),
-        concurrent_tasks=generation.num_prompts_per_step if generation.num_prompts_per_step > 0 else None,
-    )
-    try:
-        metrics = await evaluator.evaluate(0, open_console("auto"))
-    finally:
-        await engine.close()
-    return EvaluationReport(metrics, evaluator.last_tasks)
+def run_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, *, as_json: bool = False) -> int:
+    """Evaluate as configured. Return 0 on success, 1 after printing an error."""
+    return run_command(_print_evaluation(evaluation, as_json))
 
 
-def _format_headline(config: EvalRunConfig, metrics: Mapping[str, float]) -> str:
-    """Format the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
-    k = config.eval.num_tests_per_prompt if config.eval.metric == "avg@n" else config.eval.k_value
-    name = f"{config.eval.metric[:-1]}{k}"
-    value = metrics.get(f"validation/{name}")
-    if value is None:
-        raise ValueError(
-            f"eval.metric: {config.eval.metric} votes on final answers, and the environment defines no answer_key; set another metric"
+def summarize_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation) -> str:
+    """Return what is evaluated on what, in a few lines. Raises ValueError."""
+    if isinstance(evaluation, EvalRunConfig):
+        return summarize(evaluation)
+    model, config = evaluation.model, evaluation.run.config
+    device, precision = resolve_device(config.policy.device), config.policy.precision
+    of_step = "" if model.step is None else f", step {model.step}"
+    lines = [f"model       {model.description}{of_step}, on {device}, {precision}", f"run         {model.config_file}"]
+    names = ", ".join(_name_entry(entry.data_name, entry.env_name) for entry in config.data.validation_entries)
+    if isinstance(config, RecordedRunConfig):
+        return "\n".join([*lines, f"data        {names}, the loss of {config.algorithm.name}"])
+    job = make_run_evaluation_job(evaluation.run, model)
+    sampling = job.sampling
+    first = "" if job.max_tasks is None else f", at most {job.max_tasks} tasks ({config.section}.max_val_samples)"
+    lines += [
+        f"sampling    {job.samples} a task, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens a turn, "
+        f"{job.rules.max_turns} {'turn' if job.rules.max_turns == 1 else 'turns'}",
+        f"tasks       {names}{first}",
+    ]
+    return "\n".join(lines)
+
+
+def _name_entry(data: str | None, environment: str | None) -> str:
+    return f"{data} ({environment})" if data and environment else str(data or environment or "the only environment")
+
+
+async def _print_evaluation(evaluation: EvalRunConfig | CheckpointEvaluation, as_json: bool) -> None:
+    note: Callable[[str], None] = partial(print, file=sys.stderr) if as_json else print
+    note(summarize_evaluation(evaluation))
+    report = await evaluate_any(evaluation, note, console="none" if as_json else "auto")
+    print(report.to_json() if as_json else report.format())
+
+
+async def evaluate_any(
+    evaluation: EvalRunConfig | CheckpointEvaluation, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
+) -> EvaluationReport:
+    """Evaluate a model as configured, or a checkpoint on what its run validates on."""
+    if isinstance(evaluation, EvalRunConfig):
+        return await evaluate_job(make_evaluation_job(evaluation), note, console=console)
+    if isinstance(evaluation.run.config, RecordedRunConfig):
+        from strop.build.jobs.loss_evaluation import evaluate_loss
+
+        return await evaluate_loss(evaluation.run.config, evaluation.model, note)
+    return await evaluate_job(make_run_evaluation_job(evaluation.run, evaluation.model), note, console=console)
+
+
+async def evaluate_job(
+    job: EvaluationJob, note: Callable[[str], object] = print, *, console: ConsoleKind = "auto"
+) -> EvaluationReport:
+    """Sample every task, score the samples and store them."""
+    source = make_mixture(job.entries, job.env, "validation", seed=job.task_seed)
+    step = job.model.step or 0
+    with loadable_folder(job.model, note) as folder:
+        placed = job if folder == job.model.weights else job.with_model(folder)
+        policy = load_policy(placed.policy)
+        length, threads = placed.rules.max_length, placed.policy.num_threads
+        engine = await make_serving_engine(policy, placed.generation, length, threads=threads)
+        evaluator = Evaluator(
+            source=source,
+            size=len(source) if job.max_tasks is None else min(len(source), job.max_tasks),
+            samples=job.samples,
+            generator=engine,
+            template=policy.template,
+            sampling=job.sampling,
+            rules=job.rules,
+            seed=job.seed,
+            folder=job.folder,
+            ks=_choose_ks(job),
+            voters=tuple(sorted({min(job.scoring.k_value, job.samples), job.samples})),
+            concurrent_tasks=job.concurrent_tasks,
         )
-    return f"{name} = {value:.4f}"
+        try:
+            found = await evaluator.evaluate(step, open_console(console))
+        finally:
+            await engine.close()
+    metrics = {name.removeprefix("validation/"): value for name, value in found.items()}
+    return EvaluationReport(
+        metrics=metrics,
+        standard_errors=compute_standard_errors(evaluator.last_tasks, list(metrics)),
+        tasks=evaluator.last_tasks,
+        headline=_name_headline(job, metrics),
+        stored=None if job.folder is None else job.folder / f"step_{step:06d}.json",
+        model=job.model.weights,
+        step=job.model.step,
+    )
 
 
-def _choose_ks(config: EvalRunConfig) -> tuple[int, ...]:
-    samples = config.eval.num_tests_per_prompt
-    powers = {1 << power for power in range(samples.bit_length())}
-    return tuple(sorted(powers | {min(config.eval.k_value, samples)}))
+def _name_headline(job: EvaluationJob, metrics: dict[str, float]) -> str:
+    """Return the metric chosen by ``eval.metric``. Raises ValueError if it needs answers to vote on and the environment has none."""
+    k = job.samples if job.scoring.metric == "avg@n" else job.scoring.k_value
+    name = f"{job.scoring.metric[:-1]}{k}"
+    if name not in metrics:
+        raise ValueError(
+            f"eval.metric: {job.scoring.metric} votes on final answers, and the environment defines no answer_key; set another metric"
+        )
+    return name
+
+
+def _choose_ks(job: EvaluationJob) -> tuple[int, ...]:
+    powers = {1 << power for power in range(job.samples.bit_length())}
+    return tuple(sorted(powers | {min(job.scoring.k_value, job.samples)}))

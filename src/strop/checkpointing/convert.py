@@ -1,26 +1,70 @@
-"""Conversion of a sharded checkpoint to a Hugging Face folder, in one process.
+"""Write a saved model of any layout as a Hugging Face folder, or adapters in PEFT's format, in one process.
 
 The weights are read into memory once and written from there, so this needs memory for one copy and no process group.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from strop.learner.parallel.shard_files import METADATA, ShardedReader, TensorShard, is_sharded
+from strop.checkpointing.saved_model import SavedModel
+from strop.learner.parallel.shard_files import METADATA, SafetensorsReader, ShardedReader, TensorReader, TensorShard, is_sharded
 from strop.models.adapters import adapter_folder
-from strop.models.export import export_weights, load_model_config
+from strop.models.export import (
+    AS_THEY_ARE,
+    ConversionError,
+    ExportFormat,
+    check_target,
+    copy_adapters,
+    export_weights,
+    load_merged_model,
+    load_model_config,
+    load_saved_model,
+    new_folder,
+    save_model,
+)
 from strop.models.loading import load_tokenizer
 
 SHARD_FILE_SUFFIXES = (METADATA, ".distcp")  # endings of shard files, which are not copied
+MODEL_FILES = re.compile(r"(adapter_)?(config|model.*|base_config)\.(json|safetensors(\.index\.json)?)|pytorch_model.*|.*\.gguf")
+SPACE_MARGIN = 1.05  # tokenizer and configuration beside the weights
 
 
-class ConversionError(ValueError):
-    """A folder cannot be converted; the message says why and what to do."""
+def convert_model(
+    source: SavedModel,
+    target: Path,
+    form: ExportFormat = AS_THEY_ARE,
+    *,
+    merge: bool = False,
+    model_name: str | None = None,
+    finish: Callable[[Path], object] = lambda draft: None,
+) -> None:
+    """Write the model and its tokenizer to ``target``, which appears whole or not at all.
+
+    Args:
+        merge: Merge adapters into their base. Without it adapters stay adapters.
+        model_name: The model that configuration and tokenizer come from if the weights have none beside them.
+        finish: Adds further files to the folder before it appears.
+
+    Raises ConversionError.
+    """
+    check_target(target)
+    _check_space(source, target, form, merge=merge)
+    with new_folder(target) as draft:
+        try:
+            _write_weights(source, draft, form, merge=merge, model_name=model_name)
+        except ConversionError:
+            raise
+        except ValueError as error:
+            raise ConversionError(f"{source.weights}: {error}") from error
+        _add_tokenizer(Path(source.weights), draft, model_name)
+        finish(draft)
 
 
 def convert_shards(source: Path, target: Path, *, model_name: str | None = None) -> None:
@@ -28,19 +72,23 @@ def convert_shards(source: Path, target: Path, *, model_name: str | None = None)
 
     ``target`` is created atomically. Configuration and tokenizer come from ``source``, or else from ``model_name``. Raises ConversionError.
     """
-    _check_paths(source, target)
-    draft = target.with_name(f".tmp_{target.name}")
-    if draft.exists():
-        shutil.rmtree(draft)
-    config = _load_config(source, model_name)
-    try:
-        export_weights(config, _read_weights(source), draft)
-    except ValueError as error:
-        raise ConversionError(f"{source}: {error}") from error
-    _add_tokenizer(source, draft, model_name)
-    if target.exists():
-        target.rmdir()
-    draft.rename(target)
+    _check_shards(source, target)
+    convert_model(SavedModel(str(source)), target, model_name=model_name)
+
+
+def _write_weights(source: SavedModel, draft: Path, form: ExportFormat, *, merge: bool, model_name: str | None) -> None:
+    folder = Path(source.weights)
+    match source.layout:
+        case "shards":
+            export_weights(_load_config(folder, model_name), _read_weights(folder), draft, form)
+        case "adapters" if merge:
+            save_model(load_merged_model(folder), draft, form)
+        case "adapters":
+            copy_adapters(folder, draft, form)
+        case "value head":
+            shutil.copytree(folder, draft, dirs_exist_ok=True)
+        case _:
+            save_model(load_saved_model(source.weights), draft, form)
 
 
 def _read_weights(source: Path) -> dict[str, torch.Tensor]:
@@ -50,7 +98,7 @@ def _read_weights(source: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _check_paths(source: Path, target: Path) -> None:
+def _check_shards(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise ConversionError(f"there is no folder {source}; weights are in <checkpoint_dir>/step_<N>/policy/weights")
     if adapter_folder(str(source)) is not None:
@@ -67,8 +115,30 @@ def _check_paths(source: Path, target: Path) -> None:
                 f"{source} is a Hugging Face folder already (saved by one process): use it as it is, or copy it"
             )
         raise ConversionError(f"{source} is not a complete sharded checkpoint: it has no {METADATA}, which is written last")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConversionError(f"{target} already exists; remove it, or name another folder")
+
+
+def _check_space(source: SavedModel, target: Path, form: ExportFormat, *, merge: bool) -> None:
+    """Raise ConversionError if the disk has less room than the folder will need."""
+    needed = _estimate_bytes(source, form, merge=merge) * SPACE_MARGIN
+    parent = target.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise ConversionError(
+            f"{parent} has {free / 1e9:.2f} GB free, and {target.name} needs about {needed / 1e9:.2f} GB: make room, name a folder on "
+            "another disk, or halve it with --dtype bfloat16"
+        )
+
+
+def _estimate_bytes(source: SavedModel, form: ExportFormat, *, merge: bool) -> float:
+    """Return about how many bytes the weights will take; 0 where that is not known before they are loaded."""
+    folder = Path(source.weights)
+    if source.layout == "hub" or (source.layout == "adapters" and merge):
+        return 0.0
+    reader: TensorReader = ShardedReader(folder) if source.layout == "shards" else SafetensorsReader(folder)
+    return sum(
+        torch.Size(shape).numel() * (form.torch_dtype or reader.dtypes[name]).itemsize for name, shape in reader.shapes.items()
+    )
 
 
 def _load_config(source: Path, model_name: str | None) -> Any:
@@ -81,10 +151,23 @@ def _load_config(source: Path, model_name: str | None) -> Any:
 
 
 def _add_tokenizer(source: Path, draft: Path, model_name: str | None) -> None:
-    """Copy the other files of ``source``, such as tokenizer and chat template. Without any, save the tokenizer of ``model_name``."""
-    written = {path.name for path in draft.iterdir()}
-    for path in source.iterdir():
-        if path.is_file() and path.name not in written and not path.name.endswith(SHARD_FILE_SUFFIXES):
+    """Copy the other files of ``source``, such as tokenizer and chat template. Without any, save the tokenizer of ``model_name``.
+
+    The generation configuration of ``source`` replaces the one that is derived from the model's.
+    """
+    written = {path.name for path in draft.iterdir()} - {"generation_config.json"}
+    for path in source.iterdir() if source.is_dir() else ():
+        copied = path.is_file() and path.name not in written and not path.name.endswith(SHARD_FILE_SUFFIXES)
+        if (
+            copied
+            and (path.name == "base_config.json" or not MODEL_FILES.fullmatch(path.name))
+            and not _is_merged_away(path, draft)
+        ):
             shutil.copyfile(path, draft / path.name)
-    if not (draft / "tokenizer_config.json").exists() and model_name is not None:
+    if not (draft / "tokenizer_config.json").exists() and not (draft / "value_head.json").exists() and model_name is not None:
         load_tokenizer(model_name).save_pretrained(draft)
+
+
+def _is_merged_away(path: Path, draft: Path) -> bool:
+    """Whether a file describes adapters that are merged."""
+    return path.name in ("base_config.json", "README.md") and (draft / "config.json").exists()

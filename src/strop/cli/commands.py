@@ -1,4 +1,5 @@
-"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop rollouts``, ``strop plot``,
+"""The command line: ``strop grpo`` and the other kinds of training, ``strop eval``, ``strop export``, ``strop serve``,
+``strop rollouts``, ``strop plot``,
 ``strop doctor``, ``strop cluster check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
@@ -20,14 +21,18 @@ from strop.cli.cluster_command import cluster
 from strop.cli.config_command import config
 from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
+from strop.cli.export_command import export
 from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
+from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
     "eval": evaluate,
     "rollouts": rollouts,
+    "export": export,
+    "serve": serve,
     "plot": plot,
     "doctor": doctor,
     "cluster": cluster,
@@ -72,7 +77,8 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="COMMAND",
         help="train: "
         + ", ".join(f"{name} ({meaning})" for name, meaning in TRAINING.items())
-        + "; eval (evaluate a model), rollouts (read what a run sampled), plot (plot the metrics of runs), doctor (diagnose a run), "
+        + "; eval (evaluate a model), export (write a checkpoint as a Hugging Face folder), serve (OpenAI's HTTP API for a "
+        "checkpoint), rollouts (read what a run sampled), plot (plot the metrics of runs), doctor (diagnose a run), "
         "cluster check (check nodes before a run), config (list all keys)",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help=argparse.SUPPRESS)

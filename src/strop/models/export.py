@@ -2,14 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.models.loading import locate_model, quiet_transformers
+from strop.models.adapters import CONFIG_FILE, WEIGHTS_FILE, is_classifier_adapter
+from strop.models.classifiers import load_classifier
+from strop.models.loading import cast_weights, load_model, locate_model, quiet_transformers
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """How weights are written."""
+
+    dtype: str | None = None  # a key of DTYPES; None keeps that of the weights
+    max_shard_size: str | None = None  # such as 5GB; None is Transformers' default
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else DTYPES[self.dtype]
+
+
+AS_THEY_ARE = ExportFormat()
+
+
+class ConversionError(ValueError):
+    """A folder cannot be converted; the message says why and what to do."""
+
+
+def check_target(target: Path) -> None:
+    """Raise ConversionError if there is something in ``target`` already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionError(f"{target} already exists; remove it, or name another folder")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a draft that becomes ``target`` at the end, or is removed after an error. Raises ConversionError if ``target`` is not empty."""
+    check_target(target)
+    draft = target.with_name(f".tmp_{target.name}")
+    if draft.exists():
+        shutil.rmtree(draft)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        if target.exists():
+            target.rmdir()
+        draft.rename(target)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if error.strerror is None or error.errno is None:
+            raise
+        raise ConversionError(f"{target} cannot be written: {error.strerror}; nothing was left behind") from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def load_model_config(name: str) -> Any:
@@ -22,19 +77,12 @@ def load_model_config(name: str) -> Any:
     return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
 
 
-def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
     """Write ``weights`` as ``save_pretrained`` does, without copying them.
 
     ``config`` names the model class in ``architectures``. Raises ValueError for weights that do not fit it.
     """
-    import transformers
-
-    kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
-    if kind is None:
-        raise ValueError(
-            f"config.json names the architecture {config.architectures}, which this version of Transformers ({transformers.__version__}) "
-            "does not have"
-        )
+    kind = _find_model_class(config)
     with torch.device("meta"), quiet_transformers():
         model = kind(config)
     names = set(model.state_dict())
@@ -46,5 +94,51 @@ def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> 
             f"the weights do not fit {kind.__name__}: of {len(names)} weights, missing {missing[:3]}, unexpected {unexpected[:3]}"
         )
     model.config.dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
+    save_model(model, folder, form)
+
+
+def load_saved_model(folder: str) -> Any:
+    """Load a Hugging Face folder as the class that it names, in the data type of its weights."""
+    if not (Path(folder) / "config.json").exists() or not any(Path(folder).glob("*.safetensors")):
+        return load_model(folder)
+    kind = _find_model_class(load_model_config(folder))
     with quiet_transformers():
-        model.save_pretrained(folder)
+        return kind.from_pretrained(folder, dtype="auto")
+
+
+def load_merged_model(adapters: Path) -> Any:
+    """Load adapters merged into their base, in float32."""
+    return (load_classifier if is_classifier_adapter(adapters) else load_model)(str(adapters))
+
+
+def save_model(model: Any, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
+    """Write a Hugging Face folder."""
+    if form.torch_dtype is not None:
+        cast_weights(model, form.torch_dtype)
+        model.config.dtype = form.torch_dtype
+    options = {} if form.max_shard_size is None else {"max_shard_size": form.max_shard_size}
+    with quiet_transformers():
+        model.save_pretrained(folder, **options)
+
+
+def copy_adapters(source: Path, folder: Path, form: ExportFormat = AS_THEY_ARE) -> None:
+    """Write the adapters of a folder in PEFT's format to another."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = form.torch_dtype
+    tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in load_file(source / WEIGHTS_FILE).items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text((source / CONFIG_FILE).read_text())
+
+
+def _find_model_class(config: Any) -> Any:
+    import transformers
+
+    kind = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if kind is None:
+        raise ValueError(
+            f"config.json names the architecture {config.architectures}, which this version of Transformers ({transformers.__version__}) "
+            "does not have"
+        )
+    return kind

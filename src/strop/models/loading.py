@@ -109,7 +109,7 @@ def locate_model(name: str) -> tuple[str, str | None]:
     if path.is_dir():
         if (path / ".metadata").exists():
             raise ModelNotFound(
-                f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: "
+                f"policy.model_name: {name} has the shards of a distributed checkpoint; convert them first: strop export {name} FOLDER, or "
                 f"python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {name} --hf-ckpt-path FOLDER"
             )
         files = [file.name for file in path.glob("*.gguf")]

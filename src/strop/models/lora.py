@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685): add trainable low-rank adapters to a frozen model, and merge saved adapters into an ordinary model.
 
-    python -m strop.models.lora merge checkpoints/step_100/policy/weights exported
+    python -m strop.models.lora merge checkpoints/step_100/policy/weights exported  # as `strop export --merge` does
 
 The layers are PEFT's, so that other programs can load what is saved. The PyTorch engine replaces their forward pass
 (``strop.generation.torch.fast_linears``), and the reference policy is the same model with its adapters disabled.
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, is_classifier_adapter, lora_layers
-from strop.models.classifiers import load_classifier
-from strop.models.loading import load_model, load_tokenizer, quiet_transformers
+from strop.models.adapters import ADAPTER, CLASSIFIER_TASK, adapter_folder, lora_layers
+from strop.models.export import load_merged_model, new_folder, save_model
+from strop.models.loading import load_tokenizer
 from strop.models.lora_config import LoraConfig
 from strop.models.value_network import get_score_layer
 from strop.user_code import suggest_names
@@ -241,12 +241,11 @@ def export_merged_model(adapters: Path, target: Path) -> Any:
     """
     if adapter_folder(str(adapters)) is None:
         raise ValueError(f"{adapters} holds no adapters (no adapter_config.json): there is nothing to merge")
-    load = load_classifier if is_classifier_adapter(adapters) else load_model
-    model = load(str(adapters))
-    with quiet_transformers():
-        model.save_pretrained(target)
-    if (adapters / "tokenizer_config.json").exists():
-        load_tokenizer(str(adapters)).save_pretrained(target)
+    with new_folder(target) as draft:
+        model = load_merged_model(adapters)
+        save_model(model, draft)
+        if (adapters / "tokenizer_config.json").exists():
+            load_tokenizer(str(adapters)).save_pretrained(draft)
     return model
 
 
@@ -257,7 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> str:
     merge.add_argument("adapters", type=Path, help="a folder with adapters, such as step_100/policy/weights of a checkpoint")
     merge.add_argument("target", type=Path, help="the folder to write")
     options = parser.parse_args(arguments)
-    export_merged_model(options.adapters, options.target)
+    try:
+        export_merged_model(options.adapters, options.target)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
     return f"{options.target} holds the merged model"
 
 

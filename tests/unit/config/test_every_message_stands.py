@@ -47,6 +47,11 @@ NONE_TRAINS = (
 
 # The old message -> what says it now.
 REWORDED: dict[str, str] = {
+    "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: python examples/converters/convert_dcp_to_hf.py "
+    "--dcp-ckpt-path {} --hf-ckpt-path FOLDER": (
+        "policy.model_name: {} has the shards of a distributed checkpoint; convert them first: strop export {} FOLDER, or "
+        "python examples/converters/convert_dcp_to_hf.py --dcp-ckpt-path {} --hf-ckpt-path FOLDER"
+    ),
     "{} has no adapters to disable, so it cannot be its own reference; use a FrozenScorer with a copy": (
         "{} has no adapters to disable, so it cannot be its own reference; use a frozen copy (copy_frozen)"
     ),

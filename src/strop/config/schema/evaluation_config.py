@@ -23,6 +23,8 @@ class EvalConfig(BaseConfig):
     )
     num_tests_per_prompt: int = Field(1, ge=1, description="Samples per task: n (samples).")
     k_value: int = Field(1, ge=1, description="k of pass@k and cons@k (samples).")
+    max_val_samples: int | None = Field(None, ge=1, description="Evaluate the first so many tasks; null is all (tasks).")
+    max_rollout_turns: int = Field(1, ge=1, description="Most turns of the policy in a conversation (turns).")
     seed: int = Field(42, ge=0, description="Seed of all randomness of the evaluation.")
     save_path: str | None = Field(None, description="Folder for a JSON file with every sample; null does not save.")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from strop.sampling import Sampling, pad_kept_tokens, uniform
 
 log = logging.getLogger(__name__)
 
+TokenListener = Callable[[int, float], object]  # called with each sampled token and its log-probability
+
 
 @dataclass(eq=False)
 class _Request:
@@ -36,6 +38,7 @@ class _Request:
     session: str
     limit: int  # maximum number of new tokens
     done: asyncio.Future[Completion]
+    on_token: TokenListener | None = None
     priority: bool = False  # goes before the waiting requests, and starts even while they are paused
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -80,8 +83,11 @@ class TorchEngine:
         self._loop: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
-    async def generate(self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "") -> Completion:
-        return await self._submit(prompt, sampling, seed, session)
+    async def generate(
+        self, prompt: Sequence[int], *, sampling: Sampling, seed: int, session: str = "", on_token: TokenListener | None = None
+    ) -> Completion:
+        """Sample one completion. ``on_token`` is called as its tokens are sampled, to stream them."""
+        return await self._submit(prompt, sampling, seed, session, on_token)
 
     async def generate_with_priority(self, prompt: Sequence[int], *, sampling: Sampling, seed: int) -> Completion:
         """Generate before all waiting requests, even while the engine is paused. Suspended requests continue."""
@@ -89,7 +95,14 @@ class TorchEngine:
         return await self._submit(prompt, sampling, seed, priority=True)
 
     async def _submit(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, session: str = "", *, priority: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        session: str = "",
+        on_token: TokenListener | None = None,
+        *,
+        priority: bool = False,
     ) -> Completion:
         if self._failure is not None:
             raise RuntimeError("the embedded engine has stopped") from self._failure
@@ -102,7 +115,7 @@ class TorchEngine:
                 "policy.max_total_sequence_length, or lower data.max_input_seq_length to drop such prompts"
             )
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, priority)
+        request = _Request(tuple(prompt), sampling, seed, session, min(sampling.max_new_tokens, room), done, on_token, priority)
         if priority:
             self._waiting.appendleft(request)
         else:
@@ -227,6 +240,8 @@ class TorchEngine:
             request.logprobs.append(logprob)
             request.entropies.append(entropy)
             request.versions.append(self.version)
+            if request.on_token is not None:
+                request.on_token(token, logprob)
         for row, tokens in sampled.kept.items():
             requests[row].kept.append(tokens)
         self.counters.sampled_tokens += len(requests)

@@ -1,0 +1,44 @@
+"""Evaluate a checkpoint of a run on recorded data: its loss and metrics on the run's validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from strop.build.backend import LocalBackend
+from strop.build.jobs.evaluation_report import EvaluationReport
+from strop.build.models import load_training_policy
+from strop.build.recorded_run import load_validation_groups, make_recorded_algorithm
+from strop.build.scorers import make_scorers
+from strop.checkpointing.saved_model import SavedModel
+from strop.config import RecordedRunConfig
+from strop.learner.parallel.single_device import load_weights
+from strop.monitoring.console.console import open_console
+from strop.sampling import Sampling
+from strop.trainer.column_sources import ColumnSources
+from strop.trainer.loss_validation import LossValidator
+
+
+async def evaluate_loss(config: RecordedRunConfig, model: SavedModel, note: Callable[[str], object]) -> EvaluationReport:
+    """Compute what validation of the run computes, with the weights of a checkpoint. Raises ValueError without usable data."""
+    algorithm = make_recorded_algorithm(config)
+    backend = LocalBackend(config, load_training_policy(config))
+    tracker = open_console("none")
+    groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
+    learners = await backend.build_learners(algorithm, Sampling(), None)
+    scorers = await make_scorers(config, backend, algorithm, learners, tracker)  # of the model before training
+    load_weights(backend.policy.network.model, Path(model.weights))
+    validator = LossValidator(
+        groups=groups,
+        algorithm=algorithm,
+        learner=learners["policy"],
+        columns=ColumnSources(algorithm.requires, scorers),
+        share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
+    )
+    metrics = await validator.evaluate(0)
+    return EvaluationReport(
+        metrics={name.removeprefix("validation/"): value for name, value in metrics.items()},
+        examples=len(validator.usable_groups),
+        model=model.weights,
+        step=model.step,
+    )

@@ -1,0 +1,237 @@
+"""``strop eval RUN_OR_CHECKPOINT``: what a run validates on, for a checkpoint of any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop import cli
+from strop.build.jobs.evaluation_report import compute_standard_errors
+from strop.config.load.evaluation_keys import translate_overrides
+from support.saved_runs import CONFIG, save_run
+
+RECORDED = """
+policy:
+  model_name: {model}
+  max_total_sequence_length: 64
+  precision: float32
+  device: cpu
+  num_threads: 1
+%s
+logger: {{log_dir: logs/mine}}
+checkpointing: {{checkpoint_dir: results/mine}}
+"""
+
+
+ARITHMETIC = 'env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}'
+
+
+@pytest.fixture
+def logs(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return save_run(tmp_path, tiny_model_folder).relative_to(tmp_path)
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code = cli.main(["eval", "--json", *arguments])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found: dict[str, Any] = json.loads(captured.out)
+    return found
+
+
+def test_a_run_is_evaluated_on_what_it_validates_on_without_any_key(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", str(logs)]) == 0
+    out = capsys.readouterr().out
+    assert "step 4" in out and "arithmetic, at most 6 tasks (grpo.max_val_samples)" in out
+    assert "\naccuracy " in out and " ± " in out and "6 tasks, 1 sample each" in out and "validation/" not in out
+    assert out.count(" -> ") == 3 and "(reward " in out
+    (stored,) = (logs / "evaluations").glob("*/step_000004.json")
+    assert f"every sample is in {stored}" in out and len(json.loads(stored.read_text())["tasks"]) == 6
+
+
+@pytest.mark.parametrize("layout", ["shards", "adapters"])
+def test_checkpoints_of_every_layout_are_evaluated(
+    layout: str, tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To the same numbers as the exported model."""
+    logs, out = save_run(tmp_path, tiny_model_folder, layout, steps=(4,)), tmp_path / "out"
+    found = evaluate(capsys, str(logs), "--ema")
+    assert cli.main(["export", str(logs), str(out), "--ema", *(["--merge"] if layout == "adapters" else [])]) == 0
+    capsys.readouterr()
+    again = evaluate(capsys, str(out))
+    for report in (found, again):
+        report["metrics"].pop("seconds")
+    assert found["metrics"] == again["metrics"] and found["step"] == 4 and again["stored_in"] is None
+
+
+def test_a_run_is_found_and_evaluated_from_another_folder(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also its data file and its reward, which its configuration names relative to the folder it was started in."""
+    config = CONFIG.replace("validation: {{env_name: arithmetic, size: 8}}", "validation: {{dataset_name: data/rows.jsonl}}")
+    config = config.replace(
+        'env: {{arithmetic: {{max_operand: 3, wording: "{{expression}}="}}}}', "env: {{task: {{reward: mine.py:long}}}}"
+    )
+    home = tmp_path / "home"
+    save_run(
+        home,
+        tiny_model_folder,
+        config=config.replace("train: {{env_name: arithmetic}}", "train: {{dataset_name: data/rows.jsonl}}"),
+    )
+    (home / "data").mkdir()
+    (home / "data/rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(4))
+    )
+    (home / "mine.py").write_text("def long(task, rollout):\n    return float(len(rollout.text))\n")
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(capsys, "home/logs/mine")["tasks"] == 4
+    assert evaluate(capsys, "home/results/mine/step_2", "data.size=2")["tasks"] == 2
+
+
+def test_keys_of_training_and_of_an_evaluation_mean_the_same(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["eval.num_tests_per_prompt=2", "generation.temperature=1.0", "data.size=5", "generation.max_new_tokens=3"]
+    training = ["grpo.val_num_generations_per_prompt=2", "policy.generation.val_temperature=1.0", "data.validation.size=5"]
+    found = [
+        evaluate(capsys, str(logs), *own),
+        evaluate(capsys, str(logs), *training, "policy.generation.max_new_tokens=3"),
+        evaluate(capsys, str(logs), "policy.generation.temperature=1.0", *own[:1], *own[2:]),
+    ]
+    for report in found:
+        report["metrics"].pop("seconds"), report.pop("stored_in")
+    assert found[0] == found[1] == found[2] and found[0]["tasks"] == 5 and "pass@2" in found[0]["metrics"]
+    assert cli.main(["eval", str(logs), "--dry-run", "generation.temperature=0.5", "eval.k_value=1"]) == 0
+    captured = capsys.readouterr()
+    assert "note: generation.temperature is read as policy.generation.val_temperature, its name in the run" in captured.err
+    assert "temperature 0.5" in captured.out
+
+
+def test_training_keys_are_read_as_those_of_an_evaluation_for_a_model_without_a_run(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [
+        "policy.max_total_sequence_length=64",
+        "policy.generation.max_new_tokens=4",
+        "data.validation.size=3",
+        "policy.device=cpu",
+    ]
+    keys += ["policy.precision=float32", "grpo.val_num_generations_per_prompt=2", "policy.generation.val_temperature=1.0"]
+    keys += ["env.arithmetic={}", "policy.num_threads=1", "policy.generation.torch_cfg.kv_cache_memory_gb=0.01"]
+    found = evaluate(capsys, str(tiny_model_folder), *keys)
+    assert found["tasks"] == 3 and "avg@2" in found["metrics"] and found["stored_in"] is None
+
+
+def test_the_best_checkpoint_and_one_of_a_step_are_evaluated(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(capsys, str(logs), "--best", "data.size=2")["step"] == 2
+    assert evaluate(capsys, str(logs), "--step", "2", "data.size=2")["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["logs/mien"], "logs/mien does not exist; did you mean logs/mine?"),
+        (["logs/mine", "--step", "3"], "has no checkpoint of step 3; there are: 2, 4"),
+        (["logs/mine", "generation.model_name=other"], "the model is that of the run or checkpoint named first"),
+        (["logs/mine", "eval.k_value=3"], "there are only eval.num_tests_per_prompt = 1 samples of a task"),
+        (["logs/mine", "eval.metrc=pass@k"], "Did you mean eval.metric?"),
+        (["logs/mine", "data.validation.dataset_name=nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["--best"], "name one: strop eval RUN --best"),
+        (["mine.yaml"], "write --config mine.yaml"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_with_what_to_set(
+    logs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main(["eval", *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_two_models_at_once_are_refused(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["eval", str(logs), str(logs)])
+    assert "evaluate one at a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["whole", "shards"])
+def test_a_run_on_recorded_data_is_evaluated_by_its_loss(
+    layout: str, tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "no"} for n in range(6)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = "dpo: {{}}\ndata: {{train: {{dataset_name: pairs.jsonl, split_validation_size: 4}}}}"
+    logs = save_run(tmp_path, tiny_model_folder, layout, config=RECORDED % section)
+    found = evaluate(capsys, str(logs))
+    assert found["examples"] == 4 and found["metrics"]["loss"] != pytest.approx(math.log(2)), (
+        "the policy differs from its reference"
+    )
+    shutil.rmtree("results/mine/step_4")
+    assert evaluate(capsys, str(logs))["metrics"]["loss"] != found["metrics"]["loss"]
+    sampled = evaluate(capsys, str(logs), "env.arithmetic={}", "data.size=2", "generation.vllm_cfg.max_model_len=64")
+    assert sampled["tasks"] == 2 and "accuracy" in sampled["metrics"]
+
+
+def test_a_run_without_validation_data_says_what_to_give(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = CONFIG.replace("  validation: {{env_name: arithmetic, size: 8}}\n", "")
+    logs = save_run(tmp_path, tiny_model_folder, config=config)
+    assert cli.main(["eval", str(logs)]) == 2
+    assert "Name the data to evaluate on: data.dataset_name=FILE, or data.size=100." in capsys.readouterr().err
+    assert evaluate(capsys, str(logs), "data.size=3")["tasks"] == 3
+
+
+def test_an_evaluation_in_python_does_the_same(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import strop
+
+    found = evaluate(capsys, str(logs))
+    for model in (strop.Run(logs), logs, "results/mine/step_4"):
+        scores = strop.evaluate(model)
+        assert {**scores.metrics, "seconds": 0} == {**found["metrics"], "seconds": 0}
+        assert scores.standard_errors == found["standard_errors"] and len(scores.samples) == 6
+    scores = strop.evaluate(strop.Run(logs), data=[{"prompt": "1+1", "answer": "2"}], reward=lambda task, rollout: 1.0, samples=2)
+    assert len(scores.samples) == 2 and scores.metrics["reward"] == 1.0
+
+
+def test_a_reward_that_was_a_function_in_python_has_to_be_given_again(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG.replace(ARITHMETIC, "env: {{task: {{reward: 'python:reward'}}}}").replace(
+        "env_name: arithmetic", "env_name: task"
+    )
+    logs = save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))
+    assert cli.main(["eval", str(logs)]) == 1
+    assert "give it again: strop.evaluate(run, reward=...)" in capsys.readouterr().err
+
+
+def test_a_run_that_validates_on_several_data_reports_each(
+    tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = "validation: [{{env_name: arithmetic, size: 3}}, {{env_name: other, size: 2}}]"
+    config = CONFIG.replace("validation: {{env_name: arithmetic, size: 8}}", entries)
+    config = config.replace("env: {{", "env: {{other: {{type: arithmetic}}, ")
+    found = evaluate(capsys, str(save_run(tmp_path, tiny_model_folder, config=config, steps=(4,))))
+    assert found["tasks"] == 5 and {"arithmetic/accuracy", "other/accuracy"} <= found["standard_errors"].keys()
+
+
+def test_standard_errors_count_a_task_once(logs: Path) -> None:
+    def task(*accuracies: float) -> dict[str, Any]:
+        samples = [{"accuracy": accuracy, "answer": None, "reward": 2 * accuracy} for accuracy in accuracies]
+        return {"environment": "math", "samples": samples}
+
+    found = compute_standard_errors([task(1, 1), task(0, 0), task(1, 0)], ["accuracy", "pass@2", "reward", "seconds"])
+    assert found["accuracy"] == pytest.approx(math.sqrt(0.25 / 3)) and found["reward"] == pytest.approx(2 * found["accuracy"])
+    assert found["pass@2"] == pytest.approx(math.sqrt(2 / 3 / 2 / 3)) and "seconds" not in found
+    assert compute_standard_errors([task(1, 0)], ["accuracy"]) == {}
+
+
+def test_deleted_and_added_keys_are_translated_too() -> None:
+    found = translate_overrides(["~data.size", "++tokenizer.chat_template=x", "env.math.limit=3"], section="ppo")
+    assert found.overrides == ("~data.validation.size", "++policy.tokenizer.chat_template=x", "env.math.limit=3")
+    assert len(found.notes) == 2

