@@ -2,16 +2,18 @@
 check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
-a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 143 stopped by
-SIGTERM or the time limit and can be continued.
+a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141 nobody
+reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
 from strop.cli.plot_command import plot
 from strop.cli.train_command import TRAINING, train_run
+
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
@@ -41,7 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
-    return COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}")
+    return _heed_broken_pipe(lambda: COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}"))
+
+
+def _heed_broken_pipe(command: Callable[[], int]) -> int:
+    """Run a command. If nobody reads its output any more (``strop ... | head``), return what a shell reports of SIGPIPE."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # what is still buffered would raise again when Python exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code
 
 
 def run_script(command: str, default_config: Path) -> int:
@@ -49,8 +65,8 @@ def run_script(command: str, default_config: Path) -> int:
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
     if command == "eval":
-        return evaluate(arguments, typed, default_config)
-    return train_run(command, arguments, typed, default_config)
+        return _heed_broken_pipe(lambda: evaluate(arguments, typed, default_config))
+    return _heed_broken_pipe(lambda: train_run(command, arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

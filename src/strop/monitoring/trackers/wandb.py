@@ -68,8 +68,7 @@ class WandbTracker(NullTracker):
         return self._run
 
     def _is_offline(self) -> bool:
-        mode = self._init.get("mode") or os.environ.get("WANDB_MODE", "")
-        return str(mode).lower() in ("offline", "dryrun", "disabled")
+        return is_wandb_offline(self._init.get("mode"))
 
     def _check_available(self) -> None:
         """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
@@ -85,6 +84,11 @@ class WandbTracker(NullTracker):
                 "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
             )
+
+
+def is_wandb_offline(mode: str | None = None) -> bool:
+    """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: as the environment says."""
+    return str(mode or os.environ.get("WANDB_MODE", "")).lower() in ("offline", "dryrun", "disabled")
 
 
 def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:
