@@ -67,13 +67,13 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     if logger.tensorboard_enabled:
         from strop.monitoring.trackers.tensorboard import TensorBoardTracker
 
-        trackers.append(
-            TensorBoardTracker(Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard")
-        )
+        events = Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard"
+        trackers.append(TensorBoardTracker(events, aliases=logger.metric_aliases))
     if logger.wandb_enabled:
         from strop.monitoring.trackers.wandb import WandbTracker
 
-        trackers.append(WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=to_tree(config)))
+        names = {"project": logger.wandb.project, "name": logger.wandb.name}
+        trackers.append(WandbTracker(folder, **names, config=to_tree(config), aliases=logger.metric_aliases))
     return CompositeTracker(trackers)
 
 

@@ -40,7 +40,6 @@ def group_metrics(
     return {
         **logged,
         "train/reward": sum(rollout.reward for rollout in rollouts) / count,
-        "train/reward_std": float(torch.tensor([rollout.reward for rollout in rollouts]).double().std(correction=0)),
         "train/reward_min": min(rollout.reward for rollout in rollouts),
         "train/reward_max": max(rollout.reward for rollout in rollouts),
         "train/reward_std_in_group": sum(float(group.rewards.std(correction=0)) for group in kept) / len(kept),
