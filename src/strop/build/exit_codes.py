@@ -14,7 +14,7 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
-from strop.monitoring.console.message_style import configure_messages
+from strop.monitoring.console.message_style import configure_messages, reader_is_gone
 from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
@@ -52,8 +52,8 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
     try:
         asyncio.run(work)
     except USER_ERRORS as error:
-        if isinstance(error, BrokenPipeError):
-            sys.stdout.flush()  # raises if it is the standard output that nobody reads
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         _print_error(error)
         return 1
     except LookupError as error:

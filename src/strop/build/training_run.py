@@ -21,6 +21,7 @@ from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.generation.base import Generator
 from strop.monitoring.console.closing import Closing
+from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.trackers.base import Tracker
 from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.stopping import RunStopped
@@ -37,8 +38,12 @@ def run_training(config: TrainingRunConfig) -> int:
 async def _train_and_close(config: TrainingRunConfig) -> None:
     """Train, and say what can be done next."""
     closing = await train_as_configured(config)
-    if config.logger.console != "none":
-        print(closing)
+    if config.logger.console == "none":
+        return
+    try:
+        print(closing, flush=True)
+    except BrokenPipeError:  # the run is fine
+        discard_output()
 
 
 async def train_as_configured(config: TrainingRunConfig) -> Closing:

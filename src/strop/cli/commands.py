@@ -9,11 +9,9 @@ reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from strop.cli.doctor_command import doctor
 from strop.cli.eval_command import evaluate
 from strop.cli.plot_command import plot
 from strop.cli.train_command import TRAINING, train_run
+from strop.monitoring.console.message_style import discard_output
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -54,8 +53,7 @@ def _heed_broken_pipe(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
     except BrokenPipeError:
-        with suppress(OSError, ValueError):  # what is still buffered would raise again when Python exits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return BROKEN_PIPE
     return code
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import os
 import sys
@@ -10,9 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from strop.monitoring.console.columns import COLUMNS, COLUMNS_BY_SECTION, Column, format_duration, phase_times
+from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker, Tracker
+
+logger = logging.getLogger(__name__)
 
 ConsoleKind = Literal["auto", "live", "plain", "none"]
 
@@ -100,6 +105,11 @@ class PlainConsole(NullTracker):
     def _print(self, line: str) -> None:
         stamped = f"{time.strftime('%m-%d %H:%M:%S')}  {line}"
         encoding = self._out.encoding or "utf-8"
-        self._out.write(stamped.encode(encoding, "replace").decode(encoding) + "\n")  # an ASCII log must not raise
-        self._out.flush()
+        try:
+            self._out.write(stamped.encode(encoding, "replace").decode(encoding) + "\n")  # an ASCII log must not raise
+            self._out.flush()
+        except BrokenPipeError:
+            self._out = io.StringIO()
+            discard_output()
+            logger.warning("nobody reads the output any more; the run goes on, and its metrics are still recorded")
         self._last_output = self._clock()

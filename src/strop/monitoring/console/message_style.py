@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -43,6 +45,22 @@ def configure_messages() -> None:
     if not logging.getLogger().handlers:
         logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[MessageHandler()])
     logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)
+
+
+def reader_is_gone() -> bool:
+    """Return whether the standard output is a pipe that nobody reads any more, as after ``strop ... | head``."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def discard_output() -> None:
+    """Send the standard output nowhere, also what is still buffered and would raise when Python exits."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _write(level: str, origin: str, message: str) -> None:

@@ -76,6 +76,9 @@ def add_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     sampled = "train/reward" in metrics
     aliased: dict[str, float] = {}
     for name, value in metrics.items():
-        targets = [*_EXACT.get(name, ()), *(pattern.sub(target, name) for pattern, target in _PATTERNS if pattern.fullmatch(name))]
+        targets = [
+            *_EXACT.get(name, ()),
+            *(pattern.sub(target, name) for pattern, target in _PATTERNS if pattern.fullmatch(name)),
+        ]
         aliased |= {target: value for target in targets if sampled or not target.startswith(("actor/", "critic/"))}
     return {**aliased, **metrics}

@@ -121,5 +121,7 @@ def test_a_run_that_skips_every_step_is_stopped_with_the_keys_to_set(learner: st
     for step in (skipped, skipped, SOUND, skipped, skipped, skipped):
         monitor.check_skipped()
         monitor.check(step, tracker)  # type: ignore[arg-type]
-    with pytest.raises(TooManySkipped, match=r"last 3 steps was skipped.*sft\.max_skipped_steps_in_a_row.*policy\.optimizer\.kwargs\.lr"):
+    with pytest.raises(
+        TooManySkipped, match=r"last 3 steps was skipped.*sft\.max_skipped_steps_in_a_row.*policy\.optimizer\.kwargs\.lr"
+    ):
         monitor.check_skipped()
