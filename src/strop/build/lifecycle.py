@@ -72,8 +72,8 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     if logger.wandb_enabled:
         from strop.monitoring.trackers.wandb import WandbTracker
 
-        names = {"project": logger.wandb.project, "name": logger.wandb.name}
-        trackers.append(WandbTracker(folder, **names, config=to_tree(config), aliases=logger.metric_aliases))
+        project, name = logger.wandb.project, logger.wandb.name
+        trackers.append(WandbTracker(folder, project=project, name=name, config=to_tree(config), aliases=logger.metric_aliases))
     return CompositeTracker(trackers)
 
 

@@ -47,7 +47,8 @@ class HealthMonitor:
         holding = [rule for rule in self.rules if self.streaks[rule.name] >= rule.steps]
         for rule in holding:
             self._say(rule.describe(step_metrics, self.section), tracker)
-        return {f"health/{found.name}": 1.0 for found in (*self.at_start, *holding)}
+        names = [*(finding.name for finding in self.at_start if finding.logged), *(rule.name for rule in holding)]
+        return {f"health/{name}": 1.0 for name in names}
 
     def check_skipped(self) -> None:
         """Raise TooManySkipped if no optimizer step was taken for too long. Call it when the step is logged."""

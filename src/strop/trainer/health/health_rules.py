@@ -23,6 +23,7 @@ class HealthFinding:
 
     name: str
     message: str
+    logged: bool = True  # as a metric of the steps; False: it is about how the run will end, not about its steps
 
     def __str__(self) -> str:
         return f"warning: {self.message} ({TROUBLESHOOTING}#{self.name})"

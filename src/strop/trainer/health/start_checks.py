@@ -45,6 +45,7 @@ def check_epochs(options: TrainOptions, groups: int | None, max_epochs: int | No
             "epochs_end_first",
             f"{options.section}.max_num_epochs={max_epochs} ends this run after {steps} of {options.section}.max_num_steps="
             f"{options.max_steps} steps, when the data is used up; set {options.section}.max_num_epochs={needed} (or null) for all steps",
+            logged=False,
         )
 
 

@@ -63,7 +63,7 @@ def test_validation_data_that_is_never_used_is_found(changes: dict[str, object],
 
 def test_epochs_that_end_a_run_before_its_steps_are_found_and_the_number_that_does_not() -> None:
     (found,) = check_epochs(options(max_steps=20), 16, 2)  # two epochs of 8 examples
-    assert found.name == "epochs_end_first"
+    assert found.name == "epochs_end_first" and not found.logged
     assert "sft.max_num_epochs=2 ends this run after 4 of sft.max_num_steps=20 steps" in found.message
     assert "set sft.max_num_epochs=10 " in found.message
     for steps, groups, epochs in ((4, 16, 2), (1_000_000, 16, 2), (20, None, None)):
