@@ -48,6 +48,7 @@ class HealthMonitor:
         for rule in holding:
             self._say(rule.describe(step_metrics, self.section), tracker)
         names = [*(finding.name for finding in self.at_start if finding.logged), *(rule.name for rule in holding)]
+        names += ["tracker_failed"] if getattr(tracker, "failures", ()) else []  # which its tracker has said
         return {f"health/{name}": 1.0 for name in names}
 
     def check_skipped(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from strop.monitoring.trackers.base import CompositeTracker, NullTracker
 from strop.trainer.health.health_monitor import HealthMonitor, TooManySkipped
 from strop.trainer.health.health_rules import RULES, StepMetrics
 
@@ -77,8 +78,8 @@ def test_a_sound_step_in_between_starts_the_count_again(name: str) -> None:
 
 def test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test() -> None:
     headings = set(re.findall(r"^### (\w+)$", PAGE.read_text(encoding="utf-8"), re.M))
-    at_start = {"single_turn", "never_validated", "epochs_end_first"}
-    assert headings == {rule.name for rule in RULES} | at_start and {rule.name for rule in RULES} == WRONG.keys()
+    others = {"single_turn", "never_validated", "epochs_end_first", "tracker_failed"}
+    assert headings == {rule.name for rule in RULES} | others and {rule.name for rule in RULES} == WRONG.keys()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,19 @@ def test_every_rule_has_a_section_in_the_troubleshooting_page_and_a_test() -> No
 def test_nothing_is_said_where_nothing_is_wrong(what: str, section: str, step: StepMetrics) -> None:
     logged, said = watch(*[step] * 30, section=section)
     assert not any(logged) and not said, what
+
+
+def test_a_tracker_that_failed_is_in_the_metrics_of_those_that_did_not() -> None:
+    class Broken(NullTracker):
+        def log(self, step: int, metrics: StepMetrics) -> None:
+            raise OSError("no network")
+
+    tracker = CompositeTracker([CompositeTracker([Broken(), NullTracker()])])
+    monitor = HealthMonitor()
+    assert monitor.check(SOUND, tracker) == {}
+    tracker.log(1, SOUND)
+    assert tracker.failures == ["Broken failed and was off for the rest of this run: OSError: no network"]
+    assert monitor.check(SOUND, tracker) == {"health/tracker_failed": 1.0}
 
 
 def test_one_cause_is_said_once() -> None:
