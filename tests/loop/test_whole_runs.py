@@ -90,9 +90,13 @@ def test_every_rollout_is_stored_with_what_both_networks_thought_of_it(run):
 def test_the_plain_console_says_what_runs_and_one_line_a_step(run):
     text = (run / "console").read_text()
     assert "policy      " in text and "tasks       arithmetic" in text
+    lines = [line[16:] for line in text.splitlines()]
+    (header,) = [line.split() for line in lines if line.split()[:4] == ["reward", "accuracy", "no", "signal"]]
     for step in range(1, 5):
-        assert f"step {step}/4  reward" in text
+        (row,) = [line.split("  (")[0] for line in lines if line.startswith(f"step {step}/4 ")]
+        assert len(row.split()) == len(header), "step N/M is two words, and so are two labels"
     assert "(accuracy " in text and "done after step 4; metrics in logs" in text
+    assert "strop eval results/step_4\n" in text and "wandb sync logs/wandb/offline-run-*" in text
     assert "Traceback" not in text and "Writing model shards" not in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from strop.algorithms.base import Algorithm
@@ -103,8 +104,14 @@ def generates_meanwhile(config: TrainingRunConfig) -> bool:
     )
 
 
+def describe_origin(model_name: str) -> str:
+    """Describe from where a model is loaded."""
+    return "from this folder" if Path(model_name).is_dir() else "from the hub or its local cache"
+
+
 async def make_backend(config: TrainingRunConfig, cluster: Cluster | None, tracker: Tracker) -> Backend:
     """Make the backend of a run and load the policy. Raises ModelNotFound, ValueError."""
+    tracker.progress(f"loading the model: {config.policy.model_name} {describe_origin(config.policy.model_name)}")
     if cluster is None:
         return LocalBackend(config, load_training_policy(config))
     from strop.build.cluster.ray_backend import make_ray_backend

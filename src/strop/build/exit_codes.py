@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
-import warnings
 from collections.abc import Coroutine
 from typing import Any
 
@@ -16,6 +14,8 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
+from strop.monitoring.console.message_style import configure_messages, reader_is_gone
+from strop.trainer.health.health_monitor import TooManySkipped
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.weight_sync.base import EngineDied, TransportError
@@ -34,6 +34,7 @@ USER_ERRORS = (
     TooManyDropped,
     TooFewTasks,
     MismatchTooLarge,
+    TooManySkipped,
     VerificationFailed,
     EngineDied,
     TransportError,
@@ -43,11 +44,16 @@ USER_ERRORS = (
 
 
 def run_command(work: Coroutine[Any, Any, None]) -> int:
-    """Run a command. Return 0 on success, 1 after printing an error that the user can fix."""
-    _configure_warnings()
+    """Run a command. Return 0 on success, 1 after printing an error that the user can fix.
+
+    Raises BrokenPipeError if nobody reads the output.
+    """
+    configure_messages()
     try:
         asyncio.run(work)
     except USER_ERRORS as error:
+        if isinstance(error, BrokenPipeError) and reader_is_gone():
+            raise
         _print_error(error)
         return 1
     except LookupError as error:
@@ -70,12 +76,3 @@ def _print_error(error: Exception) -> None:
     )
     if from_environment and not log.isEnabledFor(logging.DEBUG):
         print("Set STROP_LOG=debug to see the tracebacks of errors in environments.", file=sys.stderr)
-
-
-def _configure_warnings() -> None:
-    def show(message: Warning | str, category: type[Warning], *_: object) -> None:
-        print(f"warning: {message}", file=sys.stderr)
-
-    warnings.showwarning = show  # type: ignore[assignment]
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("strop").setLevel(logging.DEBUG if os.environ.get("STROP_LOG", "").lower() == "debug" else logging.NOTSET)

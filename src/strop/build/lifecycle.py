@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from strop.learner.client import LearnerClient
 from strop.monitoring.console.console import open_console
 from strop.monitoring.rollout_store.rollout_store import RolloutStore
 from strop.monitoring.trackers.base import CompositeTracker, Tracker
-from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker
+from strop.monitoring.trackers.jsonl import METRICS_FILE, JsonlTracker, read_metrics
 from strop.monitoring.watchdog.watchdog import Watchdog, WatchdogTimeout, schedule_exit
 from strop.stopping import EarlyStop
+from strop.trainer.health.health_monitor import HealthMonitor
+from strop.trainer.health.health_rules import HealthFinding
 from strop.trainer.run import TrainingRun
 
 # NeMo-RL's names -> Strop's.
@@ -59,19 +61,19 @@ def make_tracker(config: TrainingRunConfig) -> CompositeTracker:
     logger, folder = config.logger, Path(config.logger.log_dir)
     steps = config.training.last_step if config.training.last_step < 1_000_000 else None
     trackers: list[Tracker] = [
-        open_console(logger.console, max_steps=steps, title=config.policy.model_name),
+        open_console(logger.console, max_steps=steps, title=config.policy.model_name, section=config.section),
         JsonlTracker(folder),
     ]
     if logger.tensorboard_enabled:
         from strop.monitoring.trackers.tensorboard import TensorBoardTracker
 
-        trackers.append(
-            TensorBoardTracker(Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard")
-        )
+        events = Path(logger.tensorboard.log_dir) if logger.tensorboard.log_dir else folder / "tensorboard"
+        trackers.append(TensorBoardTracker(events, aliases=logger.metric_aliases))
     if logger.wandb_enabled:
         from strop.monitoring.trackers.wandb import WandbTracker
 
-        trackers.append(WandbTracker(folder, project=logger.wandb.project, name=logger.wandb.name, config=to_tree(config)))
+        project, name = logger.wandb.project, logger.wandb.name
+        trackers.append(WandbTracker(folder, project=project, name=name, config=to_tree(config), aliases=logger.metric_aliases))
     return CompositeTracker(trackers)
 
 
@@ -125,6 +127,14 @@ def restore_checkpoint(
         if changed := _diff_settings(newest / "config.yaml", config):
             tracker.note(f"settings that differ from the checkpoint's: {', '.join(changed)}")
     return state
+
+
+def make_health(config: TrainingRunConfig, at_start: Iterable[HealthFinding]) -> HealthMonitor:
+    """Make the monitor of a run that is restored: it knows the steps in the log folder."""
+    limit = config.training.max_skipped_steps_in_a_row
+    monitor = HealthMonitor(section=config.section, max_skipped_steps=limit, at_start=tuple(at_start))
+    monitor.replay(logged for step, logged in read_metrics(Path(config.logger.log_dir) / METRICS_FILE) if step > 0)
+    return monitor
 
 
 def resume_run(run: TrainingRun, state: RunState | None) -> TrainingRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from strop.algorithms.base import Algorithm, Plan
 from strop.build.algorithm.sections import check_algorithm, check_section
 from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver, restore_checkpoint, resume_run
 from strop.build.models import TokenizerBundle
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.config import RecordedRunConfig
@@ -30,6 +30,8 @@ from strop.rollouts.recorded import RecordedRules, demonstration_group, preferen
 from strop.rollouts.stream import RolloutStream, StreamState
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
+from strop.trainer.health.health_rules import HealthFinding
+from strop.trainer.health.start_checks import check_epochs, check_validation
 from strop.trainer.loss_validation import LossValidator
 from strop.trainer.run import TrainingRun, TrainOptions
 from strop.types import Group, Task
@@ -95,8 +97,11 @@ async def build_recorded_run(
 ) -> TrainingRun:
     """Build a run on recorded data, restored from its newest checkpoint if there is one."""
     backend = await make_backend(config, cluster, tracker)
+    tracker.progress("reading examples")
     examples = make_examples(config, config.data.train, "train", algorithm, backend.bundle)
     validation_groups = load_validation_groups(config, algorithm, backend.bundle, tracker)
+    held_out = f", {len(validation_groups)} to validate on" if validation_groups else ""
+    tracker.note(f"{len(examples)} examples to train on{held_out}")
     share_prefixes = config.policy.sequence_packing.prefix_sharing and backend.packed
     options = make_recorded_options(config, len(examples), share_prefixes=share_prefixes)
     learners = await backend.build_learners(algorithm, Sampling(), count_optimizer_steps(options, examples.size))
@@ -128,9 +133,16 @@ async def build_recorded_run(
         rollouts=store,
         evaluator=evaluator,
         early_stop=make_early_stop(config),
+        health=make_health(config, find_at_start(config, options, examples.size)),
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state)
+
+
+def find_at_start(config: RecordedRunConfig, options: TrainOptions, examples: int | None) -> Iterator[HealthFinding]:
+    """Find what most likely is not as intended, before the first step. ``examples``: those of all epochs."""
+    yield from check_validation(options, examples, held_out=bool(config.data.validation_entries))
+    yield from check_epochs(options, examples, config.training.max_num_epochs)
 
 
 def make_recorded_algorithm(config: RecordedRunConfig) -> Algorithm:
@@ -210,4 +222,5 @@ def make_recorded_options(config: RecordedRunConfig, examples: int, *, share_pre
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
+        tasks_per_epoch=examples,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from strop.build.algorithm.settings import collect_settings
 from strop.build.backend import make_backend
 from strop.build.cluster.ray_backend import make_remote_environments
 from strop.build.engines import GeneratorSpec
-from strop.build.lifecycle import make_checkpoints, make_early_stop, make_saver, restore_checkpoint, resume_run
+from strop.build.lifecycle import make_checkpoints, make_early_stop, make_health, make_saver, restore_checkpoint, resume_run
 from strop.build.scorers import count_optimizer_steps, make_scorers
 from strop.build.tasks import list_reward_names, make_training_tasks, make_validation_tasks
 from strop.config import RolloutRunConfig
@@ -30,6 +31,8 @@ from strop.rollouts.stream import RolloutStream, StreamState, requeue_stale
 from strop.sampling import Sampling
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Evaluator
+from strop.trainer.health.health_rules import HealthFinding
+from strop.trainer.health.start_checks import check_epochs, check_turns, check_validation
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.run import DrainBefore, TrainingRun, TrainOptions
 from strop.types import Group
@@ -43,14 +46,18 @@ async def build_rollout_run(
     """Build a run on rollouts and its generator, restored from the newest checkpoint if there is one."""
     training = config.rollout_training
     remote_environments = {} if cluster is None else make_remote_environments(config, cluster)
+    tracker.progress("reading tasks")
     train_source = make_training_tasks(config, remote_environments)
     validation_source = make_validation_tasks(config, remote_environments)
+    held_out = "" if validation_source is None else f", {len(validation_source)} to validate on"
+    tracker.note(f"{len(train_source)} tasks to train on{held_out}")
     backend = await make_backend(config, cluster, tracker)
     sampling = Sampling(**config.policy.generation.sampling_options())
     options = make_train_options(
         config,
         share_prefixes=config.policy.sequence_packing.prefix_sharing and backend.packed,
         filters=getattr(algorithm, "drop_constant_groups", type(algorithm).keep is not Algorithm.keep),
+        tasks=len(train_source),
     )
     learners = await backend.build_learners(algorithm, sampling, count_optimizer_steps(options, train_source.size))
     scorers = await make_scorers(config, backend, algorithm, learners, tracker)
@@ -59,6 +66,7 @@ async def build_rollout_run(
     checkpoints = make_checkpoints(config, bundle.tokenizer.save_pretrained)
     store = RolloutStore(Path(config.logger.log_dir), config.logger.rollouts, decode=bundle.tokenizer.decode)
     state = restore_checkpoint(config, checkpoints, learners, tracker, store)
+    tracker.progress(describe_engine_start(config))
     synced = await backend.build_generator(
         GeneratorSpec(
             sampling=sampling,
@@ -104,9 +112,23 @@ async def build_rollout_run(
         evaluator=make_evaluator(config, validation_source, generator, bundle.template, tracker),
         early_stop=make_early_stop(config),
         mismatch=MismatchGuard(config.policy.generation.mismatch),
+        health=make_health(config, find_at_start(config, options, train_source)),
         checkpoints=make_saver(config, checkpoints),
     )
     return resume_run(run, state), generator
+
+
+def describe_engine_start(config: RolloutRunConfig) -> str:
+    name = "vLLM" if config.policy.generation.backend == "vllm" else "torch"
+    return f"starting the {name} engine"
+
+
+def find_at_start(config: RolloutRunConfig, options: TrainOptions, source: Mixture) -> Iterator[HealthFinding]:
+    """Find what most likely is not as intended, before the first step."""
+    environments = {component.name: component.environment for component in source.components}
+    yield from check_turns(environments, config.rollout_training.max_rollout_turns, config.section)
+    yield from check_validation(options, source.size, held_out=bool(config.data.validation_entries))
+    yield from check_epochs(options, source.size, config.training.max_num_epochs)
 
 
 def make_rollout_algorithm(config: RolloutRunConfig) -> Algorithm:
@@ -234,8 +256,11 @@ def choose_drain(config: RolloutRunConfig) -> DrainBefore:
     return "training" if engine_shares_module(config) else "publishing"
 
 
-def make_train_options(config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False) -> TrainOptions:
-    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded."""
+def make_train_options(
+    config: RolloutRunConfig, *, share_prefixes: bool, filters: bool = False, tasks: int | None = None
+) -> TrainOptions:
+    """Make the options of the loop. ``filters``: the algorithm drops groups, so the number generated for a step is bounded.
+    ``tasks``: those of an epoch."""
     training = config.rollout_training
     global_batch = config.policy.train_global_batch_size or training.rollouts_per_step
     return TrainOptions(
@@ -256,4 +281,5 @@ def make_train_options(config: RolloutRunConfig, *, share_prefixes: bool, filter
         val_at_end=training.val_at_end,
         save_period=config.checkpointing.save_period,
         share_prefixes=share_prefixes,
+        tasks_per_epoch=tasks,
     )

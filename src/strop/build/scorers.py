@@ -70,6 +70,7 @@ async def make_scorers(
     """
     scorers: dict[str, AsyncColumnSource] = {}
     if REFERENCE_LOGPROBS in algorithm.requires:
+        tracker.progress("making the reference")
         scorers[REFERENCE_LOGPROBS] = (
             await make_stored_reference(config, models, algorithm, groups, tracker)
             if isinstance(config, DpoRunConfig) and config.dpo.precompute_reference
@@ -79,6 +80,7 @@ async def make_scorers(
         scorers[VALUES] = ValueColumn(VALUES, learners["value"])
     if isinstance(config, DistillationRunConfig):
         columns = find_teacher_columns(config, algorithm)
+        tracker.progress(f"loading the teachers: {', '.join(teacher.model_name for teacher in config.all_teachers.values())}")
         teachers = await models.make_teachers(config, columns)
         for column in columns:
             scorers[column] = combine_teachers({key: sources[column] for key, sources in teachers.items()}, config)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from strop.algorithms.base import Algorithm
 from strop.build.cluster.cluster_run import open_cluster, run_with_restarts
@@ -13,10 +16,14 @@ from strop.build.lifecycle import make_tracker, seed_everything, watch_run
 from strop.build.recorded_run import build_recorded_run, make_recorded_algorithm
 from strop.build.rollout_run import build_rollout_run, make_rollout_algorithm
 from strop.build.summary import summarize
+from strop.checkpointing.step_folders import list_steps
 from strop.config import RecordedRunConfig, RolloutRunConfig, TrainingRunConfig
 from strop.distributed.base import Cluster
 from strop.generation.base import Generator
+from strop.monitoring.console.closing import Closing
+from strop.monitoring.console.message_style import discard_output
 from strop.monitoring.trackers.base import Tracker
+from strop.monitoring.trackers.wandb import is_wandb_offline
 from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
@@ -25,18 +32,55 @@ from strop.trainer.train import train
 
 def run_training(config: TrainingRunConfig) -> int:
     """Train as configured. Return 0 on success, 1 after printing an error."""
-    return run_command(train_as_configured(config))
+    return run_command(_train_and_close(config))
 
 
-async def train_as_configured(config: TrainingRunConfig) -> None:
+async def _train_and_close(config: TrainingRunConfig) -> None:
+    """Train, and say what can be done next."""
+    closing = await train_as_configured(config)
+    if config.logger.console == "none":
+        return
+    try:
+        print(closing, flush=True)
+    except BrokenPipeError:  # the run is fine
+        discard_output()
+
+
+async def train_as_configured(config: TrainingRunConfig) -> Closing:
     """Train, from the newest checkpoint on. Raises RunStopped if a stop signal ends the run."""
+    started = time.monotonic()
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
     tracker = make_tracker(config)
     try:
+        if config.logger.wandb_enabled and is_wandb_offline():
+            tracker.note(describe_offline(config))
         with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
-            await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
+            run = await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
     finally:
         tracker.close()
+    return make_closing(config, run, tracker.failures, time.monotonic() - started)
+
+
+def make_closing(config: TrainingRunConfig, run: TrainingRun, failures: Sequence[str], seconds: float) -> Closing:
+    """Make the last lines of a run that has ended."""
+    folder = Path(config.checkpointing.checkpoint_dir)
+    newest = max(list_steps(folder), default=None) if config.checkpointing.enabled else None
+    return Closing(
+        section=config.section,
+        log_dir=Path(config.logger.log_dir),
+        stores_rollouts=isinstance(config, RolloutRunConfig) and config.logger.rollouts != "none",
+        checkpoint=None if newest is None else folder / f"step_{newest}",
+        seconds=seconds,
+        tokens=run.last_metrics.get("train/total_tokens", 0.0),
+        warnings=[str(finding) for finding in run.health.findings],
+        failed_trackers=failures,
+        hints=[describe_offline(config)] if config.logger.wandb_enabled and is_wandb_offline() else [],
+    )
+
+
+def describe_offline(config: TrainingRunConfig) -> str:
+    folder = Path(config.logger.log_dir) / "wandb" / "offline-run-*"
+    return f"Weights & Biases is offline (WANDB_MODE): nothing is sent; to send it later: wandb sync {folder}"
 
 
 def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
@@ -47,8 +91,8 @@ def make_run_algorithm(config: TrainingRunConfig) -> Algorithm:
     return make_recorded_algorithm(config)
 
 
-async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> None:
-    """Run one attempt: from the newest checkpoint to the end of the run. Raises RunStopped if a stop signal ends it."""
+async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker: Tracker, signals: SignalHandler) -> TrainingRun:
+    """Run one attempt: from the newest checkpoint to the end of the run. Return the run. Raises RunStopped if a stop signal ends it."""
     async with open_cluster(config, tracker) as cluster:
         signals.install()
         run, generator = await build_run(config, tracker, cluster, algorithm)
@@ -67,6 +111,7 @@ async def _run_attempt(config: TrainingRunConfig, algorithm: Algorithm, tracker:
         if run.ending == "stopped":
             raise RunStopped(f"{signals.stop_request.reason}: the run ended after step {run.step}.")
         run.tracker.note(f"done after step {run.step}; metrics in {config.logger.log_dir}")
+        return run
 
 
 async def build_run(

@@ -3,8 +3,8 @@
 ``strop doctor``, ``strop cluster check``, ``strop config``.
 
 Options and ``a.b=c`` overrides may be given in any order. Heavy packages are imported only when needed, so that ``--help`` and errors in
-a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 143 stopped by
-SIGTERM or the time limit and can be continued.
+a configuration are fast. Exit codes: 0 success, 1 failure, 2 error in the arguments or the configuration, 130 interrupted, 141 nobody
+reads the output, 143 stopped by SIGTERM or the time limit and can be continued.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from strop.cli.plot_command import plot
 from strop.cli.rollouts_command import rollouts
 from strop.cli.serve_command import serve
 from strop.cli.train_command import TRAINING, train_run
+from strop.monitoring.console.message_style import discard_output
+
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     **{section: partial(train_run, section) for section in TRAINING},
@@ -48,7 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     options = parser.parse_args(arguments)
-    return COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}")
+    return _heed_broken_pipe(lambda: COMMANDS[options.command](options.arguments, f"strop {shlex.join(arguments)}"))
+
+
+def _heed_broken_pipe(command: Callable[[], int]) -> int:
+    """Run a command. If nobody reads its output any more (``strop ... | head``), return what a shell reports of SIGPIPE."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        return BROKEN_PIPE
+    return code
 
 
 def run_script(command: str, default_config: Path) -> int:
@@ -56,8 +70,8 @@ def run_script(command: str, default_config: Path) -> int:
     arguments = sys.argv[1:]
     typed = f"python {shlex.join([sys.argv[0], *arguments])}"
     if command == "eval":
-        return evaluate(arguments, typed, default_config)
-    return train_run(command, arguments, typed, default_config)
+        return _heed_broken_pipe(lambda: evaluate(arguments, typed, default_config))
+    return _heed_broken_pipe(lambda: train_run(command, arguments, typed, default_config))
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -169,6 +169,16 @@ class Environment(ABC, Generic[TaskT]):
         return await compute_rewards(self, task, rollout)
 
     @property
+    def responds(self) -> bool:
+        """Whether episodes have more than one turn of the policy, where they are allowed."""
+        return type(self).respond is not Environment.respond
+
+    @property
+    def declares_accuracy(self) -> bool:
+        """Whether a reward is marked as the accuracy; without one, ``accuracy`` is the reward."""
+        return any(each.mark.accuracy for each in self.reward_functions.values())
+
+    @property
     def has_group_rewards(self) -> bool:
         return any(each.mark.group for each in self.reward_functions.values())
 
@@ -215,7 +225,7 @@ async def compute_rewards(environment: Environment[TaskT], task: TaskT, rollout:
             )
         rewards[name] = value
         total += environment.reward_weights.get(name, each.mark.weight) * value
-    _check_total(environment, task, total)
+    check_total(environment, task, total, rewards)
     return RewardResult(total, rewards, _check_metrics(environment, task, rollout))
 
 
@@ -240,19 +250,11 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
             for result, value in zip(results, values, strict=True)
         ]
     for result in results:
-        _check_total(environment, task, result.reward)
+        check_total(environment, task, result.reward, result.rewards)
     return [
         replace(result, metrics=_check_metrics(environment, task, rollout))
         for result, rollout in zip(results, rollouts, strict=True)
     ]
-
-
-def _check_total(environment: Environment[Any], task: Task, total: float) -> None:
-    if not math.isfinite(total):
-        raise RewardError(
-            f"the weighted sum of the rewards of {environment.title} on task {task.id!r} is {total}; "
-            "return smaller rewards, or set smaller weights (reward_weights)"
-        )
 
 
 def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) -> Mapping[str, float]:
@@ -270,6 +272,16 @@ def _check_metrics(environment: Environment[Any], task: Task, rollout: Rollout) 
             )
         rollout.metrics[name] = value
     return rollout.metrics
+
+
+def check_total(environment: Environment[Any], task: Task, total: float, rewards: Mapping[str, float]) -> None:
+    """Raise RewardError if rewards that are finite have a weighted sum that is not."""
+    if not math.isfinite(total):
+        largest = max(rewards, key=lambda name: abs(rewards[name]))
+        raise RewardError(
+            f"the rewards of {environment.title} sum to {total} on task {task.id!r}: {largest} returned {rewards[largest]:.4g}; keep "
+            "rewards, and reward_weights times rewards, below 1e300"
+        )
 
 
 async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | Sequence[Rollout]) -> Any:

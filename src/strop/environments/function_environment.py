@@ -60,6 +60,11 @@ class FunctionEnvironment(DatasetEnvironment):
         chosen = _choose_accuracy(functions, accuracies)
         return {name: replace(each, mark=replace(each.mark, accuracy=name == chosen)) for name, each in functions.items()}
 
+    @property
+    def declares_accuracy(self) -> bool:
+        made = [_make_reward(key, given) for key, given in self._list_given()]
+        return any(accuracy or (accuracy is None and _returns_bool(each.function)) for _, each, accuracy in made)
+
     @classmethod
     def list_rewards(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(cls(**{name: options[name] for name in ("reward", "rewards") if name in options}).reward_functions)

@@ -98,6 +98,7 @@ class EnvironmentSpec:
     title: str
     rewards: tuple[str, ...]
     has_group_rewards: bool
+    declares_accuracy: bool
     accuracy: str | None  # name of the reward marked accuracy=True; None: the total reward
     overrides_accuracy: bool  # overrides Environment.accuracy
     has_respond: bool  # overrides Environment.respond
@@ -149,9 +150,10 @@ class EnvironmentServer:
             title=self.environment.title,
             rewards=tuple(rewards),
             has_group_rewards=self.environment.has_group_rewards,
+            declares_accuracy=self.environment.declares_accuracy,
             accuracy=next((name for name, each in rewards.items() if each.mark.accuracy), None),
             overrides_accuracy=kind.accuracy is not Environment.accuracy,
-            has_respond=kind.respond is not Environment.respond,
+            has_respond=self.environment.responds,
             has_session=kind.session is not Environment.session,
             has_answer_key=kind.answer_key is not Environment.answer_key,
         )
@@ -387,6 +389,14 @@ class RemoteEnvironment(Environment[RemoteTask]):
     @property
     def has_group_rewards(self) -> bool:
         return self.spec.has_group_rewards
+
+    @property
+    def responds(self) -> bool:
+        return self.spec.has_respond
+
+    @property
+    def declares_accuracy(self) -> bool:
+        return self.spec.declares_accuracy
 
     async def score_group(self, task: RemoteTask, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         results: Sequence[RewardResult] = await _call_remote(self._next_transport(), "score_group", (task, rollouts))

@@ -38,6 +38,9 @@ class LoggerConfig(BaseConfig):
     )
     wandb_enabled: bool = Field(False, description="Log to Weights & Biases.")
     tensorboard_enabled: bool = Field(False, description="Log to TensorBoard.")
+    metric_aliases: bool = Field(
+        True, description="Log metrics to these two under the names of TRL and verl too, such as train/completions/mean_length."
+    )
     wandb: WandbConfig = subsection(WandbConfig)
     tensorboard: TensorboardConfig = subsection(TensorboardConfig)
 

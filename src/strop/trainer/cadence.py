@@ -16,7 +16,7 @@ from strop.monitoring.rollout_store.rollout_record import RolloutRecord, make_re
 from strop.rollouts.stream import StreamState
 from strop.trainer.dropped import describe_drops
 from strop.trainer.run import TooFewTasks, TrainingRun
-from strop.trainer.step_metrics import group_metrics
+from strop.trainer.step_metrics import group_metrics, progress_metrics
 from strop.trainer.update import UpdateResult
 from strop.types import Batch, Group
 
@@ -25,6 +25,7 @@ async def start(run: TrainingRun) -> None:
     """Publish the weights, validate them if due and log the metrics as step 0. Find out whether there is anything to train."""
     await run.weights.publish(run.step)
     check_stop_request(run)
+    run.health.start(run.tracker)
     if run.options.val_at_start and run.step == 0 and run.evaluator is not None and run.ending is None:
         run.tracker.log(0, await run.evaluator.evaluate(run.step, run.tracker))
         check_stop_request(run)
@@ -39,7 +40,9 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
         run.rollouts.write(run.step, make_step_records(run, groups, batch, result.old_outputs))
     staleness = [] if recorded else [run.step - 1 - group.version for group in groups]
     collected = group_metrics(groups, run.dropped, staleness, recorded=recorded)
-    run.last_metrics = {**collected, **result.metrics, **metrics.to_floats(published)}
+    progress = progress_metrics(run.last_metrics, result.metrics, groups, run.options.tasks_per_epoch)
+    run.last_metrics = {**collected, **result.metrics, **metrics.to_floats(published), **progress}
+    run.last_metrics = {**run.last_metrics, **run.health.check(run.last_metrics, run.tracker)}
     check_ending(run, run.last_metrics)
     with run.timer.span("validation"):
         validated = await validate_if_due(run)
@@ -50,6 +53,7 @@ async def after_step(run: TrainingRun, groups: Sequence[Group], batch: Batch, re
     sampled = len(batch.target) + sum(rollout.sampled_tokens for group, _ in run.dropped for rollout in group.rollouts)
     timing = run.timer.metrics(tokens_read=len(batch.tokens), tokens_sampled=None if recorded else sampled)
     run.tracker.log(run.step, {**run.last_metrics, **timing})
+    run.health.check_skipped()
 
 
 async def finish_without_tasks(run: TrainingRun, left_over_groups: int) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,8 +108,8 @@ class Evaluator:
         """Return metrics under ``validation/``. Rollouts with errors count as wrong and are counted in ``validation/errors``."""
         started = time.perf_counter()
         if tracker is not None:
-            tracker.progress(f"validating on {self.size} tasks")
-        groups = self.last_groups = await self._sample_groups()
+            tracker.progress(f"validating: 0 of {self.size} tasks")
+        groups = self.last_groups = await self._sample_groups(tracker)
         environments = {name: environment for name, environment, _ in (self.source.at(index) for index in range(self.size))}
         results = await asyncio.gather(*(_grade_group(group, environments[group.environment]) for group in groups))
         multiple = self.samples > 1
@@ -124,6 +124,8 @@ class Evaluator:
             "truncated": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
             "errors": float(sum(rollout.error is not None for rollout in rollouts)),
         }
+        if not any(environment.declares_accuracy for environment in environments.values()):
+            metrics["score"] = metrics["accuracy"]  # what the accuracy is where no reward is declared to be one
         for name in environments if len(environments) > 1 else ():
             means = summarize_results([result for result in results if result.environment == name], ks, voters)
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
@@ -132,16 +134,26 @@ class Evaluator:
         if self.folder is not None:
             self._write_samples(self.folder / f"step_{step:06d}.json", step, metrics)
         if tracker is not None:
-            self._print_samples(tracker, groups, results)
+            self._print_samples(tracker, groups, results, environments)
         metrics["seconds"] = time.perf_counter() - started
         return {f"validation/{name}": value for name, value in metrics.items()}
 
-    async def _sample_groups(self) -> list[Group]:
+    async def _sample_groups(self, tracker: Tracker | None) -> list[Group]:
         """Sample every task, ``concurrent_tasks`` at a time."""
         groups: list[Group] = []
+        finished = 0
+
+        async def sample(index: int) -> Group:
+            nonlocal finished
+            group = await self._sample_group(index)
+            finished += 1
+            if tracker is not None:
+                tracker.progress(f"validating: {finished} of {self.size} tasks")
+            return group
+
         for start in range(0, self.size, self.concurrent_tasks or self.size):
             indices = range(start, min(start + (self.concurrent_tasks or self.size), self.size))
-            groups += await asyncio.gather(*(self._sample_group(index) for index in indices))
+            groups += await asyncio.gather(*(sample(index) for index in indices))
         return groups
 
     async def _sample_group(self, index: int) -> Group:
@@ -168,16 +180,30 @@ class Evaluator:
             text = json.dumps({"step": step, "metrics": metrics, "tasks": self.last_tasks}, ensure_ascii=False, indent=1)
             draft.write_text(encodable(text), encoding="utf-8")
 
-    def _print_samples(self, tracker: Tracker, groups: Sequence[Group], results: Sequence[TaskResult]) -> None:
+    def _print_samples(
+        self,
+        tracker: Tracker,
+        groups: Sequence[Group],
+        results: Sequence[TaskResult],
+        environments: Mapping[str, Environment[Any]],
+    ) -> None:
         for group, result in list(zip(groups, results, strict=True))[: self.samples_to_print]:
             rollout = group.rollouts[0]
-            tracker.note(f"{_last_question(group)!r} -> {rollout.text!r} (accuracy {result.accuracies[0]:g})")
+            score = "accuracy" if environments[group.environment].declares_accuracy else "reward"
+            turns = f", {len(rollout.policy_turns)} turns" if len(rollout.policy_turns) > 1 else ""
+            tracker.note(f"{_find_question(rollout)!r} -> {rollout.text!r} ({score} {result.accuracies[0]:.4g}{turns})")
 
 
-def _last_question(group: Group) -> str:
-    messages = group.rollouts[0].messages
-    questions = [message.content for message in messages if message.role != "assistant"]
-    return questions[-1] if questions else group.task.question
+def _find_question(rollout: Rollout) -> str:
+    """Return the last question before the policy's first turn: later messages are answers of the environment."""
+    of_assistant = [index for index, message in enumerate(rollout.messages) if message.role == "assistant"]
+    written = (
+        of_assistant[-len(rollout.policy_turns) :] if rollout.policy_turns else []
+    )  # those before are examples in the prompt
+    questions = [
+        message.content for message in rollout.messages[: written[0] if written else None] if message.role != "assistant"
+    ]
+    return questions[-1] if questions else rollout.task.question
 
 
 async def _grade_group(group: Group, environment: Environment[Any]) -> TaskResult:

@@ -16,6 +16,7 @@ from strop.rollouts.stream import GroupStream, StreamState
 from strop.stopping import EarlyStop, RunEnding, StopRequest
 from strop.trainer.column_sources import ColumnSources
 from strop.trainer.evaluation import Validator
+from strop.trainer.health.health_monitor import HealthMonitor
 from strop.trainer.mismatch import MismatchGuard
 from strop.trainer.step_timer import StepTimer
 from strop.types import Group
@@ -56,6 +57,7 @@ class TrainOptions:
     val_at_end: bool = False
     save_period: int = 0
     share_prefixes: bool = True
+    tasks_per_epoch: int | None = None  # for the metric train/epoch; None: unknown
 
 
 @dataclass(kw_only=True)
@@ -75,6 +77,7 @@ class TrainingRun:
     early_stop: EarlyStop | None = None
     stop_request: StopRequest = field(default_factory=StopRequest)
     mismatch: MismatchGuard = field(default_factory=MismatchGuard)
+    health: HealthMonitor = field(default_factory=HealthMonitor)
     checkpoints: Checkpointer | None = None
     step: int = 0
     ending: RunEnding | None = None  # None: there is a further step
@@ -85,6 +88,11 @@ class TrainingRun:
     stream_state: StreamState | None = None  # at the beginning of the current step
     dropped: list[tuple[Group, DropReason]] = field(default_factory=list)  # dropped in the current step, with the reason
     errors_in_a_row: int = 0  # groups, also of earlier steps
+
+    @property
+    def collecting(self) -> str:
+        """What the run does while it waits for groups."""
+        return "reading data" if self.algorithm.recorded_data else "generating"
 
     def begin_step(self) -> None:
         self.timer.start_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ def group_metrics(
     return {
         **logged,
         "train/reward": sum(rollout.reward for rollout in rollouts) / count,
+        "train/reward_min": min(rollout.reward for rollout in rollouts),
+        "train/reward_max": max(rollout.reward for rollout in rollouts),
         "train/reward_std_in_group": sum(float(group.rewards.std(correction=0)) for group in kept) / len(kept),
         "train/groups_without_signal": sum(not varies(group.rewards) for group in kept) / len(kept),
         "train/mean_gen_tokens_per_sample": sum(sampled) / count,
@@ -61,6 +63,17 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
             for name, value in rollout.metrics.items() if rollout.error is None else ():
                 values.setdefault(f"environments/{group.environment}/{name}", []).append(value)
     return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def progress_metrics(
+    previous: Mapping[str, float], trained: Mapping[str, float], groups: Sequence[Group], tasks_per_epoch: int | None
+) -> dict[str, float]:
+    """Return how far the run is: the tokens trained on and the passes over the data so far. ``previous``: the metrics of the last step."""
+    logged = {"train/total_tokens": previous.get("train/total_tokens", 0.0) + trained["train/tokens_trained"]}
+    if tasks_per_epoch is None:
+        return logged
+    epoch = (max(group.index for group in groups) + 1) / tasks_per_epoch
+    return {**logged, "train/epoch": max(previous.get("train/epoch", 0.0), epoch)}
 
 
 def batch_metrics(batch: Batch, old_outputs: Outputs, *, recorded: bool = False) -> dict[str, float]:

@@ -47,7 +47,7 @@ async def collect(run: TrainingRun) -> list[Group]:
     kept: list[Group] = []
     with run.timer.span("generation"):
         while len(kept) < run.options.groups_per_step:
-            run.tracker.progress(f"generating: {len(kept)} of {run.options.groups_per_step} groups")
+            run.tracker.progress(f"{run.collecting}: {len(kept)} of {run.options.groups_per_step} groups")
             try:
                 group = await run.stream.next()
             except EndOfTasks:

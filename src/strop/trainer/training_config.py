@@ -37,6 +37,10 @@ class TrainingConfig(BaseConfig):
         16, ge=1, description="Stop after this many groups in a row were dropped for an error (groups)."
     )
 
+    max_skipped_steps_in_a_row: int = Field(
+        10, ge=1, description="Stop after this many steps in a row whose gradients were all not finite (steps)."
+    )
+
     @property
     def last_step(self) -> int:
         """The step after which training stops; a very large number if it never does."""

@@ -66,6 +66,27 @@ def test_a_reward_that_is_no_finite_number_is_an_error_that_names_the_method(wro
         asyncio.run(compute_rewards(Yes(broken=value), TASK, wrote(TASK, "yes")))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Huge(Yes):
+    of_group: bool = False
+
+    @reward()
+    def huge(self, task: Task, rollout: Rollout) -> float:
+        return 0.0 if self.of_group else 1e308
+
+    @reward(weight=2.0)
+    def huger(self, task: Task, rollouts: Sequence[Rollout]) -> list[float]:
+        return [1.5e308 if self.of_group else 0.0 for _ in rollouts]
+
+
+def test_rewards_that_are_finite_and_sum_to_infinity_are_an_error_that_names_the_reward(wrote):
+    rollout = wrote(TASK, "yes")
+    with pytest.raises(RewardError, match=r"the rewards of Huge sum to inf on task 't1': huge returned 1e\+308"):
+        asyncio.run(compute_rewards(Huge(reward_weights={"huge": 10.0}), TASK, rollout))
+    with pytest.raises(RewardError, match=r"sum to inf on task 't1': huger returned 1\.5e\+308"):
+        asyncio.run(compute_group_rewards(Huge(of_group=True), TASK, [rollout]))
+
+
 def test_a_reward_that_raises_names_environment_method_and_task(wrote):
     @dataclass(frozen=True, kw_only=True)
     class Failing(Yes):

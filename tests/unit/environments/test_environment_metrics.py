@@ -178,7 +178,7 @@ def test_numbers_are_converted_and_nothing_else_is() -> None:
 
 def test_rewards_whose_sum_is_not_finite_are_an_error() -> None:
     environment = Sets(returned=1e308, reward_weights={"given": 10.0})
-    assert "the weighted sum of the rewards of Sets on task 't' is inf" in group_of(environment).errors[0]
+    assert "the rewards of Sets sum to inf on task 't'" in group_of(environment).errors[0]
 
 
 def test_the_reward_of_a_group_may_be_any_list_of_numbers() -> None:

@@ -10,17 +10,25 @@ import sys
 import pytest
 from rich.console import Console
 
-from strop.monitoring.console.columns import format_duration, format_number, format_seconds, phase_times
+from strop.monitoring.console.columns import (
+    COLUMNS_BY_SECTION,
+    format_duration,
+    format_fixed,
+    format_number,
+    format_seconds,
+    phase_times,
+)
 from strop.monitoring.console.console import PlainConsole, open_console
 from strop.monitoring.console.live import LiveConsole, sparkline
 from strop.monitoring.console.progress import Progress
+from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker
 
 METRICS = {
     "train/reward": 0.531,
     "train/loss": -0.0123,
     "train/entropy": 0.831,
-    "train/kl_penalty": 1.2e-5,
+    "train/kl_penalty": 1.2e-3,
     "train/token_mult_prob_error": 1.0003,
     "performance/tokens_per_sec": 1234.5,
     "timing/train/total_step_time": 4.0,
@@ -108,16 +116,76 @@ def test_time_left_of_a_continued_run_counts_only_its_own_steps() -> None:
     assert pace.eta_seconds == pytest.approx(16.0)
 
 
+def rows_of(out: io.StringIO) -> list[str]:
+    """The lines without their time stamps."""
+    return [line[16:] for line in out.getvalue().splitlines()]
+
+
 def test_a_plain_console_writes_one_aligned_ascii_line_a_step() -> None:
     out = io.StringIO()
     console = PlainConsole(100, out=out)
     for step, reward in ((1, 0.5), (10, -0.125), (100, math.nan)):
         console.log(step, {**METRICS, "train/reward": reward})
-    lines = out.getvalue().splitlines()
+    header, *lines = rows_of(out)
     assert len(lines) == 3 and all(line.isascii() for line in lines)
-    assert len({line.index("loss") for line in lines}) == 1
-    assert "step   1/100" in lines[0] and "reward   0.500" in lines[0] and "generation 50%" in lines[0]
-    assert "reward     nan" in lines[2]
+    ends = [header.index(label) + len(label) for label in ("reward", "loss", "entropy", "KL", "mismatch", "tokens/s")]
+    for line, reward in zip(lines, ("0.500", "-0.125", "nan"), strict=True):
+        values = [line[:end].split()[-1] for end in ends]
+        assert values == [reward, "-0.0123", "0.831", "0.0012", "1.0003", "1,234"]
+    assert lines[0].startswith("step   1/100") and "generation 50%" in lines[0]
+
+
+def test_the_header_of_a_plain_console_comes_again_now_and_then_and_when_there_are_new_columns() -> None:
+    out = io.StringIO()
+    console = PlainConsole(100, out=out)
+    for step in range(1, 50):
+        console.log(step, {"train/reward": 0.5, **({"validation/loss": 2.0} if step == 5 else {})})
+    headers = [number for number, line in enumerate(rows_of(out)) if "reward" in line]
+    assert headers == [0, 5, 26, 47]
+
+
+def test_a_step_that_was_shown_before_the_run_was_resumed_is_not_shown_again() -> None:
+    out = io.StringIO()
+    console = PlainConsole(4, out=out)
+    console.resume(2)
+    console.log(2, METRICS)
+    console.note("continuing after step 2")
+    console.log(3, METRICS)
+    lines = rows_of(out)
+    assert lines[0] == "continuing after step 2" and lines[2].startswith("step 3/4") and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "written"),
+    [(-6.0e-09, 4, "0.0000"), (-0.00004, 4, "0.0000"), (10.82, 4, "10.8200"), (-0.5, 2, "-0.50"), (1234.5, 3, "1,234"),
+     (0.0, 3, "0.000"), (math.nan, 3, "nan"), (5e7, 3, "5.0e+07"), (256.123, 3, "256.12")],
+)  # fmt: skip
+def test_a_column_has_fixed_decimals_and_no_negative_zero(value: float, decimals: int, written: str) -> None:
+    assert format_fixed(value, decimals) == written
+
+
+@pytest.mark.parametrize(
+    ("section", "metrics", "labels"),
+    [
+        ("grpo", ["train/reward", "train/loss", "validation/accuracy", "train/groups_without_signal", "train/truncated"],
+         ["reward", "accuracy", "no signal", "truncated"]),
+        ("grpo", ["train/reward", "validation/accuracy", "validation/score"], ["reward", "val reward"]),
+        ("dpo", ["train/loss", "train/accuracy", "train/margin", "train/rewards_chosen_mean", "train/rewards_rejected_mean"],
+         ["loss", "accuracy", "margin", "chosen", "rejected"]),
+        ("rm", ["train/loss", "train/accuracy", "train/margin", "validation/accuracy"], ["loss", "accuracy", "margin", "val acc"]),
+        ("sft", ["train/loss", "train/tokens_trained", "validation/loss"], ["loss", "val loss", "tokens"]),
+        ("distillation", ["train/reward", "train/teacher_kl", "train/entropy"], ["KL teacher", "entropy"]),
+    ],
+)  # fmt: skip
+def test_each_kind_of_run_has_columns_of_its_own(section: str, metrics: list[str], labels: list[str]) -> None:
+    table = StepTable(COLUMNS_BY_SECTION[section], 10)
+    header, _ = table.format_rows(1, dict.fromkeys(metrics, 0.5))
+    assert re.split(r"  +", header.strip()) == labels
+
+
+def test_recorded_data_is_read_and_not_generated() -> None:
+    parts = phase_times({"timing/train/generation": 1.0, "timing/train/policy_training": 1.0, "train/examples": 4.0})
+    assert [part.name for part in parts] == ["reading data", "training"]
 
 
 def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
@@ -125,19 +193,34 @@ def test_a_plain_console_keeps_the_place_of_a_metric_that_is_missing() -> None:
     console = PlainConsole(None, out=out)
     console.log(1, {"train/reward": 1.0, "validation/accuracy": 0.5, "performance/tokens_per_sec": 7.0})
     console.log(2, {"train/reward": 1.0, "performance/tokens_per_sec": 7.0})
-    first, second = out.getvalue().splitlines()
-    assert "accuracy       -" in second and first.index("tokens/s") == second.index("tokens/s")
+    header, first, second = rows_of(out)
+    assert "accuracy" in header and "0.500" in first and second.split()[-2:] == ["-", "7"] and len(first) == len(second)
 
 
 def test_a_plain_console_speaks_up_in_a_long_step_and_is_silent_in_a_short_one() -> None:
     clock, out = Clock(), io.StringIO()
     console = PlainConsole(10, out=out, clock=clock)
-    console.progress("generating 1/32 groups")
+    console.log(1, {})
+    out.truncate(0)
+    console.progress("generating: 1 of 32 groups")
     assert out.getvalue() == ""
     clock.now = 61.0
-    console.progress("generating 9/32 groups")
-    console.progress("generating 10/32 groups")
-    assert out.getvalue().count("\n") == 1 and "generating 9/32 groups" in out.getvalue()
+    console.progress("generating: 9 of 32 groups")
+    console.progress("generating: 10 of 32 groups")
+    assert out.getvalue().count("\n") == 1 and "generating: 9 of 32 groups" in out.getvalue()
+
+
+def test_a_plain_console_says_at_once_what_a_run_does_before_its_first_step_and_then_every_ten_seconds() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = PlainConsole(10, out=out, clock=clock)
+    console.progress("loading the model somewhere/else")
+    for second in range(25):
+        clock.now = float(second)
+        console.progress(f"validating: {second} of 25 tasks")
+    assert [line.removeprefix("... ") for line in rows_of(out)] == [
+        "loading the model somewhere/else",
+        *(f"validating: {second} of 25 tasks" for second in (0, 10, 20)),
+    ]
 
 
 def test_a_plain_console_survives_an_output_that_knows_only_ascii() -> None:
@@ -181,7 +264,7 @@ def test_the_live_console_shows_what_matters() -> None:
     text = "".join(part.text for part in screen.render(console.render()))
     expected = [
         *("addition", "step 12/60", "20%", "left", "generating 12/32 groups"),
-        *("0.531", "-0.0123", "0.831", "1.2e-05", "1.0003", "1,234", "accuracy 0.120", "@0"),
+        *("0.531", "-0.0123", "0.831", "0.0012", "1.0003", "1,234", "accuracy 0.120", "@0"),
         *("step time 4.0 s", "generation 50% ━", "training 38% ━", "other 10% ━"),
     ]
     text = re.sub(" +", " ", text)
@@ -263,3 +346,39 @@ def test_a_sparkline_is_a_curve_with_gaps() -> None:
     assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([math.nan]) == " "
+
+
+def test_every_step_leaves_a_line_in_the_scrollback_of_a_live_console() -> None:
+    screen = terminal(80)
+    console = LiveConsole(5, console=screen)
+    for step in range(1, 4):
+        console.log(step, METRICS)
+    console.close()
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn(screen)).splitlines()
+    assert [line for line in lines if re.match(r"\d\d:\d\d:\d\d  step \d/5 ", line) and "0.531" in line and len(line) <= 80] != []
+    assert all(any(f"step {step}/5 " in line and "│" not in line for line in lines) for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("width", [40, 30])
+def test_a_narrow_terminal_shows_the_reward_and_the_bar(width: int) -> None:
+    screen = terminal(width, 24)
+    console = LiveConsole(60, console=screen)
+    console.log(30, METRICS)
+    shown = "".join(part.text for part in screen.render(console.render()))
+    assert "step 30/60" in shown and "━" in shown and "reward 0.531" in shown
+    console.close()
+
+
+def test_a_resized_terminal_is_drawn_anew() -> None:
+    screen = terminal(100, 40)
+    console = LiveConsole(60, console=screen)
+    console.log(1, METRICS)
+    before = len(drawn(screen))
+    screen.size = (70, 40)  # type: ignore[assignment]
+    console._live.refresh()  # type: ignore[union-attr]
+    after = drawn(screen)[before:]
+    assert "\x1b[2J\x1b[H" in after and "step  1/60" in after and max(map(len, last_drawing(screen).splitlines())) <= 70
+    again = len(drawn(screen))
+    console._live.refresh()  # type: ignore[union-attr]
+    assert "\x1b[2J" not in drawn(screen)[again:]
+    console.close()

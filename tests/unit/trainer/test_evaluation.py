@@ -18,7 +18,7 @@ from strop.monitoring.rollout_store.validation_samples import ValidationSamples
 from strop.rollouts.episode import EpisodeRules
 from strop.sampling import Sampling
 from strop.trainer.evaluation import Evaluator, TaskResult, pass_at_k, summarize_results
-from strop.types import Rollout, Task
+from strop.types import Rollout, Task, user
 
 TOKENIZER = tiny_tokenizer()
 
@@ -224,3 +224,37 @@ def test_as_many_samples_are_shown_as_asked_for():
     tracker = Recorder()
     asyncio.run(evaluator(samples_to_print=2).evaluate(0, tracker))
     assert len(tracker.notes) == 2 and tracker.notes[0].startswith("'task 0' -> ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored(Letters):
+    """Answers the policy once, and has no reward that is declared to be the accuracy."""
+
+    async def respond(self, task, rollout):
+        return (user("the tool says 4824"),) if len(rollout.policy_turns) == 1 else None
+
+    @reward(weight=1.0)
+    def share(self, task, rollout):
+        return 0.25
+
+
+def test_a_sample_of_several_turns_is_shown_with_the_question_of_the_task_and_the_last_answer():
+    tracker = Recorder()
+    rules = EpisodeRules(max_turns=2)
+    found = asyncio.run(evaluator(environment=Scored(), samples_to_print=1, samples=1, rules=rules).evaluate(0, tracker))
+    (note,) = tracker.notes
+    assert note.startswith("'task 0' -> ") and note.endswith("(reward 0.25, 2 turns)") and "4824" not in note
+    assert found["validation/score"] == found["validation/accuracy"] == 0.25
+
+
+def test_a_declared_accuracy_is_no_score():
+    found = asyncio.run(evaluator().evaluate(0))
+    assert "validation/accuracy" in found and "validation/score" not in found
+
+
+def test_a_validation_says_how_far_it_is():
+    tracker = Recorder()
+    said = []
+    tracker.progress = said.append
+    asyncio.run(evaluator(size=3).evaluate(0, tracker))
+    assert said == [f"validating: {done} of 3 tasks" for done in range(4)]

@@ -66,6 +66,8 @@ def test_means_are_over_the_rollouts_that_are_trained_on():
             "train/environments/a/reward": 0.5,
             "train/environments/b/reward": 0.5,
             "train/reward": 0.5,
+            "train/reward_min": 0,
+            "train/reward_max": 1,
             "train/reward_std_in_group": 0.25,
             "train/groups_without_signal": 0.5,
             "train/mean_gen_tokens_per_sample": (2 + 4 + 2 + 3) / 4,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from strop.checkpointing.step_folders import list_steps
 from strop.config import RolloutRunConfig, TrainingRunConfig
@@ -17,6 +18,7 @@ from strop.distributed.placement import DeviceCounts
 from strop.monitoring.trackers.base import Tracker
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RECOVERABLE_ERRORS = (ActorGroupDied, ActorDied)
 
@@ -77,8 +79,8 @@ def _max_per_node(processes: int, devices: DeviceCounts) -> int:
     return -(-processes // devices.nodes)
 
 
-async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[None]]) -> None:
-    """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times.
+async def run_with_restarts(config: TrainingRunConfig, tracker: Tracker, run_attempt: Callable[[], Awaitable[T]]) -> T:
+    """Run an attempt; if a process dies, run another from the newest checkpoint, up to ``cluster.max_restarts`` times. Return its result.
 
     The count starts over whenever an attempt saves a later step than all earlier ones. Raises the last error when no restart is left.
     """

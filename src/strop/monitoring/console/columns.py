@@ -1,12 +1,12 @@
-"""The metrics shown during a run, in order, and their number formats. Shared by both consoles and the plots.
+"""The metrics shown during a run of each kind, in order, and their number formats. Shared by both consoles and the plots.
 
-A column appears once its metric has been logged, so one list serves every algorithm. ASCII only, for log files.
+A column appears once its metric has been logged. ASCII only, for log files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TOTAL_TIME = "timing/train/total_step_time"
@@ -18,25 +18,66 @@ class Column:
     label: str
     tag: str
     decimals: int | None = None  # None: depends on the magnitude
+    scientific: bool = False
+    unless: str = ""  # a metric that says the same better: where it has been logged, this column is not shown
 
     def format(self, value: float) -> str:
-        if self.decimals is None or not math.isfinite(value):
-            return format_number(value)
-        return f"{value:.{self.decimals}f}"
+        if self.scientific and math.isfinite(value):
+            return f"{value:.1e}"
+        return format_number(value) if self.decimals is None else format_fixed(value, self.decimals)
 
 
-COLUMNS = (
-    Column("reward", "train/reward", 3),
-    Column("loss", "train/loss"),
-    Column("entropy", "train/entropy", 3),
-    Column("KL", "train/kl_penalty"),
-    Column("mismatch", "train/token_mult_prob_error", 4),
-    Column("grad norm", "train/grad_norm"),
-    Column("length", "train/mean_gen_tokens_per_sample", 1),
-    Column("accuracy", "validation/accuracy", 3),
-    Column("val loss", "validation/loss"),
-    Column("tokens/s", "performance/tokens_per_sec"),
+REWARD = Column("reward", "train/reward", 3)
+LOSS = Column("loss", "train/loss", 4)
+ENTROPY = Column("entropy", "train/entropy", 3)
+KL = Column("KL", "train/kl_penalty", 4)
+MISMATCH = Column("mismatch", "train/token_mult_prob_error", 4)
+GRAD_NORM = Column("grad norm", "train/grad_norm", 3)
+LEARNING_RATE = Column("lr", "train/lr", scientific=True)
+NO_SIGNAL = Column("no signal", "train/groups_without_signal", 2)
+TRUNCATED = Column("truncated", "train/truncated", 2)
+LENGTH = Column("length", "train/mean_gen_tokens_per_sample", 1)
+ACCURACY = Column("accuracy", "validation/accuracy", 3, unless="validation/score")
+SCORE = Column("val reward", "validation/score", 3)
+TRAINED = Column("tokens", "train/tokens_trained", 0)
+OF_PAIRS = Column("accuracy", "train/accuracy", 3)
+MARGIN = Column("margin", "train/margin", 3)
+VALIDATION_LOSS = Column("val loss", "validation/loss", 4)
+VALIDATION_ACCURACY = Column("val acc", "validation/accuracy", 3)
+SPEED = Column("tokens/s", "performance/tokens_per_sec", 0)
+
+_ROLLOUTS = (REWARD, ACCURACY, SCORE, NO_SIGNAL, TRUNCATED, LENGTH, ENTROPY, KL, GRAD_NORM, LEARNING_RATE, MISMATCH, SPEED)
+_PREFERENCES = (
+    LOSS,
+    OF_PAIRS,
+    MARGIN,
+    Column("chosen", "train/rewards_chosen_mean", 3),
+    Column("rejected", "train/rewards_rejected_mean", 3),
+    Column("desired", "train/rewards_desirable", 3),  # of KTO
+    Column("undesired", "train/rewards_undesirable", 3),
+    VALIDATION_LOSS,
+    VALIDATION_ACCURACY,
 )
+_TEACHER_KL = (
+    Column("KL teacher", "train/kl_reverse", 4),
+    Column("KL teacher", "train/teacher_kl", 4, unless="train/kl_reverse"),
+)
+
+# The most telling first: a narrow terminal shows the first ones.
+COLUMNS_BY_SECTION: Mapping[str, Sequence[Column]] = {
+    "grpo": _ROLLOUTS,
+    "ppo": (*_ROLLOUTS, Column("value loss", "train/value_loss", 4), Column("explained", "train/explained_variance", 3)),
+    "distillation": (*_TEACHER_KL, ACCURACY, SCORE, LENGTH, TRUNCATED, ENTROPY, GRAD_NORM, LEARNING_RATE, MISMATCH, SPEED),
+    "sft": (LOSS, VALIDATION_LOSS, TRAINED, ENTROPY, GRAD_NORM, LEARNING_RATE, SPEED),
+    "dpo": (*_PREFERENCES, GRAD_NORM, LEARNING_RATE, SPEED),
+    "rm": (LOSS, OF_PAIRS, MARGIN, VALIDATION_LOSS, VALIDATION_ACCURACY, GRAD_NORM, LEARNING_RATE, SPEED),
+}
+COLUMNS = (REWARD, LOSS, ENTROPY, KL, MISMATCH, GRAD_NORM, LENGTH, ACCURACY, SCORE, VALIDATION_LOSS, SPEED)  # of any other run
+
+
+def choose_columns(columns: Sequence[Column], seen: frozenset[str]) -> list[Column]:
+    """Return the columns whose metrics have been logged."""
+    return [column for column in columns if column.tag in seen and column.unless not in seen]
 
 
 @dataclass(frozen=True)
@@ -50,6 +91,7 @@ class Phase:
 # In the order of a step; unknown phases follow, sorted by name.
 _PHASE_NAMES = {
     "generation": "generation",
+    "reading_data": "reading data",
     "logprobs": "log-probs",
     "policy_training": "training",
     "weight_sync": "weights",
@@ -59,12 +101,17 @@ _PHASE_NAMES = {
 
 
 def phase_times(metrics: Mapping[str, float]) -> tuple[Phase, ...]:
-    """Split the time of a step into phases. Time outside of all phases is ``other``."""
+    """Split the time of a step into phases. Time outside of all phases is ``other``.
+
+    A step on recorded data does not generate: its examples are read.
+    """
     seconds = {
         tag.removeprefix(PHASE_PREFIX): value
         for tag, value in metrics.items()
         if tag.startswith(PHASE_PREFIX) and tag != TOTAL_TIME and math.isfinite(value) and value > 0
     }
+    if "train/examples" in metrics and "generation" in seconds:
+        seconds["reading_data"] = seconds.pop("generation")
     order = [name for name in _PHASE_NAMES if name in seconds] + sorted(seconds.keys() - _PHASE_NAMES.keys())
     phases = [Phase(_PHASE_NAMES.get(name, name.replace("_", " ")), seconds[name]) for name in order]
     rest = metrics.get(TOTAL_TIME, 0.0) - sum(phase.seconds for phase in phases)
@@ -85,6 +132,15 @@ def format_number(value: float) -> str:
     if size >= 1e-3 or value == 0:
         return f"{value:.4f}" if size < 10 else f"{value:.2f}"
     return f"{value:.1e}"
+
+
+def format_fixed(value: float, decimals: int) -> str:
+    """Format a number with a fixed number of decimals, fewer only where it is large; never as -0.000."""
+    size = abs(value)
+    if not math.isfinite(value) or size >= 1e6:
+        return format_number(value)
+    text = f"{value:,.0f}" if size >= 1000 else f"{value:.{min(decimals, 2) if size >= 100 else decimals}f}"
+    return text if any(digit in "123456789" for digit in text) else text.removeprefix("-")
 
 
 def format_duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
-"""The live console: a panel redrawn in place below the scrolling notes.
+"""The live console: a panel redrawn in place below the scrolling notes and a line for each step.
 
+    17:03:12  step 11/60    0.506      0.250    4.3 s
     ╭─ strop · addition ───────────────────────────────────────────────────────╮
     │ step 12/60  ━━━━━━━━━━╸                                   20%  4:10 left │
     │ generating 12/32 groups  0:03                                            │
@@ -19,17 +20,20 @@ from __future__ import annotations
 import atexit
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from strop.monitoring.console.columns import COLUMNS, Column, Phase, format_duration, format_seconds, phase_times
+from strop.monitoring.console.columns import COLUMNS, Column, Phase, choose_columns, format_duration, format_seconds, phase_times
 from strop.monitoring.console.progress import Progress
+from strop.monitoring.console.step_table import StepTable
 from strop.monitoring.trackers.base import NullTracker
 
 MAX_WIDTH = 110  # for readability
@@ -38,45 +42,59 @@ CELL_WIDTH = 35  # of label, value and curve, with the gaps between them
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 SPARK_LENGTH = 12
 REDRAWS_PER_SECOND = 4
+STAMP = "%H:%M:%S  "  # as long as what it formats
+RECENT_LINES = 50
 
 Cell = tuple[RenderableType, RenderableType, RenderableType]  # label, value, curve
 
 
 class LiveConsole(NullTracker):
-    """Shows the panel. Notes and all other output scroll above it."""
+    """Shows the panel. Notes, a line for each step and all other output scroll above it."""
 
     def __init__(
         self,
         max_steps: int | None,
         *,
         title: str = "",
+        columns: Sequence[Column] = COLUMNS,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console()
         self._clock = clock
         self._title = title
+        self._columns = columns
+        self._table = StepTable(columns, max_steps)
         self._progress = Progress(max_steps, clock)
         self._activity = ("starting", clock())  # what, since when
         self._closed = False
         self._history: Mapping[str, tuple[float, ...]] = {}
         self._last_steps: Mapping[str, int] = {}  # in which each metric was logged
         self._phases: tuple[Phase, ...] = ()
+        self._recent: deque[Text] = deque(maxlen=RECENT_LINES)  # the last lines above the panel
         self._live: Live | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        seen = {column.tag: float(metrics[column.tag]) for column in COLUMNS if column.tag in metrics}
+        if self._progress.is_known(step):
+            return self._table.see(metrics)
+        seen = {column.tag: float(metrics[column.tag]) for column in self._columns if column.tag in metrics}
         longer = {tag: (*self._history.get(tag, ()), value)[-SPARK_LENGTH:] for tag, value in seen.items()}
         self._last_steps = {**self._last_steps, **dict.fromkeys(seen, step)}
         self._history = {**self._history, **longer}
         self._phases = phase_times(metrics) or self._phases
         self._progress.log(step, metrics)
+        for row in self._table.format_rows(step, metrics, width=self._console.width - MARGIN - len(STAMP)):
+            self._print(row, cut=True)
         self._draw()
 
     def note(self, text: str) -> None:
-        stamp = Text(time.strftime("%H:%M:%S  "), "dim")
         for line in text.splitlines():
-            self._console.print(Text.assemble(stamp, line), soft_wrap=True)
+            self._print(line)
+
+    def _print(self, line: str, *, cut: bool = False) -> None:
+        printed = Text.assemble((time.strftime(STAMP), "dim"), line)
+        self._recent.append(printed)
+        self._console.print(printed, soft_wrap=not cut, no_wrap=cut, overflow="crop" if cut else None)
 
     def progress(self, text: str) -> None:
         what, since = self._activity
@@ -106,7 +124,7 @@ class LiveConsole(NullTracker):
         """Start drawing on the first update; earlier output stays ordinary output."""
         if self._live is not None or self._closed:
             return
-        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=REDRAWS_PER_SECOND)
+        self._live = _ResizableLive(self._recent, get_renderable=self.render, console=self._console)
         atexit.register(self.close)  # restores the cursor on an exit without close
         self._live.start(refresh=True)
 
@@ -114,7 +132,7 @@ class LiveConsole(NullTracker):
         """Return the panel at the width of the terminal; in a small one, only the progress and the activity."""
         width = min(self._console.width - MARGIN, MAX_WIDTH)
         if width < 48 or self._console.height < 10:
-            return Group(self._render_progress(short=width < 36), self._render_activity())
+            return Group(self._render_progress(short=width < 36), self._render_first_metrics(width), self._render_activity())
         blocks: list[RenderableType] = [self._render_progress(), self._render_activity()]
         for cells in (self._metric_cells(), self._phase_cells()):
             if cells:
@@ -137,8 +155,18 @@ class LiveConsole(NullTracker):
         row.add_row(f"step {progress.step}/{progress.max_steps}", bar, ending)
         return row
 
+    def _render_first_metrics(self, width: int) -> Text:
+        """Return as many metrics as fit in one line, for a small terminal."""
+        parts = [f"{column.label} {column.format(self._history[column.tag][-1])}" for column in self._shown_columns()]
+        while len("  ".join(parts)) > width and len(parts) > 1:
+            parts.pop()
+        return Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
+
+    def _shown_columns(self) -> list[Column]:
+        return choose_columns(self._columns, frozenset(self._history))
+
     def _metric_cells(self) -> list[Cell]:
-        return [self._metric_cell(column) for column in COLUMNS if column.tag in self._history]
+        return [self._metric_cell(column) for column in self._shown_columns()]
 
     def _metric_cell(self, column: Column) -> Cell:
         """Return label, value and curve; ``@5`` marks a value of step 5 when later steps do not have the metric."""
@@ -177,6 +205,26 @@ def _render_cells(cells: Sequence[Cell], width: int) -> Table:
     for line in range(num_rows):
         table.add_row(*(part for cell in cells[line::num_rows] for part in cell))
     return table
+
+
+class _ResizableLive(Live):
+    """Starts on a clean screen after the terminal was resized: how it wraps the old drawing is not known, so it cannot be erased."""
+
+    def __init__(self, recent: deque[Text], *, console: Console, get_renderable: Callable[[], RenderableType]) -> None:
+        super().__init__(get_renderable=get_renderable, console=console, refresh_per_second=REDRAWS_PER_SECOND)
+        self._recent = recent
+        self._size = console.size
+
+    def refresh(self) -> None:
+        with self._lock:
+            size, self._size = self._size, self.console.size
+            if size != self._size and self.is_started:
+                self._live_render._shape = None  # nothing to erase
+                rows = max(self._size.height - 12, 0)
+                self.console.control(Control.clear(), Control.home())
+                lines = list(self._recent)[-rows:] if rows else []
+                self.console.print(*lines, sep="\n", soft_wrap=True, end="\n" if lines else "")
+            super().refresh()
 
 
 def sparkline(values: Iterable[float]) -> str:

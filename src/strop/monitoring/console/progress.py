@@ -21,6 +21,7 @@ class Progress:
         self._started = clock()
         self._step_times: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
         self._reported_seconds = math.nan
+        self._resumed_step = -1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
@@ -29,7 +30,11 @@ class Progress:
             self._step_times.append((step, self._clock()))
 
     def resume(self, step: int) -> None:
-        self.step = step
+        self.step = self._resumed_step = step
+
+    def is_known(self, step: int) -> bool:
+        """Return whether a step is of before the run was resumed, so that it has been shown."""
+        return step <= self._resumed_step
 
     @property
     def elapsed(self) -> float:

@@ -60,6 +60,13 @@ class CompositeTracker:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._active = tuple(trackers)
+        self._failures: list[str] = []
+
+    @property
+    def failures(self) -> list[str]:
+        """What was not recorded, since a tracker failed, one message for each."""
+        inner = (failure for tracker in self._active for failure in getattr(tracker, "failures", ()))
+        return [*self._failures, *inner]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call_each(lambda tracker: tracker.log(step, metrics))
@@ -87,5 +94,6 @@ class CompositeTracker:
     def _disable(self, tracker: Tracker, error: Exception) -> None:
         self._active = tuple(other for other in self._active if other is not tracker)
         name = type(tracker).__name__
+        self._failures.append(f"{name} failed and was off for the rest of this run: {type(error).__name__}: {error}")
         logger.warning("%s failed and is off for the rest of this run: %s: %s", name, type(error).__name__, error)
         logger.debug("traceback of %s", name, exc_info=error)

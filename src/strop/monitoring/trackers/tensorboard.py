@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.base import NullTracker
 
 if TYPE_CHECKING:
@@ -13,10 +14,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(NullTracker):
-    """Writes events to ``folder``, with metric names as tags. A resumed run discards later events with ``purge_step``."""
+    """Writes events to ``folder``, with metric names as tags, and with ``aliases`` those of other libraries too.
 
-    def __init__(self, folder: Path) -> None:
+    A resumed run discards later events with ``purge_step``.
+    """
+
+    def __init__(self, folder: Path, *, aliases: bool = False) -> None:
         self._folder = Path(folder)
+        self._aliases = aliases
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._step = 0
@@ -24,7 +29,7 @@ class TensorBoardTracker(NullTracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         writer = self._get_writer()
-        for name, value in metrics.items():
+        for name, value in (add_aliases(metrics) if self._aliases else metrics).items():
             writer.add_scalar(name, float(value), step)
         writer.flush()
         self._step = step

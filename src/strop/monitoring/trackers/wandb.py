@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.monitoring.atomic_file import atomic_write
+from strop.monitoring.trackers.aliases import add_aliases
 from strop.monitoring.trackers.base import NullTracker
 
 if TYPE_CHECKING:
@@ -34,15 +35,18 @@ class WandbTracker(NullTracker):
         project: str,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
+        aliases: bool = False,  # log metrics under the names of other libraries too
         **options: Any,  # further arguments of wandb.init: entity, group, tags, notes, ...
     ) -> None:
         self._log_dir = Path(log_dir)
         self._init = {"project": project, "name": name, "config": dict(config or {}), "dir": str(log_dir), **options}
+        self._aliases = aliases
         self._run: wandb.Run | None = None
         self._check_available()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._get_run().log({name: float(value) for name, value in metrics.items()}, step=step)
+        shown = add_aliases(metrics) if self._aliases else metrics
+        self._get_run().log({name: float(value) for name, value in shown.items()}, step=step)
 
     def resume(self, step: int) -> None:
         self._get_run(resume_step=step)
@@ -68,8 +72,7 @@ class WandbTracker(NullTracker):
         return self._run
 
     def _is_offline(self) -> bool:
-        mode = self._init.get("mode") or os.environ.get("WANDB_MODE", "")
-        return str(mode).lower() in ("offline", "dryrun", "disabled")
+        return is_wandb_offline(self._init.get("mode"))
 
     def _check_available(self) -> None:
         """Check package and API key when the run starts, instead of at an interactive prompt. Raises ImportError or ValueError."""
@@ -85,6 +88,11 @@ class WandbTracker(NullTracker):
                 "logger.wandb_enabled is true, but there is no Weights & Biases API key: run `wandb login` or set "
                 "WANDB_API_KEY, or set WANDB_MODE=offline to keep the run on this machine, or logger.wandb_enabled=false"
             )
+
+
+def is_wandb_offline(mode: str | None = None) -> bool:
+    """Return whether Weights & Biases keeps runs on this machine. ``mode`` None: as the environment says."""
+    return str(mode or os.environ.get("WANDB_MODE", "")).lower() in ("offline", "dryrun", "disabled")
 
 
 def _resume_rewound(run_id: str, step: int, common: Mapping[str, Any]) -> wandb.Run:

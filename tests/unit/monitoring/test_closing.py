@@ -1,0 +1,66 @@
+"""The last lines of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from strop.monitoring.console.closing import Closing, format_size
+
+GRPO = Closing(section="grpo", log_dir=Path("logs/x"), stores_rollouts=True, checkpoint=None, seconds=754, tokens=1234567)
+
+
+@pytest.mark.parametrize(
+    ("section", "rollouts", "commands"),
+    [
+        ("grpo", True, ["plot logs/x", "rollouts logs/x --worst 3", "eval {0}", "export {0} OUT", "serve {0}"]),
+        ("grpo", False, ["plot logs/x", "eval {0}", "export {0} OUT", "serve {0}"]),
+        ("sft", False, ["plot logs/x", "export {0} OUT", "serve {0}"]),
+        ("dpo", False, ["plot logs/x", "export {0} OUT", "serve {0}"]),
+        ("rm", False, ["plot logs/x", "export {0} OUT"]),
+    ],
+)
+def test_the_commands_to_go_on_with_are_those_that_work_for_the_kind_of_run(
+    section: str, rollouts: bool, commands: list[str], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "step_30"
+    checkpoint.mkdir()
+    closing = replace(GRPO, section=section, stores_rollouts=rollouts, checkpoint=checkpoint)
+    assert closing.commands() == [f"strop {command.format(checkpoint)}" for command in commands]
+    assert replace(closing, checkpoint=None).commands() == [f"strop {command}" for command in commands if "{" not in command]
+
+
+def test_the_last_lines_say_what_the_run_did_and_what_was_wrong(tmp_path: Path) -> None:
+    (tmp_path / "step_30" / "weights").mkdir(parents=True)
+    (tmp_path / "step_30" / "weights" / "model").write_bytes(bytes(1_600_000))
+    closing = replace(
+        GRPO,
+        checkpoint=tmp_path / "step_30",
+        warnings=["warning: all rewards are equal"],
+        failed_trackers=["WandbTracker failed"],
+        hints=["wandb sync"],
+    )
+    assert str(closing).splitlines() == [
+        "took        12:34, 1,234,567 tokens trained on",
+        "metrics and rollouts in logs/x",
+        f"checkpoint  {tmp_path}/step_30 (1.6 MB)",
+        "warning: all rewards are equal",
+        "warning: WandbTracker failed",
+        "wandb sync",
+        "next:",
+        "    strop plot logs/x",
+        "    strop rollouts logs/x --worst 3",
+        f"    strop eval {tmp_path}/step_30",
+        f"    strop export {tmp_path}/step_30 OUT",
+        f"    strop serve {tmp_path}/step_30",
+    ]
+
+
+def test_a_folder_with_a_space_is_quoted_in_a_command() -> None:
+    assert replace(GRPO, log_dir=Path("logs/my run")).commands()[0] == "strop plot 'logs/my run'"
+
+
+def test_sizes_are_written_as_people_read_them() -> None:
+    assert [format_size(size) for size in (812, 317_000, 1.6e9, 256e9, 4e12)] == ["812 B", "317 KB", "1.6 GB", "256 GB", "4.0 TB"]

@@ -1,0 +1,45 @@
+"""One style for all warnings."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from strop.monitoring.console.message_style import MessageHandler, show_warning
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """A root logger with the handler alone."""
+    logger = logging.getLogger()
+    kept, logger.handlers = logger.handlers, [MessageHandler()]
+    yield logger
+    logger.handlers = kept
+
+
+def test_loggers_of_strop_and_of_others_warn_in_one_style(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("strop.models.classifiers").warning("the head of %s is new", "x")
+    for _ in range(2):
+        logging.getLogger("vllm.triton_utils.importing").warning("Triton is installed")
+    logging.getLogger("ray").error("lost a node")
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: the head of x is new",
+        "warning (vllm): Triton is installed",
+        "error (ray): lost a node",
+    ]
+
+
+def test_a_warning_of_python_says_which_package_it_is_from(capsys: pytest.CaptureFixture[str]) -> None:
+    show_warning("slow", UserWarning, "/usr/lib/python3/site-packages/torch/nn/functional.py", 3)
+    show_warning("unused key", UserWarning, "/home/me/reward.py", 3)
+    assert capsys.readouterr().err.splitlines() == ["warning (torch): slow", "warning: unused key"]
+
+
+def test_the_handler_writes_to_the_standard_error_of_the_moment(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    """A live console puts a stream of its own there."""
+    with warnings.catch_warnings():
+        logging.getLogger("strop").warning("one")
+    assert capsys.readouterr().err == "warning: one\n"
