@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
+from strop.user_code import RunExited, run_coroutine
 from strop.weight_sync.base import EngineDied, TransportError
 from strop.weight_sync.verification import VerificationFailed
 
@@ -37,6 +37,7 @@ USER_ERRORS = (
     VerificationFailed,
     EngineDied,
     TransportError,
+    RunExited,
     ValueError,
     OSError,
 )
@@ -46,7 +47,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
     """Run a command. Return 0 on success, 1 after printing an error that the user can fix."""
     _configure_warnings()
     try:
-        asyncio.run(work)
+        run_coroutine(work)
     except USER_ERRORS as error:
         _print_error(error)
         return 1

@@ -9,7 +9,8 @@ or a device. A new environment is one file, which a configuration names as ``mod
 
 Rewards that compare the rollouts of one task are computed when all of them have ended.
 
-An exception from any method is recorded on that rollout; its group is dropped and counted, and training continues (law 7).
+An exception from any method, also SystemExit, is recorded on that rollout; its group is dropped and counted, and training continues
+(law 7).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 from strop.data.messages import make_prompt
 from strop.data.sources.source import DataSource
 from strop.types import Message, Messages, Rollout, Task, user
-from strop.user_code import UserCodeError, import_attribute, suggest_names
+from strop.user_code import UserCodeError, contain_exits, import_attribute, suggest_names
 
 TaskT = TypeVar("TaskT", bound=Task)
 T = TypeVar("T")
@@ -238,8 +239,9 @@ async def compute_group_rewards(environment: Environment[TaskT], task: TaskT, ro
 
 async def _call_reward(reward: RewardFunction, task: Task, rollouts: Rollout | Sequence[Rollout]) -> Any:
     try:
-        value = reward.function(task, rollouts)
-        return await value if inspect.isawaitable(value) else value
+        with contain_exits():
+            value = reward.function(task, rollouts)
+            return await value if inspect.isawaitable(value) else value
     except Exception as error:
         raise RewardError(f"{reward.source} raised {type(error).__name__} on task {task.id!r}: {error}") from error
 

@@ -21,6 +21,7 @@ from strop.monitoring.trackers.base import Tracker
 from strop.rollouts.episode import EpisodeRules, run_group
 from strop.sampling import Sampling, mix_seed
 from strop.types import Group, Rollout
+from strop.user_code import contain_exits
 
 _VALIDATION_SEED = 0x76616C  # separates the seeds of validation from those of training
 
@@ -141,7 +142,8 @@ class Evaluator:
 
     async def _sample_group(self, index: int) -> Group:
         try:
-            name, environment, task = self.source.at(index)
+            with contain_exits():
+                name, environment, task = self.source.at(index)
         except Exception as error:
             message = f"validation task {index} could not be created: {type(error).__name__}: {error}"
             raise EnvironmentConfigError(message) from error
