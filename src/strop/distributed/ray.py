@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file to the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
@@ -389,6 +392,7 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     address = address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
     if address and address != "local":
+        _require_token(False)
         try:
             _check_reachable(address)
             ray.init(address=address, **quiet_options)
@@ -400,6 +404,7 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
         return None
     gpus = 0 if on_cpu else None
     cpus = max(os.cpu_count() or 1, int(cpus_per_node) + 1)
+    _require_token(True)
     guardian = Guardian()
     try:
         with guardian.mark_children():
@@ -417,6 +422,22 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     return guardian
 
 
+def _require_token(required: bool) -> None:
+    """Have Ray's processes require a token, unless the user has set RAY_AUTH_MODE. Ray reads the mode when it is imported.
+
+    Ray's servers listen on every interface, and without a token whoever reaches one can run programs as this user. The token is in the
+    environment of this process and its children, which other users cannot read.
+    """
+    if AUTH_CHOSEN:
+        return
+    os.environ["RAY_AUTH_MODE"] = "token" if required else "disabled"
+    if required and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    from ray._raylet import Config
+
+    Config.initialize("")
+
+
 def _check_reachable(address: str) -> None:
     """Raise OSError if nothing listens at host:port. Ray itself would retry for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -425,14 +446,27 @@ def _check_reachable(address: str) -> None:
 
 
 def _find_local_cluster() -> str | None:
-    """Return the address of a cluster that `ray start` started on this machine, if it still answers."""
+    """Return the address of a cluster that `ray start` started on this machine, if it still answers.
+
+    Raises ConnectionError if another user could have written it: this run's code and data would go where it says.
+    """
     path = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
-        host, _, port = path.read_text().strip().rpartition(":")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, encoding="ascii") as file:
+            status, text = os.fstat(descriptor), file.read(300)
+        host, _, port = text.strip().rpartition(":")
         with socket.create_connection((host, int(port)), timeout=2):
-            return f"{host}:{port}"
+            pass
     except (OSError, ValueError):
         return None
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or not stat.S_ISREG(status.st_mode):
+        owner = f"belongs to user {status.st_uid}" if status.st_uid != os.getuid() else "can be written by other users"
+        raise ConnectionError(
+            f"{path} names the Ray cluster at {host}:{port}, but {owner}, who would choose where this run's code and data go. Set "
+            f"cluster.address={host}:{port} to join that cluster all the same, or cluster.address=local to start one for this run"
+        )
+    return f"{host}:{port}"
 
 
 def list_nodes() -> list[Node]:
