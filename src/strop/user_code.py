@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,9 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+TRUST_VARIABLE = "STROP_TRUST_REMOTE_CODE"  # environment variable
 
 
 class UserCodeError(ValueError):
@@ -83,6 +87,24 @@ def _current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:  # there is no event loop
         return None
+
+
+def trusts_remote_code() -> bool:
+    """Whether the Python code that models bring may run."""
+    return os.environ.get(TRUST_VARIABLE) == "1"
+
+
+@contextmanager
+def trust_remote_code(trusted: bool) -> Iterator[None]:
+    """Let models' own code run inside the context if ``trusted``, also in the processes that are started there."""
+    before = os.environ.get(TRUST_VARIABLE)
+    if trusted:
+        os.environ[TRUST_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if trusted and before is None:
+            del os.environ[TRUST_VARIABLE]
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:

@@ -21,6 +21,7 @@ from strop.stopping import RunStopped
 from strop.trainer.run import TrainingRun
 from strop.trainer.stop_signal import SignalHandler, handle_stop_signals
 from strop.trainer.train import train
+from strop.user_code import trust_remote_code
 
 
 def run_training(config: TrainingRunConfig) -> int:
@@ -33,7 +34,11 @@ async def train_as_configured(config: TrainingRunConfig) -> None:
     algorithm = make_run_algorithm(config)  # may refuse the run, before a log folder is made and processes are started
     tracker = make_tracker(config)
     try:
-        with handle_stop_signals(config.checkpointing) as signals, watch_run(config, tracker) as watched:
+        with (
+            trust_remote_code(config.policy.trust_remote_code),
+            handle_stop_signals(config.checkpointing) as signals,
+            watch_run(config, tracker) as watched,
+        ):
             await run_with_restarts(config, watched, partial(_run_attempt, config, algorithm, watched, signals))
     finally:
         tracker.close()

@@ -36,6 +36,7 @@ from strop.distributed.base import ActorDied, ActorOptions, NodeLost, RemoteActo
 from strop.distributed.cluster_config import ClusterConfig
 from strop.distributed.guardian import Guardian
 from strop.distributed.placement import Node, PlacementError, choose_nodes, find_domain
+from strop.user_code import TRUST_VARIABLE, trusts_remote_code
 
 log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
@@ -129,6 +130,8 @@ class RayCluster:
         if not self.on_cpu and not options.num_gpus:  # otherwise Ray chooses the GPUs
             gpus = self._gpus[options.node or 0]
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[device] for device in options.devices)
+        if trusts_remote_code():
+            variables.setdefault(TRUST_VARIABLE, "1")
         runtime_env: dict[str, Any] = {"env_vars": {name: str(value) for name, value in variables.items()}}
         if role.pip:
             runtime_env["pip"] = list(role.pip)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.models.loading import locate_model, quiet_transformers
+from strop.models.loading import from_pretrained, locate_model, quiet_transformers
 
 
 def load_model_config(name: str) -> Any:
@@ -17,9 +17,9 @@ def load_model_config(name: str) -> Any:
     from transformers import AutoConfig
 
     if (Path(name) / "config.json").exists():  # also a folder of shards, which is no model
-        return AutoConfig.from_pretrained(name)
+        return from_pretrained(AutoConfig, name)
     folder, gguf = locate_model(name)
-    return AutoConfig.from_pretrained(folder, **({"gguf_file": gguf} if gguf else {}))
+    return from_pretrained(AutoConfig, folder, **({"gguf_file": gguf} if gguf else {}))
 
 
 def export_weights(config: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
