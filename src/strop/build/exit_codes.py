@@ -15,6 +15,7 @@ from strop.distributed.actor_group import ActorGroupDied
 from strop.distributed.base import ActorDied
 from strop.environments.base import EnvironmentConfigError
 from strop.models.loading import ModelNotFound
+from strop.printable import make_printable
 from strop.trainer.mismatch import MismatchTooLarge
 from strop.trainer.run import TooFewTasks, TooManyDropped
 from strop.user_code import RunExited, run_coroutine
@@ -61,7 +62,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> int:
 
 def _print_error(error: Exception) -> None:
     """Print the message; with STROP_LOG=debug, also the traceback."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {make_printable(str(error))}", file=sys.stderr)
     log.debug("where the error was raised", exc_info=error)
     root: BaseException = error
     while root.__cause__ is not None:

@@ -21,8 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token file to the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes set their own CUDA_VISIBLE_DEVICES
@@ -41,6 +39,7 @@ from strop.user_code import TRUST_VARIABLE, trusts_remote_code
 log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
+AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
 POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
 # Default: 60; on a local cluster nothing restarts a server that died.
@@ -426,19 +425,17 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
 
 
 def _require_token(required: bool) -> None:
-    """Have Ray's processes require a token, unless the user has set RAY_AUTH_MODE. Ray reads the mode when it is imported.
+    """Have Ray's processes require a token, unless the user has set RAY_AUTH_MODE.
 
     Ray's servers listen on every interface, and without a token whoever reaches one can run programs as this user. The token is in the
-    environment of this process and its children, which other users cannot read.
+    environment of this process and its children, which other users cannot read; Ray itself would write it to the home folder.
     """
     if AUTH_CHOSEN:
         return
     os.environ["RAY_AUTH_MODE"] = "token" if required else "disabled"
     if required and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    from ray._raylet import Config
-
-    Config.initialize("")
+    ray._raylet.Config.initialize("")  # it read the mode when it was imported
 
 
 def _check_reachable(address: str) -> None:

@@ -150,7 +150,14 @@ def seconds(read: Callable[[str], object], text: str) -> float:
 
 @pytest.mark.parametrize(
     "text",
-    ["\\boxed{" * 8000, "answer is" + "\n" * 16_000, "{" * 50_000 + "}" * 50_000, "9" * 100_000, "1," * 50_000, "\\frac{" + "9" * 50_000],
+    [
+        "\\boxed{" * 8000,
+        "answer is" + "\n" * 16_000,
+        "{" * 50_000 + "}" * 50_000,
+        "9" * 100_000,
+        "1," * 50_000,
+        "\\frac{" + "9" * 50_000,
+    ],
     ids=["boxes", "newlines", "braces", "digits", "thousands", "fraction"],
 )
 @pytest.mark.parametrize("name", READERS)
@@ -182,7 +189,24 @@ def boxed_by_backward_search(text: str) -> str | None:
 
 STATED = re.compile(r"(?:####|answer\s+is\s*:?|answer\s*:)\s*(.+)", re.IGNORECASE)
 PIECES = st.sampled_from(
-    ["\\boxed{", "{", "}", "12", "x", " ", "\n", "answer", "Answer is", ":", "####", ",", "-3", "<answer>", "</answer>", "\\frac{1}{2}"]
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "12",
+        "x",
+        " ",
+        "\n",
+        "answer",
+        "Answer is",
+        ":",
+        "####",
+        ",",
+        "-3",
+        "<answer>",
+        "</answer>",
+        "\\frac{1}{2}",
+    ]
 )
 
 

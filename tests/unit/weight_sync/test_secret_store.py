@@ -126,11 +126,15 @@ def test_a_stranger_neither_ends_a_publish_nor_receives_it() -> None:
         child = stack.enter_context(spawn_child(receive_on_demand, sender.address, 0))
         assert child.answer() == "connected"
         child.pipe.send(manifest)
-        strangers: list[Any] = [stack.enter_context(socket.create_connection(("127.0.0.1", sender.address.port), 1)) for _ in range(4)]
+        strangers: list[Any] = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", sender.address.port), 1)) for _ in range(4)
+        ]
         for stranger in strangers:
             stranger.sendall(b"failed/1" * 20)
         with pytest.raises(RuntimeError):
-            dist.TCPStore("127.0.0.1", sender.address.port, None, False, timeout=SECOND, wait_for_workers=False).set("failed/1", "no")
+            dist.TCPStore("127.0.0.1", sender.address.port, None, False, timeout=SECOND, wait_for_workers=False).set(
+                "failed/1", "no"
+            )
         sender.send(manifest, iter(tensors))
         assert child.answer() == expected_fingerprints(tensors, manifest)
     sender.close()

@@ -28,7 +28,8 @@ class PolicyConfig(ModelConfig):
         "generation.torch_cfg.max_num_seqs (rollouts).",
     )
     trust_remote_code: bool = Field(
-        False, description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first."
+        False,
+        description="Run the Python code that the models and tokenizers of the run bring. It has your rights: read it first.",
     )
     reference: ReferenceConfig = subsection(ReferenceConfig)
     generation: GenerationConfig = subsection(GenerationConfig)

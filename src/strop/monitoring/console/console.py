@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 from strop.monitoring.console.columns import COLUMNS, format_duration, format_seconds, phase_times
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.trackers.base import NullTracker, Tracker
+from strop.printable import make_printable
 
 ConsoleKind = Literal["auto", "live", "plain", "none"]
 
@@ -53,7 +54,7 @@ class PlainConsole(NullTracker):
         self._print("  ".join(part for part in parts if part))
 
     def note(self, text: str) -> None:
-        for line in text.splitlines():
+        for line in make_printable(text).splitlines():
             self._print(line)
 
     def progress(self, text: str) -> None:

@@ -31,6 +31,7 @@ from rich.text import Text
 from strop.monitoring.console.columns import COLUMNS, Column, Phase, format_duration, format_seconds, phase_times
 from strop.monitoring.console.progress import Progress
 from strop.monitoring.trackers.base import NullTracker
+from strop.printable import make_printable
 
 MAX_WIDTH = 110  # for readability
 MARGIN = 3  # space for the ^C that a terminal echoes: in a full line it would wrap and break the drawing
@@ -75,7 +76,7 @@ class LiveConsole(NullTracker):
 
     def note(self, text: str) -> None:
         stamp = Text(time.strftime("%H:%M:%S  "), "dim")
-        for line in text.splitlines():
+        for line in make_printable(text).splitlines():
             self._console.print(Text.assemble(stamp, line), soft_wrap=True)
 
     def progress(self, text: str) -> None:

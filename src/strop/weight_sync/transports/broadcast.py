@@ -308,7 +308,7 @@ def _gloo_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
 
 
 def _nccl_group(store: Any, rank: int, address: BroadcastAddress) -> Any:
-    """Create an NCCL group with blocking waits that raise. The default watchdog and monitor would abort the process, a receiver's engine."""
+    """Create an NCCL group with blocking waits that raise. NCCL's watchdog and monitor would abort the process, a receiver's engine."""
     settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
     saved = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

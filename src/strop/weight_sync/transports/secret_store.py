@@ -1,8 +1,8 @@
 """A key-value store for a process group, served only to those who know its secret.
 
 torch's TCPStore listens on every interface, and whoever reaches it lists, changes and deletes its keys. This one listens on one address.
-Both sides prove that they know the secret before anything else is read: each answers the other's random challenge with an HMAC. What follows
-is not encrypted: who can change packets on the way can still interfere.
+Both sides prove that they know the secret before anything else is read: each answers the other's random challenge with an HMAC. What
+follows is not encrypted: who can change packets on the way can still interfere.
 
     frame      length (4 bytes), content
     request    operation (1 byte), length of the key (2 bytes), key, value

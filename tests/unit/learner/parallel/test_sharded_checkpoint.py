@@ -16,8 +16,8 @@ from tests.support.ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.checkpointing.convert import ConversionError, convert_shards
+from strop.learner.parallel.parallel_dims import DeviceMeshes, ParallelDims
 from strop.learner.parallel.shard_files import ForeignMetadata, ShardedReader, TensorShard, local_shard, write_shards
 from strop.learner.parallel.sharded import parallelize_network
 from strop.learner.parallel.sharded_checkpoint import take_snapshot
