@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes by default
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 ray: Any = ray_package  # Ray's decorators are not typed
 
 AUTH_CHOSEN = "RAY_AUTH_MODE" in os.environ  # by the user
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of a cluster that somebody else starts
+TOKEN = secrets.token_hex(32)  # of the clusters that this process starts
 POLL_SECONDS = 0.05  # seconds between checks whether a process has ended
 KILL_SECONDS = 10.0  # seconds until a process that does not end gets SIGKILL
 # Default: 60; on a local cluster nothing restarts a server that died.
@@ -394,10 +396,10 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     address = address or os.environ.get("RAY_ADDRESS") or _find_local_cluster()
     if address and address != "local":
-        _require_token(False)
         try:
             _check_reachable(address)
-            ray.init(address=address, **quiet_options)
+            with _authenticate("disabled"):
+                ray.init(address=address, **quiet_options)
         except OSError as error:  # ConnectionError is one
             raise ConnectionError(
                 f"no Ray cluster answers at {address} ({error}): start it (ray start --head; on other nodes ray start --address=...), or "
@@ -406,10 +408,9 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
         return None
     gpus = 0 if on_cpu else None
     cpus = max(os.cpu_count() or 1, int(cpus_per_node) + 1)
-    _require_token(True)
     guardian = Guardian()
     try:
-        with guardian.mark_children():
+        with guardian.mark_children(), _authenticate("token"):
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -424,18 +425,29 @@ def _connect_or_start(address: str | None, on_cpu: bool | None, cpus_per_node: f
     return guardian
 
 
-def _require_token(required: bool) -> None:
-    """Have Ray's processes require a token, unless the user has set RAY_AUTH_MODE.
+@contextmanager
+def _authenticate(mode: Literal["token", "disabled"]) -> Iterator[None]:
+    """Have Ray connect, and the processes that are started inside the context answer, in this mode, unless the user has set RAY_AUTH_MODE.
 
     Ray's servers listen on every interface, and without a token whoever reaches one can run programs as this user. The token is in the
-    environment of this process and its children, which other users cannot read; Ray itself would write it to the home folder.
+    environment of the cluster's processes, which other users cannot read; Ray itself would write it to the home folder.
     """
     if AUTH_CHOSEN:
+        yield
         return
-    os.environ["RAY_AUTH_MODE"] = "token" if required else "disabled"
-    if required and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    os.environ["RAY_AUTH_MODE"] = mode
+    if mode == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", TOKEN)
     ray._raylet.Config.initialize("")  # it read the mode when it was imported
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _check_reachable(address: str) -> None:
